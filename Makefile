@@ -1,0 +1,47 @@
+# Two commands do all set-up on a fresh machine:  make demo,  make test
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= 2.13.0
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test check nightly bench clean
+
+# torch comes first and pinned: an unpinned torch pulls gigabytes of GPU packages
+$(VENV)/.torch-$(TORCH):
+	@echo "creating $(VENV) with torch $(TORCH)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==$(TORCH)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch-$(TORCH) pyproject.toml
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.torch-$(TORCH) pyproject.toml
+	$(PIP) --editable ".[test,hf]"
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/.dev: $(VENV)/.test
+	$(PIP) --editable ".[test,hf,dev]"
+	@touch $@
+
+demo: $(VENV)/.demo            ## plan a model on a 2x2 mesh, train it on four local processes beside the single-device model
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.test            ## every test but the nightly ones
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev            ## lint, types, and the rings that need no processes
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not nightly and not machines"
+
+nightly: $(VENV)/.test         ## the long tests
+	$(BIN)/python -m pytest -m nightly --timeout 3600
+
+bench: $(VENV)/.test           ## the benchmarks; each prints a table
+	@for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,129 @@
+"""`plan` and `autoparallelize`: the compiler in one sentence.
+
+    graph = trace(model, meta_inputs)        # autopar/tracer      Module -> Graph
+    space = shardings(graph, mesh)           # autopar/sharding    Graph  -> Space
+    plan  = solve(space)                     # autopar/solver      Space  -> Plan
+    model = lower(graph, plan)               # autopar/codegen     Plan   -> ParallelModule
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.codegen import lower, parallelise
+from autopar.letters import BadPlan, NotServed
+from autopar.runtime.world import all_ranks_hold, coordinate, from_rank_0, start_world, world_size
+from autopar.sharding.cluster import Cluster
+from autopar.sharding.costs import OPTIMIZERS
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.shardings import shardings
+from autopar.solver.plan import Plan
+from autopar.solver.program import solve
+from autopar.tracer import Assume, ColoTracer
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of storage, compute and reduction."""
+
+    param: str = "float32"
+    reduce: str = "float32"
+
+
+def plan(
+    model: torch.nn.Module,
+    meta_inputs: Any,
+    mesh: DeviceMesh | tuple[int, ...] | int | None = None,
+    cluster: Cluster | str | None = None,
+    memory_budget: int | str | None = None,
+    optimizer: str = "adamw",
+    precision: Precision | None = None,
+    recompute: str = "auto",
+    loss: Callable[..., Any] | None = None,
+    parallel: str | Mapping[str, Any] | None = None,
+    constraints: Mapping[str, Any] | None = None,
+    assume: Assume | None = None,
+    strict: bool = False,
+    accumulation: int = 1,
+    kernels: bool = True,
+    solver: str = "cbc",
+    time_limit: float | None = None,
+    gap: float = 0.0,
+) -> Plan:
+    """The fastest plan for one training step of `model` on `mesh`. Needs no device, no process group and no weights.
+
+    `meta_inputs` are example tensors (meta ones are enough) of the global shapes, as a dict or a tuple. `loss(outputs,
+    inputs)` is planned with the model. `constraints` pin what they name. The model is not modified.
+    """
+    _refuse_unserved(memory_budget=memory_budget, precision=precision, parallel=parallel, time_limit=time_limit, recompute=(recompute, ("auto", "none")),
+                     accumulation=(accumulation, (1,)), gap=(gap, (0.0,)), kernels=(kernels, (True, False)))
+    if optimizer not in OPTIMIZERS:
+        raise NotServed(f"optimizer={optimizer!r} is not known", seen=f"known: {', '.join(OPTIMIZERS)}")
+    logical, hardware = _mesh(mesh), Cluster.of(cluster)
+    graph = ColoTracer().trace(model, meta_inputs, assume=assume, loss=loss)
+    space = shardings(graph, logical, hardware, constraints, optimizer, strict)
+    return solve(space, solver, _defaults(mesh, cluster, recompute, kernels), graph.assumptions)
+
+
+def autoparallelize(
+    model: torch.nn.Module,
+    meta_inputs: Any,
+    *,
+    plan: Plan | None = None,
+    inputs: str = "global",
+    outputs: str = "auto",
+    compile: bool = False,
+    sync: bool = True,
+    pad_to: int | None = None,
+    init: str = "module",
+    weights: str | None = None,
+    **planning: Any,
+) -> torch.nn.Module:
+    """Turn `model` into its parallel self, in place, and return it: an instance of its own class, to be trained as before.
+
+    Runs on every rank (torchrun), or on one process. Takes a `plan`, or any of `autopar.plan`'s arguments; then rank 0
+    plans and the others receive. `sync` takes parameters and buffers from rank 0.
+    """
+    _refuse_unserved(pad_to=pad_to, weights=weights, inputs=(inputs, ("global",)), outputs=(outputs, ("auto",)), compile=(compile, (False,)), init=(init, ("module",)))
+    if plan is not None and set(planning) - {"loss", "assume"}:
+        raise BadPlan(f"plan= is given, and so is {', '.join(sorted(set(planning) - {'loss', 'assume'}))}", advice="one or the other: a plan already decides it")
+    device = start_world()
+    graph = ColoTracer().trace(model, meta_inputs, assume=planning.get("assume"), loss=planning.get("loss"))
+    chosen = plan if plan is not None else from_rank_0(lambda: _plan(model, meta_inputs, planning))
+    mesh = chosen.mesh.to_torch(device)
+    lowered = lower(graph, chosen, coordinate(chosen.mesh), device)
+    all_ranks_hold("program", (chosen.digest, chosen.mesh, lowered.joint.collectives))
+    return parallelise(model, lowered, mesh, sync)
+
+
+def _plan(model: torch.nn.Module, meta_inputs: Any, planning: Mapping[str, Any]) -> Plan:
+    return plan(model, meta_inputs, **{"mesh": world_size(), **planning})
+
+
+def _mesh(given: Any) -> DeviceMesh:
+    if given is None:
+        raise NotServed("mesh=None, the search over factorisations of the world size, is not served yet", advice="mesh=(2, 4)")
+    return DeviceMesh.of(given)
+
+
+def _refuse_unserved(**arguments: Any) -> None:
+    """An argument that no stage serves yet is a letter, unless it has its default."""
+    for name, value in arguments.items():
+        given, served = value if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], tuple) else (value, (None,))
+        if given not in served:
+            raise NotServed(f"{name}={given!r} is not served by any stage yet", advice=f"leave {name} at its default")
+
+
+def _defaults(mesh: Any, cluster: Any, recompute: str, kernels: bool) -> list[tuple[str, str]]:
+    """What arguments left at their default meant."""
+    said = [("memory_budget", "none: memory is not modelled yet"), ("precision", "the model's own dtypes"), ("recompute", "none: no stage drops activations yet")]
+    if cluster is None:
+        said.insert(0, ("cluster", "generic: a documented stand-in, no machine was measured"))
+    if isinstance(mesh, int):
+        said.insert(0, ("mesh", f"one axis of {mesh}: factorisations are not searched yet"))
+    return said if recompute == "auto" else [s for s in said if s[0] != "recompute"]
+

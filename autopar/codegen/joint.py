@@ -1,0 +1,301 @@
+"""Local program -> forward and backward: both traced together into straight-line ATen code, rewritten by passes, cut in two.
+
+    trace                   the local program and its gradients, on fake tensors, by make_fx over torch.autograd.grad
+    PASSES                  rewrite the joint graph; each has a before and an after, `verify` runs after each
+    split                   forward: what the outputs need; backward: the rest; saved: what crosses
+
+Nothing here knows the rank's process groups: a collective names its mesh axis, and `bind` puts the axis in its place.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar.codegen.local import LocalProgram
+from autopar.runtime.collectives import STEPS, Axis
+from autopar.runtime.private import clean_room
+from autopar.sharding.convert import LocalStep
+from autopar.tracer.capture import LOCK
+from autopar.tracer.graph import run
+
+CONVERT = torch.ops.autopar.convert.default
+COLLECTIVES = frozenset(f for name, f in STEPS.items() if name not in ("slice", "lodge"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joint:
+    """The two halves of a training step of one device. Primals are inputs, then parameters, then buffers."""
+
+    forward: fx.Graph                                          # primals -> outputs, then what is saved
+    backward: fx.Graph                                         # saved, then tangents -> a gradient for each name in `gradients`
+    outputs: int
+    differentiable: tuple[int, ...]                            # outputs that have a tangent
+    gradients: tuple[int, ...]                                 # primals that get a gradient
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Every collective in order: what all ranks must agree on."""
+        return tuple(f"{n.target.__name__}{n.args[1:]} {_described(n)}" for g in (self.forward, self.backward) for n in g.nodes if n.target in COLLECTIVES)  # type: ignore[union-attr]
+
+
+def lower_jointly(program: LocalProgram, differentiable: Sequence[int], regathered: Iterable[str] = (), device: str = "cpu") -> Joint:
+    """Trace, rewrite, split. The same program is lowered once in a process."""
+    key = (program.fingerprint, tuple(differentiable), tuple(sorted(regathered)), device)
+    with LOCK:
+        if key not in _LOWERED:
+            while len(_LOWERED) >= 64:
+                _LOWERED.pop(next(iter(_LOWERED)))
+            _LOWERED[key] = _lower(program, differentiable, set(regathered), device)
+        return _LOWERED[key]
+
+
+_LOWERED: dict[Any, Joint] = {}
+
+
+def _lower(program: LocalProgram, differentiable: Sequence[int], regathered: set[str], device: str) -> Joint:
+    with clean_room():
+        joint = _trace(program, differentiable, device)
+    for one in PASSES:
+        one(joint)
+        verify(joint, one.__name__)
+    first = len(program.inputs)
+    return split(joint, {joint.primals[first + i] for i, name in enumerate(program.parameters) if name in regathered})
+
+
+@dataclass(slots=True, eq=False)
+class JointGraph:
+    """Forward and backward in one graph, while passes rewrite it."""
+
+    graph: fx.Graph
+    primals: list[fx.Node]
+    tangents: list[fx.Node]
+    outputs: list[fx.Node]
+    gradients: list[fx.Node | None]                            # of `wanted`, None where the outputs do not depend on it
+    wanted: list[int]                                          # primals that want a gradient
+    differentiable: tuple[int, ...]
+
+    def write_output(self) -> None:
+        """Put outputs and gradients back as the graph's output, after a pass has changed them."""
+        node = self.graph.output_node()
+        node.args = ((*self.outputs, *self.gradients),)
+
+    def read_output(self) -> None:
+        values = list(self.graph.output_node().args[0])        # type: ignore[arg-type]
+        self.outputs, self.gradients = values[: len(self.outputs)], values[len(self.outputs):]   # type: ignore[assignment]
+
+
+def _trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> JointGraph:
+    placeholders = [n for n in program.fx.nodes if n.op == "placeholder"]
+    types = [program.types[n.name] for n in placeholders]
+    wanted = [i for i, t in enumerate(types) if t.requires_grad] if differentiable else []
+
+    def step(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> tuple[Any, ...]:
+        primals = [p.detach().requires_grad_(i in wanted) for i, p in enumerate(primals)]
+        env: dict[fx.Node, Any] = dict(zip(placeholders, primals, strict=True))
+        for node in program.fx.nodes:
+            if node.op == "call_function":
+                env[node] = run(node, env)
+        outputs = [env[n] for n in program.fx.output_node().args[0]]   # type: ignore[union-attr, index, misc]
+        if not differentiable:
+            return (*outputs,)
+        return (*outputs, *torch.autograd.grad([outputs[i] for i in differentiable], [primals[i] for i in wanted], tangents, allow_unused=True))
+
+    with FakeTensorMode(), torch.enable_grad():
+        primals = [torch.empty(t.shape, dtype=t.torch_dtype, device=device) for t in types]
+        outputs = _shapes_of(program, placeholders, primals)
+        tangents = [torch.empty_like(outputs[i]) for i in differentiable]
+        made = make_fx(step)(primals, tangents)
+    nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
+    flat = list(made.graph.output_node().args[0])              # type: ignore[arg-type]
+    count = len(program.fx.output_node().args[0])              # type: ignore[arg-type]
+    return JointGraph(made.graph, nodes[: len(primals)], nodes[len(primals):], flat[:count], flat[count:], wanted, tuple(differentiable))   # type: ignore[arg-type]
+
+
+def _shapes_of(program: LocalProgram, placeholders: list[fx.Node], primals: list[torch.Tensor]) -> list[torch.Tensor]:
+    env: dict[fx.Node, Any] = dict(zip(placeholders, primals, strict=True))
+    with torch.no_grad():
+        for node in program.fx.nodes:
+            if node.op == "call_function":
+                env[node] = run(node, env)
+    return [env[n] for n in program.fx.output_node().args[0]]  # type: ignore[union-attr, index, misc]
+
+
+# -- passes
+
+
+def write_out_conversions(joint: JointGraph) -> None:
+    """Turn each conversion into its steps.
+
+    before    y = convert(x, "reduce_scatter(0:64)@dp; all_gather(0:64)@dp", "", [64, 8])
+    after     a = reduce_scatter(x, "dp", 0, 64);  y = all_gather(a, "dp", 0, 64)
+    """
+    for node in joint.graph.find_nodes(op="call_function", target=CONVERT):
+        value = node.args[0]
+        with joint.graph.inserting_before(node):
+            for step in LocalStep.parse_all(node.args[1]):
+                pairs = [number for pair in zip(step.dims, step.sizes, strict=True) for number in pair]
+                value = joint.graph.call_function(STEPS[step.kind], (value, step.axis, *pairs))
+                value.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(value)
+        joint.graph.erase_node(node)
+    joint.read_output()
+
+
+def drop_noise(joint: JointGraph) -> None:
+    """Remove what only tracing needed.
+
+    before    b = detach(a);  c = mul(b, b);  d = relu(a)          # nobody uses d
+    after     c = mul(a, a)
+    """
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        node.replace_all_uses_with(node.args[0])
+        joint.graph.erase_node(node)
+    joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    joint.read_output()
+
+
+def own_gradients(joint: JointGraph) -> None:
+    """Give each gradient a buffer of its own, laid out like its parameter: users add into `.grad` in place.
+
+    before    return loss, g, g                                    # one buffer handed out twice
+    after     h = clone(g);  return loss, g, h
+    """
+    seen = {_buffer_of(n) for n in (*joint.primals, *joint.tangents, *joint.outputs)}
+    owned: list[fx.Node | None] = []
+    for gradient in joint.gradients:
+        if gradient is not None:
+            if _buffer_of(gradient) in seen or not gradient.meta["val"].is_contiguous():
+                with joint.graph.inserting_before(joint.graph.output_node()):
+                    clone = joint.graph.call_function(torch.ops.aten.clone.default, (gradient,), {"memory_format": torch.contiguous_format})
+                clone.meta["val"] = gradient.meta["val"].contiguous() if not gradient.meta["val"].is_contiguous() else gradient.meta["val"]
+                gradient = clone
+            seen.add(_buffer_of(gradient))
+        owned.append(gradient)
+    joint.gradients = owned
+    joint.write_output()
+
+
+def _buffer_of(node: fx.Node) -> fx.Node:
+    """The node whose memory this one shows: views are followed to what they view."""
+    while node.op == "call_function" and node.all_input_nodes and (node.target is operator.getitem or _is_view(node)):
+        if node.target is operator.getitem and not _is_view(node.all_input_nodes[0]):
+            return node                                        # a part of an op with several results is a buffer of its own
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    if target is torch.ops.aten._unsafe_view.default:          # its schema says fresh; it shows its operand's memory
+        return True
+    return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
+
+
+PASSES: tuple[Callable[[JointGraph], None], ...] = (write_out_conversions, drop_noise, own_gradients)
+
+
+def verify(joint: JointGraph, after: str) -> None:
+    """A legal joint graph: well-formed, no conversion left unwritten, outputs and gradients where they are said to be."""
+    joint.graph.lint()
+    assert not joint.graph.find_nodes(op="call_function", target=CONVERT), after
+    assert tuple(joint.graph.output_node().args[0]) == (*joint.outputs, *joint.gradients), after    # type: ignore[arg-type]
+    assert len(joint.gradients) == len(joint.wanted), after
+
+
+# -- the two halves
+
+
+def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
+    """Cut the joint graph: forward is what the outputs need, backward the rest, saved is what crosses.
+
+    What is made from a regathered parameter by collectives and views alone does not cross: backward makes it again.
+    """
+    forward = _needed(joint.outputs)
+    for node in joint.graph.nodes:                             # the parts of an op with several results live with it
+        if node.target is operator.getitem and node.args[0] in forward:
+            forward.add(node)
+    backward = _needed([g for g in joint.gradients if g is not None]) - forward
+    again = _made_again(joint, set(regathered), forward)
+    saved: dict[fx.Node, None] = {}
+    extra: set[fx.Node] = set()
+    wanted = [a for n in joint.graph.nodes if n in backward and n.op == "call_function" for a in n.all_input_nodes]
+    pending = wanted + [g for g in joint.gradients if g is not None]
+    while pending:
+        node = pending.pop(0)
+        if node in backward or node in joint.tangents or node in extra or node in saved:
+            continue
+        if node in again:
+            extra.add(node)
+            pending += node.all_input_nodes
+        else:
+            saved[node] = None
+    present = [g for g in joint.gradients if g is not None]
+    first = _build(joint.graph, joint.primals, {n for n in forward if n.op == "call_function"}, [*joint.outputs, *saved])
+    second = _build(joint.graph, [*saved, *joint.tangents], {n for n in backward | extra if n.op == "call_function"}, present)
+    gets = tuple(i for i, g in zip(joint.wanted, joint.gradients, strict=True) if g is not None)
+    return Joint(first, second, len(joint.outputs), joint.differentiable, gets)
+
+
+def _needed(of: Sequence[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = list(of)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if node in forward and node.op == "call_function" and (node.target in STEPS.values() or _is_view(node)):
+            if all(a in parameters or a in found for a in node.all_input_nodes):
+                found.add(node)
+    return found
+
+
+def _build(source: fx.Graph, inputs: Sequence[fx.Node], nodes: set[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
+    graph = fx.Graph()
+    copies = {n: graph.placeholder(n.name) for n in inputs}
+    for node in source.nodes:
+        if node in nodes and node not in copies:
+            copies[node] = graph.node_copy(node, lambda a: copies[a])
+    for node, made in copies.items():
+        made.meta["val"] = node.meta.get("val")
+    graph.output(tuple(copies[n] for n in outputs))
+    graph.lint()
+    return graph
+
+
+def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
+    """The graph as a module of this rank: every collective gets the axis that it names."""
+    bound = copy.deepcopy(graph)
+    given: dict[str, fx.Node] = {}
+    for node in list(bound.nodes):
+        if node.target in STEPS.values():
+            name = node.args[1]
+            attribute = "axis_" + "".join(c if c.isalnum() else "_" for c in name)
+            if name not in given:
+                with bound.inserting_before(next(iter(bound.nodes))):
+                    given[name] = bound.get_attr(attribute)
+            node.args = (node.args[0], given[name], *node.args[2:])
+    module = fx.GraphModule({n.target: axes[name] for name, n in given.items()}, bound)  # type: ignore[dict-item]
+    return module
+
+
+def _described(node: fx.Node) -> str:
+    value = node.args[0].meta.get("val")                       # type: ignore[union-attr]
+    return f"{value.dtype} {tuple(value.shape)}" if value is not None else ""
+
+

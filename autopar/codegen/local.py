@@ -1,0 +1,139 @@
+"""Graph + Plan -> the local program: what one device computes, forward only, before it is differentiated.
+
+Parameters and inputs become local shards, shape arguments become local (numbers derived from shapes stay global), and
+every conversion of the plan becomes one `convert` node that names its steps forward and those of its gradient backward.
+It prints as Python: a reader sees every collective, its axis, and why it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx as fx
+
+from autopar.letters import BadPlan
+from autopar.runtime.collectives import convert
+from autopar.sharding.convert import Step, localise
+from autopar.sharding.placement import Sharding, local_shape
+from autopar.sharding.strategies import values
+from autopar.solver.plan import Decision, Plan
+from autopar.tracer.graph import Graph, Info, TensorType, info, op_name, type_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalProgram:
+    """The forward of one device, as an fx graph whose placeholders are `inputs`, then `parameters`, then `buffers`."""
+
+    fx: fx.Graph
+    inputs: tuple[str, ...]                                    # placeholder names of the traced inputs, whole on every rank
+    parameters: tuple[str, ...]                                # names
+    buffers: tuple[str, ...]
+    types: dict[str, TensorType]                               # of every placeholder, local, by placeholder name
+    outputs: tuple[Sharding, ...]                              # how each output lies
+
+    def __str__(self) -> str:
+        return print_program(self)
+
+    @property
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Equal for programs that compute the same."""
+        nodes = ((n.op, n.name, n.target, repr(n.args), repr(n.kwargs)) for n in self.fx.nodes)
+        return (*nodes, *self.types.items(), self.inputs, self.parameters, self.buffers)
+
+
+def local_program(graph: Graph, plan: Plan, coordinate: Sequence[int]) -> LocalProgram:
+    """The program of the device at `coordinate`. Where every part is even, it is the same on every device."""
+    if plan.digest != graph.digest:
+        raise BadPlan("the plan was made for another graph", seen=f"plan {plan.digest}, model {graph.digest}",
+                      advice="plan again: the model, its inputs' shapes, or train and eval have changed")
+    return _Localiser(graph, plan, coordinate).run()
+
+
+class _Localiser:
+    def __init__(self, graph: Graph, plan: Plan, coordinate: Sequence[int]) -> None:
+        self.graph, self.plan, self.mesh, self.coordinate = graph, plan, plan.mesh, coordinate
+        self.conversions = {(c.target, c.operand): c for c in plan.conversions}
+        self.fx = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.types: dict[str, TensorType] = {}
+        self.written: dict[Any, fx.Node] = {}                  # a conversion already there, by what it is
+
+    def run(self) -> LocalProgram:
+        tops = {kind: [n for n in self.graph.nodes if info(n).kind == kind] for kind in ("input", "parameter", "buffer")}
+        for node in (*tops["input"], *tops["parameter"], *tops["buffer"]):
+            self._placeholder(node)
+        outputs: list[fx.Node] = []
+        shardings: list[Sharding] = []
+        for node in self.graph.nodes:
+            if info(node).kind == "op":
+                self._op(node)
+        for source, name in zip(self.graph.output.args[0], self.graph.output_names, strict=True):   # type: ignore[arg-type]
+            outputs.append(self._converted(source, f"out.{name}", 0, ""))
+            shardings.append(values(self._decision(f"out.{name}").flows(0)))
+        self.fx.output(tuple(outputs))
+        names = {kind: tuple(info(n).key if kind != "input" else str(n.target) for n in nodes) for kind, nodes in tops.items()}
+        return LocalProgram(self.fx, names["input"], names["parameter"], names["buffer"], self.types, tuple(shardings))
+
+    def _decision(self, name: str) -> Decision:
+        return self.plan.decisions[name]
+
+    def _placeholder(self, node: fx.Node) -> None:
+        made = self.env[node] = self.fx.placeholder(node.name)
+        sharding, whole = values(self._decision(info(node).key).flows()), type_of(node)
+        self.types[made.name] = TensorType(local_shape(whole.shape, sharding, self.mesh, self.coordinate), whole.dtype, whole.requires_grad)
+        made.meta["info"] = info(node)
+
+    def _op(self, node: fx.Node) -> None:
+        about = info(node)
+        operands = [n for n in node.target.operands(node.kwargs) if isinstance(n, fx.Node)]   # type: ignore[union-attr]
+        arrived = [self._converted(n, about.key, i, about.module) for i, n in enumerate(operands)]
+        if op_name(node) == "identity":
+            self.env[node] = arrived[0]
+            return
+        turn = iter(arrived)                                   # operands stand in the order of the arguments
+        kwargs = fx.map_arg(node.kwargs, lambda n: next(turn))
+        made = self.env[node] = self.fx.create_node("call_function", node.target, (), kwargs, name=node.name)
+        made.meta["info"] = about
+
+    def _converted(self, source: fx.Node, target: str, operand: int, module: str) -> fx.Node:
+        """`source` as its consumer wants it."""
+        here, conversion = self.env[source], self.conversions.get((target, operand))
+        if conversion is None:
+            return here
+        whole = type_of(source)
+        forward, shape = self._steps(conversion.forward, whole, conversion.value[0])
+        backward = self._steps(conversion.backward, whole, conversion.gradient[0])[0] if conversion.gradient else ""
+        key = (here, conversion.value, conversion.gradient)
+        if key not in self.written:
+            made = self.written[key] = self.fx.create_node("call_function", convert, (here, forward, backward, list(shape)), name=f"{here.name}_as")
+            made.meta["info"] = Info(f"{info(source).key} to {target}", "conversion", (whole,), module)
+        return self.written[key]
+
+    def _steps(self, steps: Sequence[Step], whole: TensorType, source: Sharding) -> tuple[str, tuple[int, ...]]:
+        here, shape = localise(steps, whole.shape, source, self.mesh, self.coordinate)
+        return "; ".join(map(repr, here)), shape
+
+
+def print_program(program: LocalProgram) -> str:
+    """The local program as Python that a person can read."""
+    nodes = list(program.fx.nodes)
+    lines = ["def forward(", *(f"    {n.name},    # {program.types[n.name]}, {info(n).kind}" for n in nodes if n.op == "placeholder"), "):"]
+    module = None
+    for node in nodes:
+        if node.op == "output":
+            lines.append(f"    return {', '.join(n.name for n in node.args[0])}")    # type: ignore[union-attr]
+        elif node.op == "call_function":
+            if info(node).module != module:
+                module = info(node).module
+                lines += ["", f"    # {module or 'the model itself'}"]
+            lines.append(f"    {node.name} = {_call(node)}")
+    return "\n".join(lines) + "\n"
+
+
+def _call(node: fx.Node) -> str:
+    if node.target is convert:
+        x, forward, backward, _ = node.args
+        return f"convert({x}, {forward!r}, backward={backward!r})    # {info(node).key}"
+    return f"{op_name(node)}({', '.join(f'{k}={v!r}' for k, v in node.kwargs.items())})"

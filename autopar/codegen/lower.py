@@ -1,0 +1,19 @@
+"""Graph + Plan -> the program of one device: local program, joint graph, two halves. Nothing is searched here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.codegen.joint import lower_jointly
+from autopar.codegen.local import local_program
+from autopar.codegen.module import Lowered
+from autopar.solver.plan import Plan
+from autopar.tracer.graph import Graph, info
+
+
+def lower(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cpu") -> Lowered:
+    """The program of the device at `coordinate` of the plan's mesh."""
+    program = local_program(graph, plan, coordinate)
+    outputs = info(graph.output).outputs
+    differentiable = [graph.loss] if graph.loss is not None else [i for i, t in enumerate(outputs) if t.requires_grad]
+    return Lowered(graph, plan, program, lower_jointly(program, differentiable, plan.regathered, device))

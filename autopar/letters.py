@@ -1,0 +1,78 @@
+"""What autopar says when it cannot go on: short letters to the user.
+
+    NoRule: autopar has no sharding rule for cumsum
+        at      h = torch.cumsum(scores, dim=-1)          model.py:84, in Attention.forward
+        with    scores: f32[8, 512]
+        try     rule("cumsum", "b s! -> b s!")            docs/rules.md
+
+What happened, where in the user's own source, what was seen, what to do. `raise` speaks to users, `assert` to ourselves.
+"""
+
+from __future__ import annotations
+
+
+class Letter(Exception):
+    """A sentence, then the lines `at`, `with`, `try` that apply."""
+
+    def __init__(self, what: str, *, at: str = "", seen: str = "", advice: str = "") -> None:
+        self.what, self.at, self.seen, self.advice = what, at, seen, advice
+        lines = [what]
+        for label, text in (("at", at), ("with", seen), ("try", advice)):
+            if text:
+                lines.append(f"    {label:<8}" + text.replace("\n", "\n" + " " * 12))
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self):                                     # letters cross process boundaries whole
+        return _rebuild, (type(self), self.what, self.at, self.seen, self.advice)
+
+
+def _rebuild(cls: type[Letter], what: str, at: str, seen: str, advice: str) -> Letter:
+    return cls(what, at=at, seen=seen, advice=advice)
+
+
+class NotServed(Letter):
+    """An argument or a situation that no stage of this version handles."""
+
+
+class NotCaptured(Letter):
+    """The tracer met something that a graph cannot hold."""
+
+
+class NoRule(Letter):
+    """An op has no sharding rule, and the caller asked for strictness."""
+
+
+class BadRule(Letter):
+    """A sharding rule that cannot be read, or does not fit its operands."""
+
+
+class BadSharding(Letter):
+    """A sharding, placement or mesh that cannot be read or cannot exist."""
+
+
+class BadConstraint(Letter):
+    """A constraint that matches nothing, or that no strategy can satisfy."""
+
+
+class BadCluster(Letter):
+    """A cluster description that cannot be found or read."""
+
+
+class BadPlan(Letter):
+    """A plan that cannot be read, or belongs to another model."""
+
+
+class Infeasible(Letter):
+    """No plan satisfies what was asked."""
+
+
+class BadInput(Letter):
+    """Inputs of the parallel model that differ from what it was lowered for."""
+
+
+class Disagreement(Letter):
+    """Ranks hold different plans, programs or worlds."""
+
+
+class Consumed(Letter):
+    """The single-device model was used after it became the parallel one."""

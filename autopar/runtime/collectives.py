@@ -1,0 +1,125 @@
+"""Collectives and local steps as emitted programs call them, over torch.distributed (NCCL on GPUs, gloo on CPUs).
+
+Each takes what a device holds and the mesh axis, and returns a new tensor: no step writes to its operand. `dim`s come with
+the size that the dim has when the axis does not cut it, because the last parts may be smaller: parts are padded to one
+size inside the collective, and the padding never leaves it.
+
+`convert` is what the local program holds before it is differentiated: the steps forward, and those of the gradient
+backward. The two are each other's adjoint pair only together with the strategies at both ends, which is why no step has a
+backward of its own. Tracing the joint graph turns it into two `convert`s; `codegen/joint.py` then writes out their steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.sharding.placement import part
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor           # renamed in torch 2.13
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A mesh axis as one rank sees it."""
+
+    name: str
+    size: int
+    index: Any                                                 # this rank's place on the axis
+    group: Any                                                 # its process group
+
+
+def bind_axes(mesh: Any) -> dict[str, Axis]:
+    """The axes of a torch DeviceMesh, by name."""
+    return {name: Axis(name, mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i)) for i, name in enumerate(mesh.mesh_dim_names)}
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """P(sum) -> R"""
+    y = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(y, group=axis.group)
+    return y
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
+    """S(dim) -> R"""
+    x = _padded(x, dim, -(-size // axis.size)).movedim(dim, 0).contiguous()
+    y = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    _all_gather(y, x, group=axis.group)
+    return y.narrow(0, 0, size).movedim(0, dim).contiguous()
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
+    """P(sum) -> S(dim)"""
+    step = -(-size // axis.size)
+    x = _padded(x, dim, step * axis.size).movedim(dim, 0).contiguous()
+    y = x.new_empty((step, *x.shape[1:]))
+    _reduce_scatter(y, x, group=axis.group)
+    return y.narrow(0, 0, _length(size, axis)).movedim(0, dim).contiguous()
+
+
+def all_to_all(x: Tensor, axis: Axis, dim: int, size: int, to_dim: int, to_size: int) -> Tensor:
+    """S(dim) -> S(to_dim)"""
+    step, to_step = -(-size // axis.size), -(-to_size // axis.size)
+    x = _padded(_padded(x, dim, step), to_dim, to_step * axis.size)
+    pieces = torch.stack(x.split(to_step, to_dim))             # [receiver, ..., step, ..., to_step, ...]
+    y = torch.empty_like(pieces)
+    dist.all_to_all_single(y, pieces, group=axis.group)
+    whole = torch.cat(y.unbind(0), dim)                        # the senders' parts in their order
+    return whole.narrow(dim, 0, size).narrow(to_dim, 0, _length(to_size, axis)).contiguous()
+
+
+def slice(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
+    """R -> S(dim)"""
+    step = -(-size // axis.size)
+    if size % axis.size == 0:
+        return x.narrow(dim, step * axis.index, step).clone(memory_format=torch.contiguous_format)
+    return x.narrow(dim, *part(size, axis.size, axis.index)).clone(memory_format=torch.contiguous_format)
+
+
+def lodge(x: Tensor, axis: Axis) -> Tensor:
+    """R -> P(sum): the first rank keeps the value, the others hold zeros."""
+    return torch.where(torch.full((), axis.index, device=x.device) == 0, x, 0)     # not a product: 0 times inf is nan
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    missing = size - x.shape[dim]
+    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
+
+
+def _length(size: int, axis: Axis) -> Any:
+    return size // axis.size if size % axis.size == 0 else part(size, axis.size, axis.index)[1]
+
+
+STEPS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, slice, lodge)}
+
+
+@torch.library.custom_op("autopar::convert", mutates_args=())
+def convert(x: Tensor, forward: str, backward: str, shape: list[int]) -> Tensor:
+    """A change of sharding: `forward` names its steps, `backward` those of its gradient, `shape` is what it leaves."""
+    raise AssertionError("a convert is written out as collectives before it runs")
+
+
+@convert.register_fake
+def _(x: Tensor, forward: str, backward: str, shape: list[int]) -> Tensor:
+    return x.new_empty(shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, str, str, list[int]], output: Tensor) -> None:
+    x, ctx.forward_steps, ctx.backward_steps, _ = inputs
+    ctx.shape = list(x.shape)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    return convert(gradient, ctx.backward_steps, ctx.forward_steps, ctx.shape), None, None, None
+
+
+convert.register_autograd(_backward, setup_context=_remember)

@@ -1,0 +1,59 @@
+"""The private parts of torch that autopar cannot do without, in one place. Tried on torch 2.13.0.
+
+    clean_room          tracing must not be seen by modes that happen to be active around it
+    ThreadedRanks       ranks as threads (torch's own tests use it)
+    LocalTensorMode     one process that plays all ranks
+    FakeStore           the store of the fake process group
+
+The tracer and the joint trace also use `torch._subclasses.fake_tensor`, `torch.fx.experimental.proxy_tensor` and
+`torch.utils._python_dispatch`, which have no public name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextlib.contextmanager
+def clean_room() -> Iterator[None]:
+    """No dispatch mode of the caller's is active inside."""
+    with _disable_current_modes():
+        yield
+
+
+class ThreadedRanks:
+    """A world whose ranks are threads."""
+
+    def __enter__(self) -> ThreadedRanks:
+        from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+        self._threaded = threaded
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        threaded._install_threaded_pg()
+        return self
+
+    def abort(self, error: BaseException) -> None:
+        """Wake every rank that waits."""
+        self._threaded.ProcessLocalGroup.exception_handle(error)
+
+    def __exit__(self, *_: Any) -> None:
+        self._threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        self._threaded.ProcessLocalGroup.reset()
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("LocalTensor", "LocalTensorMode"):
+        import torch.distributed._local_tensor as local_tensor
+
+        return getattr(local_tensor, name)
+    if name == "FakeStore":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        return FakeStore
+    raise AttributeError(name)

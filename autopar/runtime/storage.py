@@ -1,0 +1,63 @@
+"""How a parameter is stored: a DTensor on the full mesh, of which the emitted program reads the local part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from autopar.runtime.collectives import Axis, bind_axes, slice
+from autopar.sharding.placement import R, Sharding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """Where the parts of one tensor lie."""
+
+    mesh: Any
+    sharding: Sharding
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor, sharding: Sharding | None, mesh: Any) -> Storage:
+        whole = Sharding((R,) * mesh.ndim)
+        return Storage(mesh, sharding or whole, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride())
+
+    def take(self, whole: Tensor, sync: bool) -> DTensor:
+        """This rank's part of rank 0's tensor, as a DTensor."""
+        whole = self.spread(whole, sync)
+        axes = list(bind_axes(self.mesh).values())
+        local = whole
+        for dim, cut in self.sharding.cuts.items():
+            for axis in cut:
+                local = _cut(local, axes[axis], dim)
+        return self.wrap(local.contiguous() if local is not whole else whole.clone(memory_format=torch.contiguous_format))
+
+    def spread(self, whole: Tensor, sync: bool) -> Tensor:
+        """Rank 0's tensor on every rank."""
+        whole = whole.detach().clone(memory_format=torch.contiguous_format)
+        if sync and self.mesh.size() > 1:
+            dist.broadcast(whole, 0)
+        return whole
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """A local part as the DTensor that it is a part of."""
+        return dtensor_of(local, self.mesh, self.sharding, self.shape, self.stride)
+
+
+def dtensor_of(local: Tensor, mesh: Any, sharding: Sharding, shape: Sequence[int], stride: Sequence[int] | None = None) -> DTensor:
+    """torch's DTensor of a local part. torch's own placements cut one dim by several axes in mesh order only."""
+    assert sharding.order == tuple(range(len(sharding.placements))), sharding
+    placements = [Shard(p.dim) if p.is_shard else Partial(p.reduction) if p.is_partial else Replicate() for p in sharding.placements]
+    stride = stride or torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+def _cut(local: Tensor, axis: Axis, dim: int) -> Tensor:
+    return slice(local, axis, dim, local.shape[dim])

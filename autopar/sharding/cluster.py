@@ -1,0 +1,90 @@
+"""What the devices and links of a machine can do, as data: peak rates, memory, latency, bandwidth, each with its source.
+
+A cluster is `links` from the innermost level outwards: the first joins the devices of a node, the second the nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from autopar.letters import BadCluster
+from autopar.sharding.mesh import DeviceMesh
+
+DEFAULT = "generic"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    name: str
+    flops_per_s: tuple[tuple[str, float], ...]                 # by dtype
+    memory_bytes: int
+    memory_bytes_per_s: float
+    launch_s: float
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s for a dtype; one the table lacks runs at the slowest rate it has."""
+        rates = dict(self.flops_per_s)
+        return rates.get(dtype, min(rates.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    name: str
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Devices and the links between them."""
+
+    name: str
+    device: Device
+    links: tuple[Link, ...]                                    # innermost first
+    devices_per_node: int
+    nodes: int = 1
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.device.name}, {self.devices_per_node} a node)"
+
+    def link_of(self, mesh: DeviceMesh, axis: int) -> Link:
+        """The slowest link between the devices of one group of an axis: the last axis is innermost."""
+        span = mesh.shape[axis]
+        for n in mesh.shape[axis + 1:]:
+            span *= n
+        inside = span <= self.devices_per_node and self.devices_per_node % span == 0
+        return self.links[0] if inside else self.links[-1]
+
+    @staticmethod
+    def of(given: Any) -> Cluster:
+        """A cluster from what a caller may pass: a Cluster, a name ("h100-8x4": 8 a node, 4 nodes), a path, or None."""
+        if given is None:
+            return Cluster.of(DEFAULT)
+        if isinstance(given, Cluster):
+            return given
+        if isinstance(given, (str, Path)):
+            if Path(given).suffix == ".json":
+                return _read(Path(given).stem, Path(given))
+            match = re.fullmatch(r"([a-z0-9]+?)(?:-(\d+)x(\d+))?", str(given))
+            folder = resources.files("autopar.sharding").joinpath("clusters")
+            known = sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
+            if match and match[1] in known:
+                cluster = _read(match[1], folder.joinpath(f"{match[1]}.json"))
+                return replace(cluster, name=str(given), devices_per_node=int(match[2]), nodes=int(match[3])) if match[2] else cluster
+            raise BadCluster(f"no cluster is called {str(given)!r}", seen=f"known: {', '.join(known)}", advice='a name such as "h100-8x4", or the path of a .json profile')
+        raise BadCluster(f"{given!r} is not a cluster", advice='autopar.Cluster, a name such as "h100-8x4", or the path of a .json profile')
+
+
+def _read(name: str, file: Any) -> Cluster:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        device = Device(**{**data["device"], "flops_per_s": tuple(sorted(data["device"]["flops_per_s"].items()))})
+        return Cluster(name, device, tuple(Link(**link) for link in data["links"]), data["devices_per_node"], data["nodes"], tuple(sorted(data["sources"].items())))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise BadCluster(f"the cluster file {file} cannot be read", seen=f"{type(e).__name__}: {e}") from e

@@ -1,0 +1,94 @@
+"""What a caller pins: a pattern over names, and the sharding of what it matches.
+
+    "x": "S(0)@dp"                           an input, as it is used
+    "blocks.*.up.weight": "S(0)@tp"          a parameter: its storage and every use
+    "*.weight": "S(0)@dp; R; regathered"     its storage; its use; and whether the gathered copy is kept for backward
+    "blocks.*.up": "S(1)@tp"                 a module: what the consumers of its output receive
+    "out": "R"                               every output
+
+A pin fixes values; a gradient is pinned only where it is written, as in `R/P(sum)`. The first pattern that matches wins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from autopar.letters import BadConstraint, Letter
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.placement import Flow, Placement, Sharding
+from autopar.sharding.strategies import gradients, values
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A sharding that some edge end or storage must have."""
+
+    text: str
+    value: Sharding
+    gradient: Sharding | None = None
+
+    def admits(self, flows: tuple[Flow, ...]) -> bool:
+        return values(flows) == self.value and self.gradient in (None, gradients(flows))
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """What one pattern says."""
+
+    pattern: str
+    storage: Pin
+    use: Pin
+    regathered: bool = False
+
+
+class Constraints:
+    """Patterns in order, and which of them have matched something."""
+
+    def __init__(self, given: Mapping[str, Any] | None, mesh: DeviceMesh) -> None:
+        self.pins = [_read(pattern, what, mesh) for pattern, what in (given or {}).items()]
+        self._used: set[str] = set()
+
+    def of(self, *names: str) -> Pins | None:
+        """The first pin whose pattern matches one of the names of a thing."""
+        for pin in self.pins:
+            if any(fnmatchcase(name, pin.pattern) for name in names if name):
+                self._used.add(pin.pattern)
+                return pin
+        return None
+
+    def check_all_used(self, known: list[str]) -> None:
+        for pin in self.pins:
+            if pin.pattern not in self._used:
+                raise BadConstraint(f"the constraint {pin.pattern!r} matches nothing", seen=", ".join(known[:12]) + (", ..." if len(known) > 12 else ""),
+                                    advice="a parameter, a module path, an input, or out")
+
+
+def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
+    try:
+        if isinstance(what, Placement):
+            what = (what,)
+        if isinstance(what, tuple) and len(what) == len(mesh.shape) and all(isinstance(p, Placement) for p in what):
+            what = Sharding(what)
+        if isinstance(what, Sharding):
+            pin = Pin(what.text(mesh.axes), what)
+            return Pins(pattern, pin, pin)
+        if not isinstance(what, str):
+            raise BadConstraint(f"{what!r} is not a sharding")
+        fields = [field.strip() for field in what.split(";")]
+        if len(fields) > 3 or (len(fields) == 3 and fields[2] not in ("kept", "regathered")):
+            raise BadConstraint(f"{what!r} is not storage; use; kept or regathered")
+        storage = _pin(fields[0], mesh)
+        return Pins(pattern, storage, _pin(fields[1], mesh) if len(fields) > 1 else storage, fields[-1] == "regathered")
+    except Letter as e:
+        raise BadConstraint(f"the constraint {pattern!r}: {what!r} cannot be read", seen=e.what, advice=e.advice or f'"S(0)@{mesh.axes[0]}", or "R"') from e
+
+
+def _pin(text: str, mesh: DeviceMesh) -> Pin:
+    """`S(0)@dp`, or with gradients `R/P(sum)@dp`."""
+    value = Sharding.parse(re.sub(r"/[^@,]*", "", text), mesh)
+    gradient = Sharding.parse(re.sub(r"[^,/]*/", "", text), mesh) if "/" in text else None
+    return Pin(text, value, gradient)

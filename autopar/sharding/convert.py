@@ -1,0 +1,183 @@
+"""From one sharding to another by the cheapest sequence of collectives and local steps.
+
+    all_gather      S(d) -> R     of the innermost axis that cuts dim d
+    slice           R -> S(d)     each device keeps its part; the axis becomes the innermost of dim d
+    all_to_all      S(d) -> S(e)
+    all_reduce      P(sum) -> R
+    reduce_scatter  P(sum) -> S(d)
+    lodge           R -> P(sum)   the first device keeps the value, the others hold zeros
+
+The states are the shardings of a tensor, the moves are these steps, the search is Dijkstra's; all pairs of one shape are
+found once and kept. It runs while planning and lowering, never in a training step.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+
+from autopar.letters import BadSharding
+from autopar.sharding.cluster import Cluster
+from autopar.sharding.costs import seconds
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.placement import P, Placement, R, S, Sharding, every_part_holds_something, largest_local_shape, local_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective or local step on one axis."""
+
+    kind: str
+    axis: int
+    dim: int = -1                                              # gathered or cut; for all_to_all: gathered
+    to_dim: int = -1                                           # for all_to_all: cut
+
+    def after(self, sharding: Sharding) -> Sharding:
+        placement = {"all_gather": R, "all_reduce": R, "lodge": P()}.get(self.kind) or S(self.to_dim if self.kind == "all_to_all" else self.dim)
+        placements = list(sharding.placements)
+        placements[self.axis] = placement
+        rest = [a for a in sharding.order if a != self.axis]   # the axis that moved is the innermost of whatever it cuts now
+        return Sharding(tuple(placements), (*rest, self.axis))
+
+    def text(self, axes: Sequence[str]) -> str:
+        dims = f"({self.dim}->{self.to_dim})" if self.to_dim >= 0 else f"({self.dim})" if self.dim >= 0 else ""
+        return f"{self.kind}{dims}@{axes[self.axis]}"
+
+    @staticmethod
+    def parse(text: str, mesh: DeviceMesh) -> Step:
+        match = re.fullmatch(r"(\w+?)(?:\((\d+)(?:->(\d+))?\))?@(.+)", text.strip())
+        if not match or match[1] not in KINDS:
+            raise BadSharding(f"{text!r} is not a conversion step", seen=f"steps: {', '.join(KINDS)}")
+        return Step(match[1], mesh.axis(match[4]), int(match[2] or -1), int(match[3] or -1))
+
+
+KINDS = ("all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "lodge")
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The steps from one sharding to another, and their seconds."""
+
+    steps: tuple[Step, ...]
+    seconds: float
+
+    def text(self, axes: Sequence[str]) -> str:
+        return ", ".join(s.text(axes) for s in self.steps) or "-"
+
+
+class ShapeConsistencyManager:
+    """Cheapest conversions on one mesh of one cluster."""
+
+    def __init__(self, mesh: DeviceMesh, cluster: Cluster) -> None:
+        self.mesh, self.cluster = mesh, cluster
+        self._links = [cluster.link_of(mesh, a) for a in range(len(mesh.shape))]
+        self._from: dict[tuple[tuple[int, ...], int, Sharding], dict[Sharding, Path]] = {}
+
+    def path(self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding) -> Path:
+        """The cheapest way from `source` to `target` for a tensor of this global shape."""
+        found = self._all_from(shape, itemsize, source).get(target)
+        if found is None:
+            raise BadSharding(f"no sequence of collectives leads from {source.text(self.mesh.axes)} to {target.text(self.mesh.axes)}",
+                              seen=f"a tensor of shape {list(shape)} on mesh {self.mesh}")
+        return found
+
+    def table(self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> np.ndarray:
+        """Seconds from every source to every target; inf where no path leads."""
+        nowhere = Path((), math.inf)
+        return np.array([[self._all_from(shape, itemsize, s).get(t, nowhere).seconds for t in targets] for s in sources])
+
+    def _all_from(self, shape: tuple[int, ...], itemsize: int, source: Sharding) -> dict[Sharding, Path]:
+        key = (shape, itemsize, source)
+        if key not in self._from:
+            graph = self._graph(shape, itemsize)
+            lengths, routes = nx.single_source_dijkstra(graph, source, weight="seconds") if source in graph else ({}, {})
+            self._from[key] = {t: Path(tuple(graph.edges[u, v]["step"] for u, v in itertools.pairwise(route)), lengths[t]) for t, route in routes.items()}
+        return self._from[key]
+
+    @functools.lru_cache(maxsize=256)                          # noqa: B019 - lives as long as one planning or lowering
+    def _graph(self, shape: tuple[int, ...], itemsize: int) -> nx.DiGraph:
+        """Every sharding of a shape, and every step between two of them, with its seconds."""
+        graph = nx.DiGraph()
+        graph.add_nodes_from(self._states(shape))
+        for state in list(graph):
+            for step in self._steps(state, len(shape)):
+                if (after := step.after(state)) in graph:
+                    graph.add_edge(state, after, step=step, seconds=self.step_seconds(step, state, shape, itemsize))
+        return graph
+
+    def _states(self, shape: tuple[int, ...]) -> Iterator[Sharding]:
+        placements: list[Placement] = [R, P(), *(S(d) for d in range(len(shape)))]
+        axes = range(len(self.mesh.shape))
+        for combination in itertools.product(*([R] if self.mesh.shape[a] == 1 else placements for a in axes)):
+            for sharding in {Sharding(combination, order) for order in itertools.permutations(axes)}:
+                if all(every_part_holds_something(shape[d], [self.mesh.shape[a] for a in cut]) for d, cut in sharding.cuts.items()):
+                    yield sharding
+
+    def _steps(self, state: Sharding, rank: int) -> Iterator[Step]:
+        innermost = {axes[-1]: dim for dim, axes in state.cuts.items()}
+        for axis, placement in enumerate(state.placements):
+            if self.mesh.shape[axis] == 1:
+                continue
+            if placement.is_partial:
+                yield Step("all_reduce", axis)
+                yield from (Step("reduce_scatter", axis, d) for d in range(rank))
+            elif placement.is_replicated:
+                yield Step("lodge", axis)
+                yield from (Step("slice", axis, d) for d in range(rank))
+            elif axis in innermost:
+                yield Step("all_gather", axis, innermost[axis])
+                yield from (Step("all_to_all", axis, innermost[axis], d) for d in range(rank) if d != innermost[axis])
+
+    def step_seconds(self, step: Step, before: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
+        """What one step costs the fullest device."""
+        whole = list(before.placements)
+        whole[step.axis] = R
+        local = largest_local_shape(shape, Sharding(tuple(whole), before.order), self.mesh)
+        link, device = self._links[step.axis], self.cluster.device
+        return float(seconds(step.kind, n=self.mesh.shape[step.axis], whole=math.prod(local) * itemsize, latency=link.latency_s,
+                             wire=link.bytes_per_s, launch=device.launch_s, bandwidth=device.memory_bytes_per_s))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """A step as one device runs it: `sizes` are those of its dims when the axis does not cut them."""
+
+    kind: str
+    axis: str
+    dims: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{d}:{s}" for d, s in zip(self.dims, self.sizes, strict=True))
+        return f"{self.kind}({inside})@{self.axis}" if inside else f"{self.kind}@{self.axis}"
+
+    @staticmethod
+    def parse_all(text: str) -> tuple[LocalStep, ...]:
+        steps = []
+        for kind, inside, axis in re.findall(r"(\w+)(?:\(([^)]*)\))?@([^;]+)", text):
+            pairs = [tuple(map(int, pair.split(":"))) for pair in inside.split(",") if pair]
+            steps.append(LocalStep(kind, axis, tuple(d for d, _ in pairs), tuple(s for _, s in pairs)))
+        return tuple(steps)
+
+
+def localise(path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh: DeviceMesh, coordinate: Sequence[int]) -> tuple[tuple[LocalStep, ...], tuple[int, ...]]:
+    """Steps as the device at `coordinate` runs them, and the local shape that they end with."""
+    steps, state = [], source
+    local = local_shape(shape, state, mesh, coordinate)
+    for step in path:
+        after = step.after(state)
+        before, local = local, local_shape(shape, after, mesh, coordinate)
+        dims = tuple(d for d in (step.dim, step.to_dim) if d >= 0)
+        # an axis is innermost where it cuts, so the size without it is on the side where it does not cut
+        sizes = tuple(local[d] if step.kind in ("all_gather", "all_to_all") and d == step.dim else before[d] for d in dims)
+        steps.append(LocalStep(step.kind, mesh.axes[step.axis], dims, sizes))
+        state = after
+    return tuple(steps), local
+

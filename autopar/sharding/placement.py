@@ -1,0 +1,202 @@
+"""How a tensor lies on a mesh: `R`, `S(dim)`, `P(sum)` on one axis; a sharding has one placement per axis.
+
+    Placement   R: every device holds the whole;  S(0): each holds its part of dim 0;  P(sum): the value is the sum of what they hold
+    Flow        what an edge carries on one axis: the placement of the value, and that of its gradient, written value/gradient
+    Sharding    a placement per axis; where several axes cut one dim, `order` says which axis is major (default: mesh order)
+
+`S(0)` alone means `S(0)/S(0)`, `R` alone `R/R`, `P(sum)` alone `P(sum)/R`. Parts are those of `torch.chunk`: the first
+devices hold ceil(n / k) rows, the last may hold fewer, so a gather of padded parts is the whole after one trim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autopar.letters import BadSharding
+
+if TYPE_CHECKING:
+    from autopar.sharding.mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One tensor on one mesh axis."""
+
+    kind: str                                                  # "R", "S" or "P"
+    dim: int = -1                                              # the dim that S cuts
+    reduction: str = ""                                        # how the parts of P combine
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.kind == "R"
+
+    @property
+    def is_shard(self) -> bool:
+        return self.kind == "S"
+
+    @property
+    def is_partial(self) -> bool:
+        return self.kind == "P"
+
+    def __repr__(self) -> str:
+        return {"R": "R", "S": f"S({self.dim})", "P": f"P({self.reduction})"}[self.kind]
+
+    @staticmethod
+    def parse(text: str) -> Placement:
+        """`R`, `S(1)`, `P(sum)`; a bare `P` is `P(sum)`."""
+        text = text.strip()
+        if text == "R":
+            return R
+        if match := re.fullmatch(r"S\(\s*(\d+)\s*\)", text):
+            return S(int(match[1]))
+        if text in ("P", "P(sum)"):
+            return P("sum")
+        raise BadSharding(f"{text!r} is not a placement", advice="R, S(dim) or P(sum), for example S(0)")
+
+
+R = Placement("R")
+
+
+def S(dim: int) -> Placement:
+    """Cut along `dim`."""
+    if dim < 0:
+        raise BadSharding(f"S({dim}): a dim counts from 0")
+    return Placement("S", dim=dim)
+
+
+def P(reduction: str = "sum") -> Placement:
+    """Parts to be combined by `reduction`."""
+    if reduction != "sum":
+        raise BadSharding(f"P({reduction}) is not a placement that autopar carries", advice="P(sum)")
+    return Placement("P", reduction=reduction)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What an edge carries on one axis: the value's placement forward, its gradient's backward."""
+
+    value: Placement
+    gradient: Placement
+
+    def __repr__(self) -> str:
+        return repr(self.value) if self == flow(self.value) else f"{self.value!r}/{self.gradient!r}"
+
+    @staticmethod
+    def parse(text: str) -> Flow:
+        value, slash, gradient = text.partition("/")
+        return Flow(Placement.parse(value), Placement.parse(gradient)) if slash else flow(Placement.parse(value))
+
+
+def flow(value: Placement) -> Flow:
+    """The flow that a placement written alone stands for."""
+    return Flow(value, value if value.is_shard else R)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharding:
+    """One tensor on the whole mesh. On a mesh of one axis it equals its only placement."""
+
+    placements: tuple[Placement, ...]
+    order: tuple[int, ...] = ()                                # axes, major first; empty is mesh order
+
+    def __post_init__(self) -> None:
+        order = self.order or tuple(range(len(self.placements)))
+        plain = all(list(axes) == sorted(axes) for axes in self._cuts(order).values())
+        object.__setattr__(self, "order", tuple(range(len(self.placements))) if plain else self._normal(order))
+
+    def _cuts(self, order: Sequence[int]) -> dict[int, list[int]]:
+        cuts: dict[int, list[int]] = {}
+        for axis in order:
+            if self.placements[axis].is_shard:
+                cuts.setdefault(self.placements[axis].dim, []).append(axis)
+        return cuts
+
+    def _normal(self, order: Sequence[int]) -> tuple[int, ...]:
+        """Only the order among axes that cut one dim matters: write the rest in mesh order."""
+        result = list(range(len(self.placements)))
+        for axes in self._cuts(order).values():
+            for slot, axis in zip(sorted(axes), axes, strict=True):
+                result[slot] = axis
+        return tuple(result)
+
+    @property
+    def cuts(self) -> dict[int, list[int]]:
+        """dim -> the axes that cut it, major first."""
+        return self._cuts(self.order)
+
+    @property
+    def partial_axes(self) -> tuple[int, ...]:
+        return tuple(a for a, p in enumerate(self.placements) if p.is_partial)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Placement):
+            return self.placements == (other,)
+        if isinstance(other, Sharding):
+            return self.placements == other.placements and self.order == other.order
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.placements[0]) if len(self.placements) == 1 else hash((self.placements, self.order))
+
+    def __repr__(self) -> str:
+        return self.text(tuple(str(a) for a in range(len(self.placements))))
+
+    def text(self, axes: Sequence[str]) -> str:
+        """`S(0)@dp, P(sum)@tp`; axes not named are `R`; on a mesh of one axis the `@axis` is left out."""
+        if len(axes) == 1:
+            return repr(self.placements[0])
+        return ", ".join(f"{self.placements[a]!r}@{axes[a]}" for a in self.order if not self.placements[a].is_replicated) or "R"
+
+    @staticmethod
+    def parse(text: str, mesh: DeviceMesh) -> Sharding:
+        """Read what `text` writes. The order of writing is the order of cutting, major first."""
+        placements, order = [R] * len(mesh.shape), []
+        pieces = [piece for piece in text.split(",") if piece.strip()]
+        if not pieces:
+            raise BadSharding("an empty sharding", advice='"R", or placements such as "S(0)@dp"')
+        for piece in pieces:
+            placement, at, axis_name = piece.partition("@")
+            if not at and placement.strip() == "R" and len(pieces) == 1:
+                break
+            if not at and len(mesh.shape) > 1:
+                raise BadSharding(f"{piece.strip()!r} names no axis", seen=f"mesh {mesh}", advice=f"{piece.strip()}@{mesh.axes[0]}")
+            axis = mesh.axis(axis_name.strip()) if at else 0
+            if axis in order:
+                raise BadSharding(f"axis {mesh.axes[axis]} stands twice in {text!r}")
+            placements[axis] = Placement.parse(placement)
+            order.append(axis)
+        order += [a for a in range(len(mesh.shape)) if a not in order]
+        return Sharding(tuple(placements), tuple(order))
+
+
+def part(size: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, length) of one part of a dim, as torch.chunk cuts it."""
+    step = -(-size // parts)
+    start = min(step * index, size)
+    return start, min(step, size - start)
+
+
+def local_shape(shape: Sequence[int], sharding: Sharding, mesh: DeviceMesh, coordinate: Sequence[int]) -> tuple[int, ...]:
+    """The shape that the device at `coordinate` holds."""
+    result = list(shape)
+    for dim, axes in sharding.cuts.items():
+        for axis in axes:
+            result[dim] = part(result[dim], mesh.shape[axis], coordinate[axis])[1]
+    return tuple(result)
+
+
+def largest_local_shape(shape: Sequence[int], sharding: Sharding, mesh: DeviceMesh) -> tuple[int, ...]:
+    """The shape of the fullest device, which every other waits for: the one at coordinate 0."""
+    return local_shape(shape, sharding, mesh, (0,) * len(mesh.shape))
+
+
+def every_part_holds_something(size: int, parts: Sequence[int]) -> bool:
+    """May a dim be cut by axes of these sizes, one inside the other, without an empty part?"""
+    sizes = {size}
+    for count in parts:
+        sizes = {part(whole, count, i)[1] for whole, i in itertools.product(sizes, (0, count - 2, count - 1)) if 0 <= i < count}
+    return min(sizes) > 0

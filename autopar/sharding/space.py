@@ -1,0 +1,71 @@
+"""`Space`: every legal way to run a graph on a mesh, with its seconds. Numbers and names only; no torch.
+
+    Site    a parameter, an input, an op or an output: its choices (a strategy per axis) and the seconds of each
+    Edge    a value from one site to another: what it may carry at either end, and the seconds of each conversion
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.sharding.cluster import Cluster
+from autopar.sharding.convert import ShapeConsistencyManager
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.placement import Flow
+from autopar.sharding.strategies import Choice
+
+Flows = tuple[Flow, ...]                                       # one per axis
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    name: str                                                  # the node's key: `blocks.0.up/linear`
+    op: str
+    kind: str                                                  # "parameter", "buffer", "input", "op", "output"
+    choices: tuple[Choice, ...]
+    seconds: np.ndarray                                        # of each choice: forward, backward, and for parameters the optimizer
+    source: str = ""
+    has_rule: bool = True
+    bytes: int = 0                                             # of a parameter, whole
+    regathered: bool = False                                   # a parameter whose gathered copy is made again in backward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edge:
+    source: int                                                # index of the site that gives
+    target: int                                                # and of the one that takes,
+    operand: int                                               # as which operand
+    given: tuple[Flows, ...]                                   # what may leave, once each
+    taken: tuple[Flows, ...]                                   # what may arrive, once each
+    given_by: np.ndarray                                       # choice of the source -> index in `given`
+    taken_by: np.ndarray                                       # choice of the target -> index in `taken`
+    seconds: np.ndarray                                        # [given, taken]; inf where nothing leads
+    shape: tuple[int, ...]                                     # of the whole tensor
+    itemsize: int
+    has_gradient: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Space:
+    mesh: DeviceMesh
+    cluster: Cluster
+    sites: tuple[Site, ...]
+    edges: tuple[Edge, ...]
+    conversions: ShapeConsistencyManager
+    digest: str                                                # of the graph
+    optimizer: str = "adamw"
+
+    def __str__(self) -> str:
+        lines = [f"space on mesh {self.mesh} of {self.cluster}: {len(self.sites)} sites, {sum(len(s.choices) for s in self.sites)} choices, {len(self.edges)} edges"]
+        for site in self.sites:
+            lines.append(f"{site.name}: {site.op}, {len(site.choices)} choices" + ("" if site.has_rule else ", no rule"))
+            lines += [f"    {s * 1e6:10.1f} us  {choice}" for s, choice in zip(site.seconds, site.choices, strict=True)]
+        return "\n".join(lines)
+
+    def cost(self, chosen: dict[str, Choice]) -> float:
+        """Seconds of one assignment: what a solver minimises, added up without a solver."""
+        picked = [site.choices.index(chosen[site.name]) for site in self.sites]
+        return float(sum(site.seconds[i] for site, i in zip(self.sites, picked, strict=True))
+                     + sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in self.edges))

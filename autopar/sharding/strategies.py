@@ -1,0 +1,131 @@
+"""From a bound rule to strategies: the algebra of values and gradients, one axis at a time, then crossed over the mesh.
+
+On an axis that an op uses to cut a factor, an operand or output that has the factor is `S`, its gradient `S`; an operand
+that lacks it is `R`, its gradient `P(sum)`; an output that lacks it is `P(sum)`, its gradient `R`. On an axis that it does
+not use, all are `R` with gradients `R`; or all `R` with gradients `P(sum)`, since a backward is linear in its cotangent;
+or, for operands in which the op is linear, those and the output are `P(sum)` and the others `R` with gradients `P(sum)`.
+
+Data parallelism, Megatron's conjugate operators, sequence parallelism and ZeRO are corollaries; none is special-cased.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.letters import BadSharding
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.notation import Binding
+from autopar.sharding.placement import Flow, P, R, S, Sharding, every_part_holds_something, flow
+
+KEPT, PASSED, SUMMED = flow(R), Flow(R, P()), flow(P())         # R/R, R/P(sum), P(sum)/R
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One legal way to run an op on one axis: `S(0), R/P(sum) -> S(0)`. `factor` is what the axis cuts, "" for none."""
+
+    operands: tuple[Flow, ...]
+    outputs: tuple[Flow, ...]
+    factor: str = ""
+
+    def __repr__(self) -> str:
+        return f"{', '.join(map(repr, self.operands))} -> {', '.join(map(repr, self.outputs))}".strip()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Strategy) and (self.operands, self.outputs) == (other.operands, other.outputs)
+
+    def __hash__(self) -> int:
+        return hash((self.operands, self.outputs))
+
+    @staticmethod
+    def parse(text: str) -> Strategy:
+        left, arrow, right = text.partition("->")
+        if not arrow:
+            raise BadSharding(f"{text!r} is not a strategy", advice='"S(0), R/P(sum) -> S(0)"')
+        flows = [tuple(Flow.parse(piece) for piece in side.split(",") if piece.strip()) for side in (left, right)]
+        return Strategy(flows[0], flows[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A strategy per axis: how one op runs on the whole mesh."""
+
+    strategies: tuple[Strategy, ...]
+
+    def __repr__(self) -> str:
+        return "; ".join(map(repr, self.strategies))
+
+    def operand(self, i: int) -> tuple[Flow, ...]:
+        """What operand `i` carries, a flow per axis."""
+        return tuple(s.operands[i] for s in self.strategies)
+
+    def output(self, i: int = 0) -> tuple[Flow, ...]:
+        return tuple(s.outputs[i] for s in self.strategies)
+
+
+def values(flows: Sequence[Flow]) -> Sharding:
+    return Sharding(tuple(f.value for f in flows))
+
+
+def gradients(flows: Sequence[Flow]) -> Sharding:
+    return Sharding(tuple(f.gradient for f in flows))
+
+
+def strategies_on_one_axis(binding: Binding, wants_gradient: Sequence[bool], gives_gradient: Sequence[bool]) -> tuple[Strategy, ...]:
+    """Every strategy of a bound rule on one axis.
+
+    A tensor without a gradient carries one by convention (that of its value written alone), so that choices which differ
+    in nothing but that are one.
+    """
+    present = [i for i, row in enumerate(binding.operands) if row is not None]
+    found: list[Strategy] = []
+
+    def add(operands: dict[int, Flow], outputs: list[Flow], factor: str = "") -> None:
+        ins = tuple(operands[i] if wants_gradient[i] else flow(operands[i].value) for i in present)
+        outs = tuple(o if gives else flow(o.value) for o, gives in zip(outputs, gives_gradient, strict=True))
+        strategy = Strategy(ins, outs, factor)
+        if strategy not in found:
+            found.append(strategy)
+
+    for unused in (KEPT, PASSED):
+        add(dict.fromkeys(present, unused), [unused] * len(binding.outputs))
+    for group in binding.groups:
+        add({i: SUMMED if i in group else PASSED for i in present}, [SUMMED] * len(binding.outputs))
+    for factor in binding.cuttable:
+        rows = {i: row for i, row in enumerate(binding.operands) if row is not None}
+        holders = {i for i, row in rows.items() if factor in row}
+        # where the factor is summed, an operand that is added to the sum is P(sum) there; one that multiplies it is R
+        added = {i for i in present if binding.is_summed(factor) and any(i in group and holders & group for group in binding.groups)}
+        lacking = {i: SUMMED if i in added else PASSED for i in present}
+        operands = {i: flow(S(rows[i].index(factor))) if i in holders else lacking[i] for i in present}
+        add(operands, [flow(S(row.index(factor))) if factor in row else SUMMED for row in binding.outputs], factor)
+    return tuple(found)
+
+
+def replicated(operands: int, wants_gradient: Sequence[bool], gives_gradient: Sequence[bool]) -> tuple[Strategy, ...]:
+    """The strategies of an op that nobody has a rule for: every device computes the whole."""
+    nothing = Binding(((),) * operands, ((),) * len(gives_gradient), {}, frozenset(), ())
+    return strategies_on_one_axis(nothing, wants_gradient, gives_gradient)
+
+
+def cross(per_axis: Sequence[Strategy], sizes: dict[str, int], mesh: DeviceMesh) -> tuple[Choice, ...]:
+    """Every assignment of a strategy to each axis under which no device gets an empty part. An axis of size 1 is no axis."""
+    unused = [s for s in per_axis if not s.factor]
+    menus = [per_axis if n > 1 else unused[:1] for n in mesh.shape]
+    result = []
+    for combination in itertools.product(*menus):
+        cut: dict[str, list[int]] = {}
+        for strategy, n in zip(combination, mesh.shape, strict=True):
+            if strategy.factor:
+                cut.setdefault(strategy.factor, []).append(n)
+        if all(every_part_holds_something(sizes[factor], parts) for factor, parts in cut.items()):
+            result.append(Choice(combination))
+    return tuple(result)
+
+
+def storage_strategies(shape: Sequence[int]) -> tuple[Strategy, ...]:
+    """How a parameter may be stored on one axis: whole, or cut; its gradient and optimizer states lie the same way."""
+    return (Strategy((), (KEPT,)), *(Strategy((), (flow(S(d)),), f"dim{d}") for d, n in enumerate(shape) if n > 1))
+

@@ -1,0 +1,254 @@
+"""`Plan`: a strategy for every site, what it costs, and how far from the best it can be. Text, JSON, comparison; no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from autopar.letters import BadPlan, Letter
+from autopar.sharding.convert import Step
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.placement import Sharding
+from autopar.sharding.strategies import Choice, Strategy, values
+
+if TYPE_CHECKING:
+    import torch
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided for one site."""
+
+    op: str
+    kind: str
+    choice: Choice
+    seconds: float                                             # of the op itself
+    source: str = ""
+
+    def flows(self, operand: int | None = None) -> tuple[Any, ...]:
+        return self.choice.output() if operand is None else self.choice.operand(operand)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A value that changes its sharding between two sites."""
+
+    source: str
+    target: str
+    operand: int
+    value: tuple[Sharding, Sharding]                           # as it leaves, as it arrives
+    gradient: tuple[Sharding, Sharding] | None                 # of its gradient: as it arrives back, as it leaves; None where it has none
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A strategy per site. A plan changes only speed and memory: what the program computes is not in it."""
+
+    mesh: DeviceMesh
+    cluster: str
+    decisions: Mapping[str, Decision] = field(repr=False)
+    conversions: tuple[Conversion, ...] = field(repr=False)
+    regathered: frozenset[str]
+    step_time_s: float
+    lower_bound_s: float
+    parameter_bytes: Mapping[str, int] = field(repr=False)
+    digest: str                                                # of the graph it was made for
+    optimizer: str = "adamw"
+    without_rule: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    defaults: tuple[tuple[str, str], ...] = ()                 # what an argument left at its default meant
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decisions", MappingProxyType(dict(self.decisions)))
+        object.__setattr__(self, "parameter_bytes", MappingProxyType(dict(self.parameter_bytes)))
+
+    def __reduce__(self) -> Any:                               # a plan travels between ranks as data
+        return Plan.from_dict, (self.to_dict(),)
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.digest, self.step_time_s))
+
+    @property
+    def gap(self) -> float:
+        """How far the step time may be above the best one, as a share of it."""
+        return (self.step_time_s - self.lower_bound_s) / self.step_time_s if self.step_time_s else 0.0
+
+    @property
+    def parameters(self) -> dict[str, Sharding]:
+        """How each parameter is stored."""
+        return {name: values(d.flows()) for name, d in self.decisions.items() if d.kind == "parameter"}
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Not modelled yet: no stage of this version counts activations."""
+        return None
+
+    # -- text
+
+    def __str__(self) -> str:
+        axes = self.mesh.axes
+        compute = sum(d.seconds for d in self.decisions.values())
+        moved = sum(c.seconds for c in self.conversions)
+        lines = [
+            f"plan for {self.mesh.size} devices, mesh {self.mesh}, cluster {self.cluster}",
+            f"step      {_time(self.step_time_s)} a step: {_time(compute)} compute and optimizer, {_time(moved)} communication, nothing overlapped",
+            f"bound     {_time(self.lower_bound_s)} at least for any plan of this model on this mesh: gap {self.gap:.2%}",
+            "",
+            *_table([("parameter", "stored", "bytes a device"),
+                     *((name, sharding.text(axes) + (" (regathered)" if name in self.regathered else ""), f"{self._local_bytes(name, sharding):,}") for name, sharding in self.parameters.items())]),
+            "",
+            *_table([("op", "operands -> output", "us"),
+                     *((name, self._choice_text(d.choice), f"{d.seconds * 1e6:.1f}") for name, d in self.decisions.items() if d.kind == "op" and d.op != "identity")]),
+            "",
+            *_table([("conversion", "value", "forward", "backward", "us"),
+                     *((f"{c.source} to {c.target}", " to ".join(dict.fromkeys(v.text(axes) for v in c.value)), _steps(c.forward, axes), _steps(c.backward, axes), f"{c.seconds * 1e6:.1f}")
+                       for c in self.conversions)]),
+        ]
+        if self.without_rule:
+            cost = sum(self.decisions[name].seconds for name in self.without_rule)
+            lines += ["", f"replicated for want of a rule: {', '.join(self.without_rule)} ({_time(cost)} a step)"]
+        lines += ["", *(f"assumed   {a}" for a in self.assumptions), *(f"default   {name}: {meaning}" for name, meaning in self.defaults)]
+        return "\n".join(lines)
+
+    def _choice_text(self, choice: Choice) -> str:
+        if len(self.mesh.shape) == 1:
+            return repr(choice.strategies[0])
+        return "; ".join(f"{s!r} @{axis}" for s, axis, n in zip(choice.strategies, self.mesh.axes, self.mesh.shape, strict=True) if n > 1)
+
+    def _local_bytes(self, name: str, sharding: Sharding) -> int:
+        parts = 1
+        for axes in sharding.cuts.values():
+            for axis in axes:
+                parts *= self.mesh.shape[axis]
+        return -(-self.parameter_bytes[name] // parts)
+
+    def explain(self, pattern: str) -> str:
+        """What was decided for the sites whose name begins with this, and what enters and leaves them."""
+        names = [n for n in self.decisions if n == pattern or n.startswith((f"{pattern}/", f"{pattern}.", f"{pattern}:"))]
+        if not names:
+            raise BadPlan(f"the plan has no site called {pattern!r}", seen=", ".join(list(self.decisions)[:12]))
+        lines = []
+        for name in names:
+            d = self.decisions[name]
+            lines.append(f"{name}: {d.op}, {_time(d.seconds)}" + (f"    {d.source}" if d.source else ""))
+            lines += [f"    @{axis}  {s!r}" for s, axis in zip(d.choice.strategies, self.mesh.axes, strict=True)]
+            for c in self.conversions:
+                if name in (c.source, c.target):
+                    way = f"to {c.target}" if name == c.source else f"from {c.source}"
+                    lines.append(f"    {way}: forward {_steps(c.forward, self.mesh.axes)}; backward {_steps(c.backward, self.mesh.axes)}; {_time(c.seconds)}")
+        return "\n".join(lines)
+
+    def diff(self, other: Plan) -> str:
+        """The sites that differ, this plan first."""
+        lines = [] if self.mesh == other.mesh else [f"mesh: {self.mesh} | {other.mesh}"]
+        for name in dict.fromkeys((*self.decisions, *other.decisions)):
+            mine, theirs = self.decisions.get(name), other.decisions.get(name)
+            if mine is None or theirs is None or mine.choice != theirs.choice:
+                lines.append(f"{name}: {mine.choice if mine else 'absent'} | {theirs.choice if theirs else 'absent'}")
+        return "\n".join(lines) or "the plans are the same"
+
+    # -- files
+
+    def to_dict(self) -> dict[str, Any]:
+        def sharding(s: Sharding) -> str:
+            return s.text(self.mesh.axes)
+
+        return {
+            "version": VERSION,
+            "mesh": {"shape": list(self.mesh.shape), "axes": list(self.mesh.axes)},
+            "cluster": self.cluster,
+            "digest": self.digest,
+            "optimizer": self.optimizer,
+            "step_time_s": self.step_time_s,
+            "lower_bound_s": self.lower_bound_s,
+            "decisions": {name: {"op": d.op, "kind": d.kind, "choice": [repr(s) for s in d.choice.strategies], "seconds": d.seconds, "source": d.source} for name, d in self.decisions.items()},
+            "conversions": [
+                {"source": c.source, "target": c.target, "operand": c.operand, "value": [sharding(s) for s in c.value],
+                 "gradient": [sharding(s) for s in c.gradient] if c.gradient else None,
+                 "forward": [s.text(self.mesh.axes) for s in c.forward], "backward": [s.text(self.mesh.axes) for s in c.backward], "seconds": c.seconds}
+                for c in self.conversions
+            ],
+            "regathered": sorted(self.regathered),
+            "parameter_bytes": dict(self.parameter_bytes),
+            "without_rule": list(self.without_rule),
+            "assumptions": list(self.assumptions),
+            "defaults": [list(pair) for pair in self.defaults],
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Plan:
+        try:
+            if data["version"] != VERSION:
+                raise BadPlan(f"the plan is of version {data['version']}, this autopar reads {VERSION}", advice="plan again")
+            mesh = DeviceMesh(tuple(data["mesh"]["shape"]), tuple(data["mesh"]["axes"]))
+
+            def pair(texts: Any) -> tuple[Sharding, Sharding]:
+                first, second = texts
+                return Sharding.parse(first, mesh), Sharding.parse(second, mesh)
+
+            decisions = {}
+            for name, d in data["decisions"].items():
+                strategies = tuple(Strategy.parse(s) for s in d["choice"])
+                if len(strategies) != len(mesh.shape):
+                    raise BadPlan(f"the plan gives {name} {len(strategies)} strategies on a mesh of {len(mesh.shape)} axes")
+                decisions[name] = Decision(str(d["op"]), str(d["kind"]), Choice(strategies), float(d["seconds"]), str(d["source"]))
+            conversions = tuple(
+                Conversion(str(c["source"]), str(c["target"]), int(c["operand"]), pair(c["value"]), pair(c["gradient"]) if c["gradient"] else None,
+                           tuple(Step.parse(s, mesh) for s in c["forward"]), tuple(Step.parse(s, mesh) for s in c["backward"]), float(c["seconds"]))
+                for c in data["conversions"]
+            )
+            return Plan(
+                mesh, str(data["cluster"]), decisions, conversions, frozenset(data["regathered"]), float(data["step_time_s"]), float(data["lower_bound_s"]),
+                {str(k): int(v) for k, v in data["parameter_bytes"].items()}, str(data["digest"]), str(data["optimizer"]),
+                tuple(map(str, data["without_rule"])), tuple(map(str, data["assumptions"])), tuple((str(a), str(b)) for a, b in data["defaults"]),
+            )
+        except Letter:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise BadPlan("this is not a plan", seen=f"{type(e).__name__}: {e}") from e
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON: data only."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        try:
+            return Plan.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as e:
+            raise BadPlan(f"the plan {path} cannot be read", seen=f"{type(e).__name__}: {e}") from e
+
+    def validate(self, model: torch.nn.Module) -> None:
+        """Raise a letter unless the plan's parameters are the model's."""
+        sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters(remove_duplicate=False)}
+        for name, nbytes in self.parameter_bytes.items():
+            if sizes.get(name) != nbytes:
+                raise BadPlan(f"the plan was made for another model: parameter {name}", seen=f"{nbytes} bytes in the plan, {sizes.get(name, 'none')} in the model", advice="plan again")
+
+
+def _steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:
+    return ", ".join(step.text(axes) for step in steps) or "-"
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as aligned columns, the last one to the right. A table with only a head says nothing."""
+    if len(rows) == 1:
+        return [f"{rows[0][0]}: none"]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(w) if i == len(row) - 1 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]

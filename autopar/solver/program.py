@@ -1,0 +1,117 @@
+"""Choose one choice per site: an integer program over the space.
+
+    minimise    sum_s seconds[s, i] x[s, i]  +  sum_e seconds[e, f, g] y[e, f, g]
+    such that   sum_i x[s, i] = 1                                                    one_choice_per_site
+                sum_g y[e, f, g] = sum of x[source, i] over i that give f            ends_agree
+                sum_f y[e, f, g] = sum of x[target, j] over j that take g
+                x binary, y >= 0
+
+An edge speaks of what it carries, not of the choices at its ends: y has one variable for each pair of flows, however many
+choices share them. With x binary the y are whole by themselves. An end that can only be one thing needs no y: its seconds
+belong to the choices at the other end (`fold_single_ends`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pulp
+
+from autopar.letters import Infeasible, NotServed
+from autopar.sharding.convert import Step
+from autopar.sharding.placement import Sharding
+from autopar.sharding.space import Edge, Flows, Space
+from autopar.sharding.strategies import gradients, values
+from autopar.solver.plan import Conversion, Decision, Plan
+
+_SCALE = 1e6                                                   # the program counts microseconds: CBC's tolerances are absolute
+
+
+def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = ()) -> Plan:
+    """The fastest plan of the space."""
+    picked, bound = _optimise(space, solver)
+    return plan_of(space, picked, bound, defaults, assumptions)
+
+
+def plan_of(space: Space, picked: Sequence[int], bound: float, defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = ()) -> Plan:
+    """The plan that picks these choices."""
+    sites = space.sites
+    decisions = {s.name: Decision(s.op, s.kind, s.choices[i], float(s.seconds[i]), s.source) for s, i in zip(sites, picked, strict=True)}
+    conversions, total = [], sum(d.seconds for d in decisions.values())
+    for e in space.edges:
+        f, g = int(e.given_by[picked[e.source]]), int(e.taken_by[picked[e.target]])
+        seconds = float(e.seconds[f, g])
+        total += seconds
+        conversion = _conversion(space, e, e.given[f], e.taken[g], seconds)
+        conversions += [conversion] if conversion.forward or conversion.backward else []
+    regathered = frozenset(s.name for s in sites if s.regathered)
+    sizes = {s.name: s.bytes for s in sites if s.kind == "parameter"}
+    without_rule = tuple(s.name for s in sites if not s.has_rule)
+    return Plan(space.mesh, str(space.cluster), decisions, tuple(conversions), regathered, total, min(bound, total), sizes, space.digest, space.optimizer,
+                without_rule, tuple(assumptions), tuple(defaults))
+
+
+def _conversion(space: Space, e: Edge, given: Flows, taken: Flows, seconds: float) -> Conversion:
+    def steps(source: Sharding, target: Sharding) -> tuple[Step, ...]:
+        return space.conversions.path(e.shape, e.itemsize, source, target).steps
+
+    value = values(given), values(taken)
+    gradient = (gradients(taken), gradients(given)) if e.has_gradient else None
+    return Conversion(space.sites[e.source].name, space.sites[e.target].name, e.operand, value, gradient, steps(*value), steps(*gradient) if gradient else (), seconds)
+
+
+def fold_single_ends(space: Space) -> tuple[list[np.ndarray], list[Edge]]:
+    """Costs of the sites with those edges folded in that have one flow at an end, and the edges that are left."""
+    costs, rest = [s.seconds.astype(float).copy() for s in space.sites], []
+    for e in space.edges:
+        if len(e.given) == 1:
+            costs[e.target] += e.seconds[0, e.taken_by]
+        elif len(e.taken) == 1:
+            costs[e.source] += e.seconds[e.given_by, 0]
+        else:
+            rest.append(e)
+    return costs, rest
+
+
+def _optimise(space: Space, solver: str) -> tuple[list[int], float]:
+    """The picked choice of every site, and the proven bound in seconds."""
+    costs, edges = fold_single_ends(space)
+    problem = pulp.LpProblem("plan", pulp.LpMinimize)
+    x = [[pulp.LpVariable(f"x_{s}_{i}", cat="Binary") if np.isfinite(c) else None for i, c in enumerate(cost)] for s, cost in enumerate(costs)]
+    terms = [(v, c * _SCALE) for row, cost in zip(x, costs, strict=True) for v, c in zip(row, cost, strict=True) if v is not None]
+    rows = [_one_choice_per_site(row) for row in x]
+    for k, e in enumerate(edges):
+        y = {(f, g): pulp.LpVariable(f"y_{k}_{f}_{g}", lowBound=0) for f, g in zip(*np.nonzero(np.isfinite(e.seconds)), strict=True)}
+        terms += [(v, float(e.seconds[fg]) * _SCALE) for fg, v in y.items()]
+        rows += _ends_agree(e, y, x)
+    problem.setObjective(pulp.LpAffineExpression(terms))
+    for row in rows:
+        problem.addConstraint(row)
+    status = problem.solve(_backend(solver))
+    if pulp.LpStatus[status] != "Optimal":
+        raise Infeasible(f"no plan satisfies the constraints on mesh {space.mesh}", seen=f"the solver says {pulp.LpStatus[status]}", advice="pin fewer things")
+    picked = [max(range(len(row)), key=lambda i, row=row: row[i].value() if row[i] is not None else -1.0) for row in x]     # type: ignore[misc]
+    return picked, pulp.value(problem.objective) / _SCALE
+
+
+def _one_choice_per_site(row: list[Any]) -> Any:
+    return pulp.LpAffineExpression([(v, 1) for v in row if v is not None]) == 1
+
+
+def _ends_agree(e: Edge, y: dict[Any, Any], x: list[list[Any]]) -> list[Any]:
+    rows = []
+    for ends, by, site, count in ((0, e.given_by, e.source, len(e.given)), (1, e.taken_by, e.target, len(e.taken))):
+        for flow in range(count):
+            chosen = [(x[site][i], -1) for i in np.flatnonzero(by == flow) if x[site][i] is not None]
+            rows.append(pulp.LpAffineExpression([(v, 1) for fg, v in y.items() if fg[ends] == flow] + chosen) == 0)
+    return rows
+
+
+def _backend(name: str) -> Any:
+    known = {"cbc": "PULP_CBC_CMD", "highs": "HiGHS"}
+    wanted = known.get(name.lower(), name)
+    if wanted not in pulp.listSolvers(onlyAvailable=True):
+        raise NotServed(f"the solver {name!r} is not available", seen=", ".join(pulp.listSolvers(onlyAvailable=True)), advice='solver="cbc"')
+    return pulp.getSolver(wanted, msg=False, **({"threads": 1} if wanted == "PULP_CBC_CMD" else {}))

@@ -1,0 +1,198 @@
+"""`Graph`: the model as one list of canonical ops, each with its arguments by name, types, module path and source line.
+
+A Graph wraps a `torch.fx.Graph`. Its nodes are
+
+    get_attr        a parameter or buffer, under its own name
+    placeholder     a tensor leaf of the inputs
+    call_function   a canonical op; target is an `Op`, arguments stand in kwargs
+    output          the tensor leaves of the outputs
+
+and every node has one typed entry, `node.meta["info"]`. The Graph knows nothing of meshes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from autopar.tracer.vocabulary import Op
+
+SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "bool"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """What is known of a tensor before it exists."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+
+    def __str__(self) -> str:
+        return f"{SHORT.get(self.dtype, self.dtype)}{list(self.shape)}"
+
+    @property
+    def itemsize(self) -> int:
+        return self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorType:
+        return TensorType(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What a node is, written when the node is made."""
+
+    key: str                                                   # its name in plans: `blocks.0.up/linear`, a parameter's or an input's name
+    kind: str                                                  # "parameter", "buffer", "input", "op", "output"
+    outputs: tuple[TensorType, ...]
+    module: str = ""                                           # path of the module that ran it
+    source: str = ""                                           # the user's line: `model.py:84, in forward`
+    names: tuple[str, ...] = ()                                # a parameter's names, all of them where it is tied
+
+
+@dataclass(frozen=True, slots=True)
+class Assume:
+    """Assumptions that the caller declares and the graph repeats."""
+
+    no_padding: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """One training step's forward: what the tracer gives, and every later stage reads."""
+
+    fx: fx.Graph = field(repr=False)
+    input_spec: pytree.TreeSpec = field(repr=False)            # of (args, kwargs)
+    input_leaves: tuple[Any, ...]                              # a leaf of the inputs: its placeholder's name, or the constant itself
+    output_spec: pytree.TreeSpec = field(repr=False)
+    output_leaves: tuple[Any, ...]                             # a leaf of the outputs: its position in the output node, or the constant
+    output_names: tuple[str, ...]                              # of the tensor leaves: "loss", "logits", "0"
+    assumptions: tuple[str, ...] = ()
+    training: bool = True
+
+    @property
+    def nodes(self) -> Iterator[fx.Node]:
+        return iter(self.fx.nodes)
+
+    @property
+    def output(self) -> fx.Node:
+        return self.fx.output_node()
+
+    @property
+    def parameters(self) -> dict[str, fx.Node]:
+        return {info(n).key: n for n in self.nodes if info(n).kind == "parameter"}
+
+    @property
+    def inputs(self) -> dict[str, fx.Node]:
+        return {info(n).key: n for n in self.nodes if info(n).kind == "input"}
+
+    @property
+    def loss(self) -> int | None:
+        """Which output is the scalar loss: the one called so, or the only scalar that wants a gradient."""
+        scalars = [i for i, t in enumerate(info(self.output).outputs) if t.shape == () and t.requires_grad]
+        named = [i for i in scalars if self.output_names[i] == "loss"]
+        return named[0] if named else scalars[0] if len(scalars) == 1 else None
+
+    @property
+    def digest(self) -> str:
+        """A fingerprint of the ops, shapes and names: a plan belongs to the graphs that have it."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return "\n".join(map(_line, self.nodes))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Graph) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def module(self, model: torch.nn.Module) -> Replay:
+        """A module that re-executes the graph on the parameters of `model`."""
+        return Replay(self, model)
+
+
+class Replay(torch.nn.Module):
+    """The graph, run node by node on a model's own parameters."""
+
+    def __init__(self, graph: Graph, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.graph, self.model = graph, model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = bind_inputs(self.graph, args, kwargs)
+        env: dict[fx.Node, Any] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = leaves[node.target]                # type: ignore[index]
+            elif node.op == "get_attr":
+                env[node] = operator.attrgetter(node.target)(self.model)  # type: ignore[arg-type]
+            elif node.op == "call_function":
+                env[node] = run(node, env)
+        return build_outputs(self.graph, [env[n] for n in self.graph.output.args[0]])  # type: ignore[union-attr, index, misc]
+
+
+def run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+    """Compute one op node."""
+    kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
+    return node.target.run(kwargs) if isinstance(node.target, Op) else node.target(*fx.map_arg(node.args, lambda n: env[n]), **kwargs)  # type: ignore[operator]
+
+
+def bind_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a call by placeholder name. The structure must be the traced one."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    assert spec == graph.input_spec, (spec, graph.input_spec)
+    return {name: leaf for name, leaf in zip(graph.input_leaves, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+
+
+def build_outputs(graph: Graph, tensors: list[Any]) -> Any:
+    """The model's own output structure around these tensors."""
+    return pytree.tree_unflatten([tensors[leaf.position] if isinstance(leaf, Leaf) else leaf for leaf in graph.output_leaves], graph.output_spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The place of a tensor among the outputs."""
+
+    position: int
+
+
+def info(node: fx.Node) -> Info:
+    return node.meta["info"]
+
+
+def type_of(node: fx.Node) -> TensorType:
+    return info(node).outputs[0]
+
+
+def op_name(node: fx.Node) -> str:
+    return node.target.name if isinstance(node.target, Op) else info(node).kind
+
+
+def _line(node: fx.Node) -> str:
+    about = info(node)
+    types = ", ".join(map(str, about.outputs))
+    if node.op == "output":
+        return f"return {', '.join(n.name for n in node.args[0])}"  # type: ignore[union-attr]
+    if node.op != "call_function":
+        return f"{node.name}: {types} = {about.kind} {about.key}" + "".join(f" = {n}" for n in about.names[1:]) + ("  requires_grad" if about.outputs[0].requires_grad else "")
+    arguments = ", ".join(f"{k}={v}" for k, v in node.kwargs.items())
+    return f"{node.name}: {types} = {op_name(node)}({arguments})" + (f"    # {about.module}" if about.module else "")
