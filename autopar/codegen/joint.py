@@ -43,8 +43,8 @@ class Joint:
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        """Every collective in order: what all ranks must agree on."""
-        return tuple(f"{n.target.__name__}{n.args[1:]} {_described(n)}" for g in (self.forward, self.backward) for n in g.nodes if n.target in COLLECTIVES)  # type: ignore[union-attr]
+        """Every collective in order, without what may differ between ranks (the sizes of uneven parts): all ranks must agree on it."""
+        return tuple(_described(n) for g in (self.forward, self.backward) for n in g.nodes if n.target in COLLECTIVES)
 
 
 def lower_jointly(program: LocalProgram, differentiable: Sequence[int], regathered: Iterable[str] = (), device: str = "cpu") -> Joint:
@@ -295,7 +295,5 @@ def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
 
 
 def _described(node: fx.Node) -> str:
-    value = node.args[0].meta.get("val")                       # type: ignore[union-attr]
-    return f"{value.dtype} {tuple(value.shape)}" if value is not None else ""
-
-
+    _, axis, *numbers = node.args
+    return f"{node.target.__name__}({', '.join(map(str, numbers[::2]))})@{axis} {node.meta['val'].dtype}"   # type: ignore[union-attr]

@@ -19,7 +19,7 @@ from typing import Any
 
 from autopar.letters import BadConstraint, Letter
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.placement import Flow, Placement, Sharding
+from autopar.sharding.placement import Flow, Placement, R, Sharding
 from autopar.sharding.strategies import gradients, values
 
 
@@ -74,7 +74,7 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
         if isinstance(what, tuple) and len(what) == len(mesh.shape) and all(isinstance(p, Placement) for p in what):
             what = Sharding(what)
         if isinstance(what, Sharding):
-            pin = Pin(what.text(mesh.axes), what)
+            pin = Pin(what.text(mesh.axes), _on_real_axes(what, mesh))
             return Pins(pattern, pin, pin)
         if not isinstance(what, str):
             raise BadConstraint(f"{what!r} is not a sharding")
@@ -89,6 +89,11 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
 
 def _pin(text: str, mesh: DeviceMesh) -> Pin:
     """`S(0)@dp`, or with gradients `R/P(sum)@dp`."""
-    value = Sharding.parse(re.sub(r"/[^@,]*", "", text), mesh)
-    gradient = Sharding.parse(re.sub(r"[^,/]*/", "", text), mesh) if "/" in text else None
+    value = _on_real_axes(Sharding.parse(re.sub(r"/[^@,]*", "", text), mesh), mesh)
+    gradient = _on_real_axes(Sharding.parse(re.sub(r"[^,/]*/", "", text), mesh), mesh) if "/" in text else None
     return Pin(text, value, gradient)
+
+
+def _on_real_axes(sharding: Sharding, mesh: DeviceMesh) -> Sharding:
+    """An axis of size 1 is no axis: whatever is written there, a tensor is whole on it."""
+    return Sharding(tuple(p if n > 1 else R for p, n in zip(sharding.placements, mesh.shape, strict=True)), sharding.order)

@@ -107,7 +107,7 @@ def fake_world(ranks: int) -> Iterator[None]:
 def on_processes(ranks: int, body: Body, *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Run `body(rank, *args)` in processes over gloo, one thread each."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "autopar.testing.ranks", "autopar.api"])
+    context.set_forkserver_preload(["autopar.testing.preload"])
     task = pickle.dumps((body, args))                          # by value: torch's own pickling would share the tensors between ranks
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]

@@ -1,0 +1,15 @@
+"""What the server that forks test processes imports and warms once, so that no rank does: a rank then starts in milliseconds."""
+
+import torch
+import torch.distributed.tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import autopar.api
+import autopar.testing.ranks
+
+torch.set_num_threads(1)
+with FakeTensorMode():
+    make_fx(lambda x: torch.autograd.grad((x.requires_grad_() * x).sum(), x))(torch.ones(2))
+
+__all__ = ["autopar"]

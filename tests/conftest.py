@@ -1,0 +1,39 @@
+"""Fixtures that any test may use in one line: `threads(4, body, ...)`, `local_tensor(4, ...)`, `processes(4, ...)`, `fake_world(64)`."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from autopar.testing import fake_world as _fake_world
+from autopar.testing import on_local_tensor, on_processes, on_threads
+
+torch.set_num_threads(1)
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)     # full_tensor() of a dim cut twice warns on every call
+
+
+@pytest.fixture
+def threads():
+    return on_threads
+
+
+@pytest.fixture
+def local_tensor():
+    return on_local_tensor
+
+
+@pytest.fixture
+def processes():
+    return on_processes
+
+
+@pytest.fixture
+def fake_world():
+    return _fake_world
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time():
+    torch.manual_seed(0)

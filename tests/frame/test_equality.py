@@ -1,0 +1,108 @@
+"""The contract on an MLP: loss, gradients, and parameters after ten steps, under every plan, mesh and kind of rank."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import autopar
+from tests.models import eager_links, mean_square, mlp_case, mlp_pins
+from tests.training import check, train_parallel
+
+MESHES = [autopar.DeviceMesh((2,), ("tp",)), autopar.DeviceMesh((4,), ("tp",)), autopar.DeviceMesh((2, 2), ("dp", "tp"))]
+KINDS = ["free", "dp", "megatron", "sharded"]
+RUNS = list(itertools.product(["sgd", "adamw"], ["inside", "callable", "outside"], ["float64", "float32"]))
+RUNS = RUNS[::5] + RUNS[1::5] + RUNS[2::5] + RUNS[3::5] + RUNS[4::5]     # neighbours differ in everything
+
+
+def plans(model, batch, mesh, kind, runs):
+    """A plan for every loss and dtype that the runs need."""
+    made = {}
+    for _, loss, dtype in runs:
+        given = {k: torch.empty_like(v, dtype=getattr(torch, dtype), device="meta") for k, v in batch.items() if loss == "inside" or k == "x"}
+        pins = {k: v for k, v in mlp_pins(kind, mesh).items() if k != "y" or loss == "inside"}
+        how = {"loss": mean_square} if loss == "callable" else {}
+        made[loss, dtype] = autopar.plan(model.to(getattr(torch, dtype)), given, mesh=mesh, cluster=eager_links(), constraints=pins, **how)
+    model.double()
+    return made
+
+
+def sample(mesh, kind, count=3):
+    """Some of the runs, other ones in each case: over the cases, every run comes up as often as every other."""
+    first = count * (MESHES.index(mesh) * len(KINDS) + KINDS.index(kind))
+    return [RUNS[(first + i) % len(RUNS)] for i in range(count)]
+
+
+def on_threads_it_trains_the_same(threads, mesh, kind, runs):
+    model, batch = mlp_case()
+    for rank, results in enumerate(threads(mesh.size, train_parallel, model, batch, plans(model, batch, mesh, kind, runs), runs)):
+        for run, result in zip(runs, results):
+            check(f"{kind} on {mesh}, rank {rank}, {run}", result, model, batch, *run)
+
+
+def on_local_tensors_it_trains_the_same(local_tensor, mesh, kind, runs):
+    for run in runs:
+        model, batch = mlp_case()
+        planned = plans(model, batch, mesh, kind, [run])
+        dtype = getattr(torch, run[2])
+        result, = local_tensor(mesh.size, train_parallel, model.to(dtype), {k: v.to(dtype) for k, v in batch.items()}, planned, [run])
+        check(f"{kind} on {mesh}, {run}", result, model.double(), batch, *run)
+
+
+def on_processes_it_trains_the_same(processes, mesh, cases):
+    model, batch = mlp_case()
+    work = [(plans(model, batch, mesh, kind, runs), runs) for kind, runs in cases]
+    for rank, answers in enumerate(processes(mesh.size, train_many, model, batch, work, timeout_s=600)):
+        for (kind, runs), results in zip(cases, answers):
+            for run, result in zip(runs, results):
+                check(f"{kind} on {mesh}, rank {rank}, {run}", result, model, batch, *run)
+
+
+def train_many(rank, model, batch, work):
+    return [train_parallel(rank, model, batch, planned, runs) for planned, runs in work]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_train_what_one_device_trains(mesh, kind, threads):
+    on_threads_it_trains_the_same(threads, mesh, kind, sample(mesh, kind))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_playing_all_ranks_trains_the_same(mesh, kind, local_tensor):
+    on_local_tensors_it_trains_the_same(local_tensor, mesh, kind, sample(mesh, kind, 1))
+
+
+@pytest.mark.machines
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_gloo_processes_train_the_same(mesh, processes):
+    on_processes_it_trains_the_same(processes, mesh, [(kind, sample(mesh, kind, 2)) for kind in KINDS])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_full_matrix(mesh, threads, local_tensor, processes):
+    """Every optimizer, place of the loss and dtype, under every plan, on every kind of rank."""
+    for kind in KINDS:
+        on_threads_it_trains_the_same(threads, mesh, kind, RUNS)
+        on_local_tensors_it_trains_the_same(local_tensor, mesh, kind, RUNS)
+    on_processes_it_trains_the_same(processes, mesh, [(kind, RUNS) for kind in KINDS])
+
+
+@pytest.mark.parametrize("mesh", [autopar.DeviceMesh((3,)), autopar.DeviceMesh((2, 2), ("dp", "tp")), autopar.DeviceMesh((1, 4), ("none", "tp"))], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_uneven_parts_change_nothing(mesh, kind, threads):
+    model, batch = mlp_case(width=11, batch=7)
+    runs = [("adamw", "inside", "float64")]
+    for result, in threads(mesh.size, train_parallel, model, batch, plans(model, batch, mesh, kind, runs), runs):
+        check(f"{kind} on {mesh}", result, model, batch, *runs[0])
+
+
+def test_one_device_is_a_mesh_too(threads):
+    model, batch = mlp_case()
+    runs = [("adamw", "inside", "float64")]
+    result, = threads(1, train_parallel, model, batch, plans(model, batch, autopar.DeviceMesh((1,)), "free", runs), runs)[0]
+    check("one device", result, model, batch, *runs[0])

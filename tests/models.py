@@ -1,0 +1,75 @@
+"""The models that tests train, and the plans they are pinned to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar import Cluster, DeviceMesh
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class MLP(nn.Module):
+    """Residual blocks and a head; with a target it returns its own loss."""
+
+    def __init__(self, width: int = 16, depth: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x, y=None):
+        for block in self.blocks:
+            x = block(x)
+        out = self.head(x)
+        return out if y is None else F.mse_loss(out, y)
+
+
+def mlp_case(width: int = 16, batch: int = 8, seed: int = 0):
+    """A model and a batch, in float64; the parameters are far from symmetric points."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = MLP(width).double()
+        for p in model.parameters():
+            p.data += 0.1 * torch.randn_like(p)
+        return model, {"x": torch.randn(batch, width).double(), "y": torch.randn(batch, width).double()}
+
+
+def mean_square(outputs, inputs):
+    """The loss of the mode `callable`: it closes over nothing."""
+    return F.mse_loss(outputs, torch.zeros_like(outputs)) if not isinstance(inputs, dict) or "y" not in inputs else F.mse_loss(outputs, inputs["y"])
+
+
+def eager_links(name: str = "generic") -> Cluster:
+    """A cluster whose links and launches cost next to nothing, so that small models are worth cutting."""
+    cluster = Cluster.of(name)
+    links = tuple(replace(link, latency_s=1e-12, bytes_per_s=1e13) for link in cluster.links)
+    return replace(cluster, name="eager-links", links=links, device=replace(cluster.device, launch_s=1e-12))
+
+
+def mlp_pins(kind: str, mesh: DeviceMesh) -> dict[str, str]:
+    """Experts' plans as constraints: points of the space that the free search also sees."""
+    everywhere = ", ".join(f"S(0)@{a}" for a in mesh.axes)
+    inner, outer = mesh.axes[-1], mesh.axes[:-1]
+    rows = ", ".join(f"S(0)@{a}" for a in outer) or "R"
+    return {
+        "free": {},
+        "dp": {"x": everywhere, "y": everywhere, "*.weight": "R", "*.bias": "R"},
+        "megatron": {
+            "x": rows, "y": rows, "*.up.weight": f"S(0)@{inner}", "*.up.bias": f"S(0)@{inner}", "*.down.weight": f"S(1)@{inner}", "*.down.bias": f"R; P(sum)@{inner}",
+            "*.norm.*": "R", "head.*": "R", "blocks.*.down": rows,
+        },
+        "sharded": {"x": everywhere, "y": everywhere, "*": f"{everywhere}; R; regathered"},
+    }[kind]
