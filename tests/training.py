@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.testing import Equality
+from autopar.testing import Equality, Unequal
 from tests.models import mean_square
 
 OPTIMIZERS = {
@@ -40,7 +40,8 @@ def whole(tensor):
                 pieces = where[placement.dim].chunk(mesh.size(axis))
                 where[placement.dim] = pieces[coordinate[axis]] if coordinate[axis] < len(pieces) else pieces[0][:0]
         index = torch.meshgrid(*where, indexing="ij") if where else ()
-        assert torch.equal(result[index][~result[index].isnan()], part[~result[index].isnan()]), "copies differ between ranks"
+        if not torch.equal(result[index][~result[index].isnan()], part[~result[index].isnan()]):
+            raise Unequal("copies differ between ranks")
         result[index] = part
     return result
 

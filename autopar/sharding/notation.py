@@ -3,6 +3,7 @@
     "m k, k n -> m n"        a letter (or a word) is a factor: a dim that may be cut
                              in the output it stays cut; missing from every output it is a sum and leaves P(sum)
     "b s! -> b s!"           `!` may not be cut
+    "a b -> a 1"             `1` is a dim of size one that is no factor
     "..., ... -> ..."        `...` leading dims, aligned from the right; a dim of size 1 against a larger one is broadcast
     linear="x, y"            linear in one operand at a time: that operand and the output may be P(sum), the others R
     linear="x+y"             linear in several jointly: all of them and the output are P(sum) together
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from autopar.letters import BadRule
 
 NAMES = "xyzuvwabcdefgh"                                       # what `linear=` calls the operands
-ELLIPSIS = "..."
+ELLIPSIS, ONE = "...", "1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Rule:
             for pattern, shape in zip((*self.operands, *self.outputs), (*operands, *outputs), strict=True)
         ]
         fitted = [                                             # a dim of size 1 against a larger factor is broadcast: no factor
-            None if row is None else tuple("" if size == 1 and sizes[f] > 1 else f for f, size in zip(row, shape, strict=True))  # type: ignore[arg-type]
+            None if row is None else tuple("" if size == 1 and sizes.get(f) != 1 else f for f, size in zip(row, shape, strict=True))  # type: ignore[arg-type]
             for row, shape in zip(rows, (*operands, *outputs), strict=True)
         ]
         ins, outs = fitted[: len(operands)], fitted[len(operands):]
@@ -77,6 +78,8 @@ class Rule:
         for d in pattern:                                      # leading dims are numbered from the right: that aligns operands
             dims += [Dim(f"{ELLIPSIS}{free - i}") for i in range(free)] if d.factor == ELLIPSIS else [d]
         for d, size in zip(dims, shape, strict=True):
+            if d.factor == ONE:
+                continue
             known = sizes.setdefault(d.factor, size)
             if known == 1:
                 sizes[d.factor] = size
@@ -115,7 +118,7 @@ def parse(text: str, linear: str = "") -> Rule:
     outputs = tuple(_operand(piece, text) for piece in right.split(","))
     known = {d.factor for row in operands for d in row}
     for d in (d for row in outputs for d in row):
-        if d.factor not in known:
+        if d.factor not in known and d.factor != ONE:
             raise BadRule(f"the rule {text!r} has the factor {d.factor} in an output only")
     groups = []
     for joint in filter(None, (g.strip() for g in linear.split(","))):
@@ -129,11 +132,12 @@ def parse(text: str, linear: str = "") -> Rule:
 def _operand(piece: str, text: str) -> tuple[Dim, ...]:
     dims = []
     for token in piece.split():
-        match = re.fullmatch(r"(\.\.\.|[A-Za-z_][A-Za-z_0-9]*)(!?)", token)
+        match = re.fullmatch(r"(\.\.\.|1|[A-Za-z_][A-Za-z_0-9]*)(!?)", token)
         if not match:
-            raise BadRule(f"{token!r} in the rule {text!r} is not a dim", advice="a word, a word with ! (stays whole), or ...")
+            raise BadRule(f"{token!r} in the rule {text!r} is not a dim", advice="a word, a word with ! (stays whole), 1, or ...")
         dims.append(Dim(match[1], whole=bool(match[2])))
-    if len({d.factor for d in dims}) < len(dims):
+    named = [d.factor for d in dims if d.factor != ONE]
+    if len(set(named)) < len(named):
         raise BadRule(f"the rule {text!r} names a factor twice in one operand")
     return tuple(dims)
 

@@ -80,11 +80,11 @@ def layer_norm(arguments: Mapping[str, Any]) -> Rule:
 
 @rule_for("sum")
 def sum_(arguments: Mapping[str, Any]) -> Rule:
-    """A summed dim may be cut and leaves P(sum); a summed dim that is kept (as size 1) may not appear cut in the output."""
+    """A summed dim may be cut and leaves P(sum); kept, it is a dim of size one in the output."""
     rank = len(arguments["input"].shape)
     dims = arguments.get("dim")
     dims = range(rank) if dims is None else (dims,) if isinstance(dims, int) else dims
     summed = {d % rank for d in dims} if rank else set()
     letters = [f"a{i}" for i in range(rank)]
-    kept = [f"one{i}" if i in summed else letters[i] for i in range(rank) if i not in summed or arguments.get("keepdim")]
+    kept = ["1" if i in summed else letters[i] for i in range(rank) if i not in summed or arguments.get("keepdim")]
     return parse(f"{' '.join(letters)} -> {' '.join(kept)}", linear="x")

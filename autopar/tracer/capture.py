@@ -205,6 +205,9 @@ class _Recorder(TorchFunctionMode):
                 return value
         if is_in_place(function, kwargs):
             raise NotCaptured(f"{name} writes to a tensor in place, which is not captured yet", at=self.source(), seen=self._seen(args), advice="the form that returns a new tensor")
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+                raise self._outsider(leaf)
         outer, self.inside = self.inside, resolve_name(function) or name
         self.drew_random = self.wrote_in_place = ""
         try:
@@ -262,14 +265,17 @@ class _Recorder(TorchFunctionMode):
     def _node(self, tensor: Tensor) -> fx.Node:
         if id(tensor) not in self.nodes:
             if id(tensor) not in self.attributes:
-                raise NotCaptured("a tensor from outside the model and its inputs would become a constant", at=self.source(), seen=str(TensorType.of(tensor)),
-                                  advice="register it as a buffer, or pass it as an input")
+                raise self._outsider(tensor)
             names = self.attributes[id(tensor)]
             last = next((n for n in reversed(self.graph.nodes) if n.op in ("placeholder", "get_attr")), None)
             with self.graph.inserting_after(last) if last else contextlib.nullcontext():
                 node = self.graph.create_node("get_attr", names[0], name=_identifier(names[0]))
             self._bind(tensor, node, Info(names[0], self.kinds[id(tensor)], (TensorType.of(tensor),), names=names))
         return self.nodes[id(tensor)]
+
+    def _outsider(self, tensor: Tensor) -> NotCaptured:
+        return NotCaptured("a tensor from outside the model and its inputs would become a constant", at=self.source(), seen=str(TensorType.of(tensor)),
+                           advice="register it as a buffer, or pass it as an input")
 
     # -- where it happens
 

@@ -1,0 +1,141 @@
+"""The integer program agrees with trying everything; a plan is text, data and comparison."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autopar
+from autopar import Cluster, DeviceMesh, Plan
+from autopar.letters import BadPlan, NotServed
+from autopar.sharding.convert import ShapeConsistencyManager
+from autopar.sharding.placement import Flow, P, R, S, flow
+from autopar.sharding.space import Edge, Site, Space
+from autopar.sharding.strategies import Choice, Strategy
+from autopar.solver import solve
+from autopar.solver.program import fold_single_ends
+from tests.models import eager_links, mlp_case
+
+MESH = DeviceMesh((2,))
+FLOWS = [flow(R), flow(S(0)), flow(S(1)), flow(P()), Flow(R, P())]
+
+
+@st.composite
+def spaces(draw):
+    """A random small space: sites in a row or a tree, some edges forbidden."""
+    count = draw(st.integers(1, 5))
+    numbers = st.integers(0, 50)
+    parents = {i: sorted(set(draw(st.lists(st.integers(0, i - 1), max_size=2)))) for i in range(1, count)}
+    sites, edges = [], []
+    for i in range(count):
+        rows = draw(st.lists(st.tuples(*[st.sampled_from(FLOWS)] * (len(parents.get(i, ())) + 1)), min_size=1, max_size=4, unique=True))
+        choices = tuple(Choice((Strategy(row[:-1], row[-1:]),)) for row in rows)
+        sites.append(Site(f"s{i}", "op", "op", choices, np.array([draw(numbers) for _ in choices]) * 1e-6))
+    manager = ShapeConsistencyManager(MESH, Cluster.of("generic"))
+    for i in range(count):
+        for k, p in enumerate(parents.get(i, ())):
+            given_ = list(dict.fromkeys(c.output() for c in sites[p].choices))
+            taken = list(dict.fromkeys(c.operand(k) for c in sites[i].choices))
+            seconds = np.array([[draw(st.one_of(numbers, st.just(np.inf) if draw(st.booleans()) else numbers)) for _ in taken] for _ in given_], float) * 1e-6
+            edges.append(Edge(p, i, k, tuple(given_), tuple(taken), np.array([given_.index(c.output()) for c in sites[p].choices]),
+                              np.array([taken.index(c.operand(k)) for c in sites[i].choices]), seconds, (8, 8), 4, True))
+    return Space(MESH, manager.cluster, tuple(sites), tuple(edges), manager, "none")
+
+
+def by_trying_everything(space):
+    return min(space.cost({s.name: c for s, c in zip(space.sites, pick)}) for pick in itertools.product(*(s.choices for s in space.sites)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(spaces(), st.sampled_from(["cbc", "highs"]))
+def test_the_solver_agrees_with_trying_everything(space, solver):
+    best = by_trying_everything(space)
+    if np.isinf(best):
+        with pytest.raises(autopar.Infeasible):
+            solve(space, solver)
+        return
+    plan = solve(space, solver)
+    assert plan.step_time_s == pytest.approx(best, abs=1e-12)
+    assert plan.lower_bound_s <= best + 1e-12 and plan.gap <= 1e-6
+    assert space.cost({name: d.choice for name, d in plan.decisions.items()}) == pytest.approx(plan.step_time_s, abs=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(spaces())
+def test_folding_keeps_every_cost(space):
+    costs, rest = fold_single_ends(space)
+    for pick in itertools.islice(itertools.product(*(range(len(s.choices)) for s in space.sites)), 50):
+        folded = sum(c[i] for c, i in zip(costs, pick)) + sum(e.seconds[e.given_by[pick[e.source]], e.taken_by[pick[e.target]]] for e in rest)
+        assert folded == pytest.approx(space.cost({s.name: s.choices[i] for s, i in zip(space.sites, pick)}))
+
+
+def small_plan(**how):
+    model, batch = mlp_case()
+    return autopar.plan(model, batch, **{"mesh": DeviceMesh((2, 2), ("dp", "tp")), "cluster": eager_links(), **how})
+
+
+def test_a_plan_survives_json_and_planning_again(tmp_path):
+    plan = small_plan()
+    plan.save(tmp_path / "plan.json")
+    again = small_plan()
+    again.save(tmp_path / "again.json")
+    assert Plan.load(tmp_path / "plan.json") == plan == again
+    assert (tmp_path / "plan.json").read_bytes() == (tmp_path / "again.json").read_bytes()
+
+
+def test_a_plan_speaks():
+    plan = small_plan()
+    text = str(plan)
+    assert "mesh (dp=2, tp=2)" in text and "blocks.0.up.weight" in text and "gap" in text and "memory is not modelled yet" in text
+    assert "blocks.0.up/linear" in plan.explain("blocks.0.up") and "models.py" in plan.explain("blocks.0")
+    assert plan.diff(plan) == "the plans are the same"
+    other = small_plan(constraints={"blocks.0.up.weight": "R"})
+    assert plan.parameters["blocks.0.up.weight"] == other.parameters["blocks.0.up.weight"] or "blocks.0.up.weight" in plan.diff(other)
+
+
+def test_plans_are_monotone_in_what_is_allowed():
+    free = small_plan().step_time_s
+    for pins in ({"x": "S(0)@dp"}, {"*.weight": "R"}, {"out": "R"}):
+        assert small_plan(constraints=pins).step_time_s >= free - 1e-12
+
+
+@pytest.mark.parametrize("broken", ["", "[]", "{}", '{"version": 99}', "not json"])
+def test_what_is_no_plan_is_a_letter(broken, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(broken)
+    with pytest.raises(BadPlan):
+        Plan.load(path)
+
+
+def test_a_hostile_plan_is_only_data(tmp_path):
+    data = json.loads(json.dumps(small_plan().to_dict()))
+    for poison in ("__import__('os')@dp", "S(0)@nowhere", {"a": 1}):
+        data["conversions"][0]["forward"] = [poison]
+        with pytest.raises(autopar.Letter):
+            Plan.from_dict(data)
+
+
+def test_a_plan_knows_its_model():
+    model, _ = mlp_case()
+    small_plan().validate(model)
+    with pytest.raises(BadPlan, match="another model"):
+        small_plan().validate(mlp_case(width=8)[0])
+
+
+def test_an_unknown_solver_is_a_letter():
+    with pytest.raises(NotServed, match="not available"):
+        small_plan(solver="abacus")
+
+
+def test_the_solver_and_the_package_import_no_torch():
+    code = "import sys, autopar, autopar.solver, autopar.sharding; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
