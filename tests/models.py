@@ -69,7 +69,7 @@ def mlp_pins(kind: str, mesh: DeviceMesh) -> dict[str, str]:
         "dp": {"x": everywhere, "y": everywhere, "*.weight": "R", "*.bias": "R"},
         "megatron": {
             "x": rows, "y": rows, "*.up.weight": f"S(0)@{inner}", "*.up.bias": f"S(0)@{inner}", "*.down.weight": f"S(1)@{inner}", "*.down.bias": f"R; P(sum)@{inner}",
-            "*.norm.*": "R", "head.*": "R", "blocks.*.down": rows,
+            "*.norm.*": "R", "head.*": "R", "*.up": ", ".join(filter(None, [rows.replace("R", ""), f"S(1)@{inner}"])), "blocks.*": rows, "head": rows,
         },
         "sharded": {"x": everywhere, "y": everywhere, "*": f"{everywhere}; R; regathered"},
     }[kind]

@@ -2,7 +2,7 @@
 
     "x": "S(0)@dp"                           an input, as it is used
     "blocks.*.up.weight": "S(0)@tp"          a parameter: its storage and every use
-    "*.weight": "S(0)@dp; R; regathered"     its storage; its use; and whether the gathered copy is kept for backward
+    "*": "S(0)@dp; R; regathered"            its storage; its use; and whether the gathered copy is kept for backward (parameters only)
     "blocks.*.up": "S(1)@tp"                 a module: what the consumers of its output receive
     "out": "R"                               every output
 
@@ -43,6 +43,7 @@ class Pins:
     storage: Pin
     use: Pin
     regathered: bool = False
+    is_about_storage: bool = False
 
 
 class Constraints:
@@ -52,10 +53,10 @@ class Constraints:
         self.pins = [_read(pattern, what, mesh) for pattern, what in (given or {}).items()]
         self._used: set[str] = set()
 
-    def of(self, *names: str) -> Pins | None:
-        """The first pin whose pattern matches one of the names of a thing."""
+    def of(self, *names: str, is_parameter: bool = False) -> Pins | None:
+        """The first pin whose pattern matches one of the names of a thing; storage and use are words about parameters."""
         for pin in self.pins:
-            if any(fnmatchcase(name, pin.pattern) for name in names if name):
+            if (is_parameter or not pin.is_about_storage) and any(fnmatchcase(name, pin.pattern) for name in names if name):
                 self._used.add(pin.pattern)
                 return pin
         return None
@@ -82,7 +83,7 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
         if len(fields) > 3 or (len(fields) == 3 and fields[2] not in ("kept", "regathered")):
             raise BadConstraint(f"{what!r} is not storage; use; kept or regathered")
         storage = _pin(fields[0], mesh)
-        return Pins(pattern, storage, _pin(fields[1], mesh) if len(fields) > 1 else storage, fields[-1] == "regathered")
+        return Pins(pattern, storage, _pin(fields[1], mesh) if len(fields) > 1 else storage, fields[-1] == "regathered", len(fields) > 1)
     except Letter as e:
         raise BadConstraint(f"the constraint {pattern!r}: {what!r} cannot be read", seen=e.what, advice=e.advice or f'"S(0)@{mesh.axes[0]}", or "R"') from e
 

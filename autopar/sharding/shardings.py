@@ -187,7 +187,7 @@ class _Builder:
                 continue
             about = info(key)
             module = about.module if last.get(about.module) is key else ""
-            pins = self.constraints.of(*(about.names or (site.name,))) if site.kind != "op" else self.constraints.of(module) if module else None
+            pins = self.constraints.of(*(about.names or (site.name,)), is_parameter=site.kind == "parameter") if site.kind != "op" else self.constraints.of(module) if module else None
             if not pins:
                 continue
             uses = takers.get(key, [])
@@ -196,7 +196,8 @@ class _Builder:
                 draft.site = replace(draft.site, regathered=pins.regathered)
                 uses = uses + [further for d, _ in uses if d.site.op == "identity" for further in takers.get(_key_of(drafts, d), [])]
             for taker, i in uses:
-                self._admit(taker, i, pins.use)
+                if taker.site.kind != "output":                # outputs have a word of their own
+                    self._admit(taker, i, pins.use)
         modules = sorted(last)
         self.constraints.check_all_used([*self.graph.parameters, *self.graph.inputs, *modules, "out"])
 

@@ -158,13 +158,15 @@ def _work(rank: int, ranks: int, store: str, timeout_s: float, send: Any, task: 
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
         body, args = pickle.loads(task)
         answer: tuple[bool, Any, str] = (False, body(rank, *args), "")
-        dist.barrier()
     except BaseException as e:
         answer = (True, e, traceback.format_exc())
     try:
         data = pickle.dumps(answer)
     except Exception:                                          # an error or a result that does not travel: its text does
         data = pickle.dumps((True, RuntimeError(answer[2] or f"rank {rank} returned something that cannot be pickled"), answer[2]))
-    send.send_bytes(data)
+    send.send_bytes(data)                                      # before the barrier, so that a rank that hangs is the one missing
     send.close()
+    if not answer[0]:
+        with contextlib.suppress(Exception):
+            dist.barrier()
     os._exit(0)                                                # gloo's teardown at exit aborts now and then; everything is said already

@@ -1,0 +1,285 @@
+"""The parallel model in a user's hands: it is the user's class, trains with the user's loop, and answers wrong uses with letters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.letters import BadInput, BadPlan, Consumed, Disagreement, NotServed
+from autopar.testing import Equality, on_threads
+from tests.models import MLP, eager_links, mlp_case, mlp_pins
+from tests.training import whole
+
+MESH = autopar.DeviceMesh((2,), ("tp",))
+
+
+def parallel(model, batch, constraints=None, mesh=MESH, **how):
+    plan = autopar.plan(model, batch, mesh=mesh, cluster=eager_links(), constraints=constraints, **how)
+    return autopar.autoparallelize(model, batch, plan=plan, **how)
+
+
+def on_two(body):
+    """Run `body(model, batch)` on two threads, each with its own copy of the model."""
+    model, batch = mlp_case()
+    return on_threads(2, lambda rank: body(copy.deepcopy(model), batch))
+
+
+def test_it_is_an_instance_of_the_models_class():
+    def body(model, batch):
+        names = [n for n, _ in model.named_parameters()]
+        mine = parallel(model, batch)
+        assert isinstance(mine, MLP) and mine is model and type(mine).__name__ == "ParallelMLP"
+        assert [n for n, _ in mine.named_parameters()] == names and all(isinstance(p, DTensor) for p in mine.parameters())
+        assert mine.plan.mesh == MESH and "def forward(" in mine.code and mine.input_specs == {"x": "global", "y": "global"}
+        assert set(mine.state_dict()) == set(names)
+    on_two(body)
+
+
+def test_rank_0_plans_and_its_values_count():
+    model, batch = mlp_case()
+
+    def body(rank):
+        mine = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in mine.parameters():
+                p.add_(rank)                                   # ranks start from different values
+        mine = autopar.autoparallelize(mine, batch, mesh=MESH, cluster=eager_links())
+        return mine(**batch).item()
+
+    assert on_threads(2, body) == [pytest.approx(model(**batch).item(), rel=1e-12)] * 2
+
+
+def test_clipping_and_momentum_work_as_they_are():
+    model, batch = mlp_case()
+
+    def run(mine):
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            mine(**batch).backward()
+            norm = torch.nn.utils.clip_grad_norm_(mine.parameters(), 0.05)
+            optimizer.step()
+        return {"norm": whole(norm), **{n: whole(p).detach() for n, p in mine.named_parameters()}}
+
+    expected = run(copy.deepcopy(model))
+    for kind in ("megatron", "sharded"):
+        for result in on_threads(2, lambda rank, kind=kind: run(parallel(copy.deepcopy(model), batch, mlp_pins(kind, MESH)))):
+            Equality.in_float64(kind, result, expected, 1e-9).check()
+
+
+def test_gradients_accumulate_and_old_ones_are_left_alone():
+    model, batch = mlp_case()
+    reference = copy.deepcopy(model)
+    for _ in range(2):
+        reference(**batch).backward()
+    twice = {n: p.grad for n, p in reference.named_parameters()}
+
+    def body(rank):
+        mine = parallel(copy.deepcopy(model), batch, mlp_pins("dp", MESH))
+        mine(**batch).backward()
+        held = {n: p.grad for n, p in mine.named_parameters()}
+        kept = {n: whole(g).clone() for n, g in held.items()}
+        mine.zero_grad(set_to_none=True)
+        mine(**batch).backward()
+        Equality.in_float64("held gradients", {n: whole(g) for n, g in held.items()}, kept, 0.0).check()
+        mine(**batch).backward()
+        Equality.in_float64("accumulated", {n: whole(p.grad) for n, p in mine.named_parameters()}, twice, 1e-9).check()
+        mine.zero_grad(set_to_none=False)
+        mine(**batch).backward()
+        Equality.in_float64("after zeroing", {n: 2 * whole(p.grad) for n, p in mine.named_parameters()}, twice, 1e-9).check()
+
+    on_threads(2, body)
+
+
+def test_frozen_and_unreached_parameters_have_no_gradient():
+    def body(model, batch):
+        model.head.weight.requires_grad_(False)
+        model.spare = nn.Parameter(torch.ones(3))
+        reference = copy.deepcopy(model)
+        mine = parallel(model, batch)
+        mine(**batch).backward()
+        reference(**batch).backward()
+        assert mine.head.weight.grad is None and mine.spare.grad is None
+        Equality.in_float64("others", {n: whole(p.grad) for n, p in mine.named_parameters() if p.grad is not None},
+                            {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}, 1e-9).check()
+    on_two(body)
+
+
+def test_gradients_flow_to_inputs_that_ask():
+    model, batch = mlp_case()
+
+    def body(rank, kind):
+        x = batch["x"].clone().requires_grad_()
+        mine = parallel(copy.deepcopy(model), {"x": x, "y": batch["y"]}, mlp_pins(kind, MESH))
+        mine(x=x, y=batch["y"]).backward()
+        return x.grad
+
+    x = batch["x"].clone().requires_grad_()
+    model(x, batch["y"]).backward()
+    for kind in ("dp", "megatron", "free"):
+        for gradient in on_threads(2, body, kind):
+            Equality.in_float64(kind, {"x": gradient}, {"x": x.grad}, 1e-9).check()
+
+
+def test_tied_parameters_stay_tied():
+    model, batch = mlp_case()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    reference = copy.deepcopy(model)
+    reference(**batch).backward()
+
+    def body(rank, pins):
+        mine = parallel(copy.deepcopy(model), batch, pins)
+        assert mine.blocks[1].up.weight is mine.blocks[0].up.weight
+        mine(**batch).backward()
+        return {n: whole(p.grad) for n, p in mine.named_parameters()}
+
+    for pins in ({}, mlp_pins("megatron", MESH), mlp_pins("sharded", MESH)):
+        for result in on_threads(2, body, pins):
+            Equality.in_float64(str(pins), result, {n: p.grad for n, p in reference.named_parameters()}, 1e-9).check()
+
+
+def test_without_gradients_nothing_is_kept():
+    def body(model, batch):
+        expected = model(**batch)
+        mine = parallel(model, batch)
+        with torch.no_grad():
+            value = mine(**batch)
+        assert not value.requires_grad
+        torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=0.0)
+    on_two(body)
+
+
+class WithExtras(nn.Module):
+    """A loss and what led to it, a buffer, and an op that nobody wrote a rule for."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.linspace(1, 2, 16))
+
+    def forward(self, x, y):
+        logits = torch.cumsum(self.inner(x) * self.scale, dim=1)
+        return {"loss": F.mse_loss(logits, y), "logits": logits, "note": "kept"}
+
+
+def test_outputs_beside_the_loss_are_dtensors():
+    model, (_, batch) = WithExtras().double(), mlp_case()
+    expected = model(**batch)
+
+    def body(rank):
+        mine = parallel(copy.deepcopy(model), batch, {"out.logits": "S(0)"})
+        result = mine(**batch)
+        assert isinstance(result["logits"], DTensor) and result["logits"].to_local().shape == (4, 16) and result["note"] == "kept"
+        torch.testing.assert_close(whole(result["logits"]), expected["logits"].detach())
+        torch.testing.assert_close(result["loss"], expected["loss"])
+        assert any("cumsum" in name for name in mine.plan.without_rule) and "replicated for want of a rule" in str(mine.plan)
+
+    on_threads(2, body)
+
+
+def test_an_op_without_a_rule_is_an_error_when_strict():
+    model, (_, batch) = WithExtras().double(), mlp_case()
+    with pytest.raises(autopar.NoRule, match="cumsum") as letter:
+        autopar.plan(model, batch, mesh=2, strict=True)
+    assert "test_module.py" in letter.value.at
+
+
+def test_a_users_own_rule_is_used():
+    from autopar.sharding.rules import RULES
+
+    model, (_, batch) = WithExtras().double(), mlp_case()
+    try:
+        autopar.rule("cumsum", "b s! -> b s!", linear="x")
+        assert not autopar.plan(model, batch, mesh=2, strict=True).without_rule
+    finally:
+        del RULES["cumsum"]
+
+
+@pytest.mark.parametrize("call, match", [
+    (lambda m, b: m(b["x"], b["y"]), "structure"),
+    (lambda m, b: m(x=b["x"]), "structure"),
+    (lambda m, b: m(x=b["x"][:4], y=b["y"]), "differs"),
+    (lambda m, b: m(x=b["x"].float(), y=b["y"]), "differs"),
+    (lambda m, b: m(x=3, y=b["y"]), "differs"),
+])
+def test_a_wrong_call_is_a_letter_before_any_collective(call, match):
+    def body(model, batch):
+        mine = parallel(model, batch)
+        with pytest.raises(BadInput, match=match):
+            call(mine, batch)
+    on_two(body)
+
+
+def test_eval_mode_that_was_not_traced_is_a_letter():
+    def body(model, batch):
+        mine = parallel(model, batch)
+        with pytest.raises(NotServed, match="train mode"):
+            mine.eval()(**batch)
+    on_two(body)
+
+
+def test_an_optimizer_from_before_is_refused():
+    def body(model, batch):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallel(model, batch)(**batch).backward()
+        with pytest.raises(Consumed, match="before autoparallelize"):
+            optimizer.step()
+    on_two(body)
+
+
+def test_ranks_with_different_plans_are_told_so():
+    model, batch = mlp_case()
+    plans = [autopar.plan(model, batch, mesh=MESH, cluster=eager_links(), constraints=mlp_pins(kind, MESH)) for kind in ("dp", "megatron")]
+
+    def body(rank):
+        with pytest.raises(Disagreement, match="different programs"):
+            autopar.autoparallelize(copy.deepcopy(model), batch, plan=plans[rank])
+
+    on_threads(2, body)
+
+
+def test_a_mesh_of_another_size_is_a_letter():
+    def body(model, batch):
+        with pytest.raises(Disagreement, match="4 devices"):
+            parallel(model, batch, mesh=autopar.DeviceMesh((2, 2)))
+    on_two(body)
+
+
+def test_a_plan_beside_planning_arguments_is_a_letter():
+    model, batch = mlp_case()
+    plan = autopar.plan(model, batch, mesh=1)
+    with pytest.raises(BadPlan, match="one or the other|is given"):
+        autopar.autoparallelize(model, batch, plan=plan, mesh=1)
+
+
+@pytest.mark.parametrize("how", [
+    dict(memory_budget="16GiB"), dict(precision=autopar.Precision()), dict(recompute="full"), dict(parallel="dp"), dict(accumulation=4), dict(time_limit=1.0), dict(gap=0.1),
+    dict(mesh=None), dict(optimizer="adagrad"),
+])
+def test_an_argument_that_no_stage_serves_is_a_letter(how):
+    model, batch = mlp_case()
+    with pytest.raises(NotServed, match=next(iter(how))):
+        autopar.plan(model, batch, **{"mesh": 2, **how})
+
+
+@pytest.mark.parametrize("constraints, match", [
+    ({"no.such": "R"}, "matches nothing"), ({"x": "S(9)"}, "nothing satisfies"), ({"x": "S(0)@pp"}, "cannot be read"), ({"x": 3}, "cannot be read"),
+    ({"blocks.0.up.weight": "S(0); R; sometimes"}, "cannot be read"), ({"blocks.0": "P(sum)", "out": "S(0)"}, "nothing satisfies"),
+])
+def test_a_wrong_constraint_is_a_letter(constraints, match):
+    model, batch = mlp_case()
+    with pytest.raises(autopar.letters.BadConstraint, match=match):
+        autopar.plan(model, batch, mesh=2, constraints=constraints)
+
+
+@pytest.mark.parametrize("cluster", ["abacus-2x2", 3, "missing.json"])
+def test_an_unknown_cluster_is_a_letter(cluster):
+    model, batch = mlp_case()
+    with pytest.raises(autopar.letters.BadCluster):
+        autopar.plan(model, batch, mesh=2, cluster=cluster)
