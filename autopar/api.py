@@ -96,7 +96,7 @@ def autoparallelize(
     chosen = plan if plan is not None else from_rank_0(lambda: _plan(model, meta_inputs, planning))
     mesh = chosen.mesh.to_torch(device)
     lowered = lower(graph, chosen, coordinate(chosen.mesh), device)
-    all_ranks_hold("program", (chosen.digest, chosen.mesh, lowered.joint.collectives))
+    all_ranks_hold("programs", (chosen.digest, chosen.mesh, lowered.joint.collectives))
     return parallelise(model, lowered, mesh, sync)
 
 

@@ -10,6 +10,8 @@ What happened, where in the user's own source, what was seen, what to do. `raise
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Letter(Exception):
     """A sentence, then the lines `at`, `with`, `try` that apply."""
@@ -22,7 +24,7 @@ class Letter(Exception):
                 lines.append(f"    {label:<8}" + text.replace("\n", "\n" + " " * 12))
         super().__init__("\n".join(lines))
 
-    def __reduce__(self):                                     # letters cross process boundaries whole
+    def __reduce__(self) -> tuple[Any, ...]:                   # letters cross process boundaries whole
         return _rebuild, (type(self), self.what, self.at, self.seen, self.advice)
 
 

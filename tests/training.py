@@ -51,7 +51,7 @@ def call(model, batch, loss: str):
     if loss == "inside":
         return model(**batch)
     if loss == "callable":
-        return model(**{"x": batch["x"]})[0] if isinstance(model, autopar.codegen.ParallelModule) else mean_square(model(batch["x"]), {})
+        return model(x=batch["x"])[0] if isinstance(model, autopar.codegen.ParallelModule) else mean_square(model(batch["x"]), {})
     return F.mse_loss(model(x=batch["x"]), batch["y"])
 
 

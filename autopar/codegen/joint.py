@@ -259,9 +259,9 @@ def _needed(of: Sequence[fx.Node]) -> set[fx.Node]:
 def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        if node in forward and node.op == "call_function" and (node.target in STEPS.values() or _is_view(node)):
-            if all(a in parameters or a in found for a in node.all_input_nodes):
-                found.add(node)
+        is_cheap = node in forward and node.op == "call_function" and (node.target in STEPS.values() or _is_view(node))
+        if is_cheap and all(a in parameters or a in found for a in node.all_input_nodes):
+            found.add(node)
     return found
 
 

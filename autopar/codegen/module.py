@@ -15,6 +15,7 @@ from autopar.codegen.local import LocalProgram
 from autopar.letters import BadInput, Consumed, NotServed
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.storage import Storage, dtensor_of
+from autopar.runtime.world import all_ranks_hold
 from autopar.solver.plan import Plan
 from autopar.tracer.graph import Graph, build_outputs, info, type_of
 
@@ -126,15 +127,21 @@ class ParallelModule(nn.Module):
         if self.training != state.lowered.graph.training:
             raise NotServed(f"the model was traced in {'train' if state.lowered.graph.training else 'eval'} mode and runs in the other",
                             advice=f"model.{'train' if state.lowered.graph.training else 'eval'}()")
+        if state.calls < _CHECKED_CALLS:                       # every rank passes the same global batch: looked at while it is new
+            all_ranks_hold("input values", inputs)
+        state.calls += 1
         return build_outputs(state.lowered.graph, state.runner(inputs, [self.get_parameter(n) for n in state.lowered.program.parameters],
                                                                [self.get_buffer(n) for n in state.lowered.program.buffers]))
+
+
+_CHECKED_CALLS = 2
 
 
 class _State:
     """What a ParallelModule holds besides its parameters."""
 
     def __init__(self, lowered: Lowered, runner: Runner) -> None:
-        self.lowered, self.runner = lowered, runner
+        self.lowered, self.runner, self.calls = lowered, runner, 0
 
     def __deepcopy__(self, memo: Any) -> _State:
         return self

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from autopar.sharding.placement import part
 
-
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor           # renamed in torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -63,11 +63,13 @@ def all_ranks_hold(what: str, value: Any) -> None:
     """Compare a hash; a letter on every rank names those that differ from rank 0."""
     if not _ranks_can_talk():
         return
-    mine = hashlib.sha256(repr(value).encode()).hexdigest()
+    mine = hashlib.sha256()
+    for piece in value if isinstance(value, (tuple, list)) else [value]:
+        mine.update(piece.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if isinstance(piece, torch.Tensor) else repr(piece).encode())
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine.hexdigest())
     if others := [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]:
-        raise Disagreement(f"ranks hold different {what}s: {others} differ from rank 0", advice="the same model, inputs' shapes and plan on every rank")
+        raise Disagreement(f"ranks hold different {what}: {others} differ from rank 0", advice="the same model, inputs and plan on every rank")
 
 
 def _ranks_can_talk() -> bool:

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from torch.utils import _pytree as pytree
 
 from autopar.runtime.private import FakeStore, LocalTensor, LocalTensorMode, ThreadedRanks

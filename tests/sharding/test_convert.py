@@ -26,7 +26,7 @@ def shardings(rank, mesh=MESH):
 def parts_of(tensor, sharding, seed):
     """What every coordinate of the mesh holds, by chunk alone; sums are split at random."""
     held = {(): tensor}
-    axes = [a for a in sharding.order]
+    axes = list(sharding.order)
     by_axis = {}
     for axis in axes:
         placement, n = sharding.placements[axis], MESH.shape[axis]
