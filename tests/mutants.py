@@ -44,7 +44,7 @@ def _local_mean(patch):
 
 def _unpadded(patch):
     """Only the first part of a gather counts."""
-    patch.setitem(joint.STEPS, "all_gather", lambda x, axis, dim, size: collectives.all_gather(x, axis, dim, size).roll(1, dim))
+    patch.setitem(joint.STEPS, "all_gather", lambda x, axis, dim, size, blocks: collectives.all_gather(x, axis, dim, size, blocks).roll(1, dim))
 
 
 MUTANTS = {

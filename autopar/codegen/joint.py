@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.codegen.local import LocalProgram
-from autopar.runtime.collectives import STEPS, Axis
+from autopar.runtime.collectives import STEPS, Axis, part_start
 from autopar.runtime.private import clean_room
 from autopar.sharding.convert import LocalStep
 from autopar.tracer.capture import LOCK
 from autopar.tracer.graph import run
 
-CONVERT = torch.ops.autopar.convert.default
+CONVERT, START = torch.ops.autopar.convert.default, torch.ops.autopar.start.default
 COLLECTIVES = frozenset(f for name, f in STEPS.items() if name not in ("slice", "lodge"))
 
 
@@ -142,11 +142,12 @@ def write_out_conversions(joint: JointGraph) -> None:
         value = node.args[0]
         with joint.graph.inserting_before(node):
             for step in LocalStep.parse_all(node.args[1]):
-                pairs = [number for pair in zip(step.dims, step.sizes, strict=True) for number in pair]
-                value = joint.graph.call_function(STEPS[step.kind], (value, step.axis, *pairs))
+                value = joint.graph.call_function(STEPS[step.kind], (value, step.axis, *(number for dim in step.dims for number in dim)))
                 value.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(value)
         joint.graph.erase_node(node)
+    for node in joint.graph.find_nodes(op="call_function", target=START):
+        node.target = part_start
     joint.read_output()
 
 
@@ -191,6 +192,11 @@ def _buffer_of(node: fx.Node) -> fx.Node:
             return node                                        # a part of an op with several results is a buffer of its own
         node = node.all_input_nodes[0]
     return node
+
+
+def _is_on_an_axis(node: fx.Node) -> bool:
+    """A call whose second argument names a mesh axis."""
+    return node.target is part_start or node.target in STEPS.values()
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -259,7 +265,7 @@ def _needed(of: Sequence[fx.Node]) -> set[fx.Node]:
 def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        is_cheap = node in forward and node.op == "call_function" and (node.target in STEPS.values() or _is_view(node))
+        is_cheap = node in forward and node.op == "call_function" and (_is_on_an_axis(node) or _is_view(node))
         if is_cheap and all(a in parameters or a in found for a in node.all_input_nodes):
             found.add(node)
     return found
@@ -283,7 +289,7 @@ def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
     bound = copy.deepcopy(graph)
     given: dict[str, fx.Node] = {}
     for node in list(bound.nodes):
-        if node.target in STEPS.values():
+        if _is_on_an_axis(node):
             name = node.args[1]
             attribute = "axis_" + "".join(c if c.isalnum() else "_" for c in name)
             if name not in given:
@@ -296,4 +302,4 @@ def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
 
 def _described(node: fx.Node) -> str:
     _, axis, *numbers = node.args
-    return f"{node.target.__name__}({', '.join(map(str, numbers[::2]))})@{axis} {node.meta['val'].dtype}"   # type: ignore[union-attr]
+    return f"{node.target.__name__}({', '.join(map(str, numbers[::3]))})@{axis} {node.meta['val'].dtype}"   # type: ignore[union-attr]

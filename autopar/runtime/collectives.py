@@ -41,6 +41,9 @@ def bind_axes(mesh: Any) -> dict[str, Axis]:
     return {name: Axis(name, mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i)) for i, name in enumerate(mesh.mesh_dim_names)}
 
 
+Blocks = tuple[int, ...]
+
+
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """P(sum) -> R"""
     y = x.clone(memory_format=torch.contiguous_format)
@@ -48,45 +51,72 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return y
 
 
-def all_gather(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
+def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
+    """P(max) -> R"""
+    y = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(y, dist.ReduceOp.MAX, group=axis.group)
+    return y
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Tensor:
     """S(dim) -> R"""
     x = _padded(x, dim, -(-size // axis.size)).movedim(dim, 0).contiguous()
     y = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     _all_gather(y, x, group=axis.group)
-    return y.narrow(0, 0, size).movedim(0, dim).contiguous()
+    return _by_blocks(y.narrow(0, 0, size).movedim(0, dim), dim, axis.size, blocks).contiguous()
 
 
-def reduce_scatter(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
+def reduce_scatter(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Tensor:
     """P(sum) -> S(dim)"""
     step = -(-size // axis.size)
-    x = _padded(x, dim, step * axis.size).movedim(dim, 0).contiguous()
+    x = _padded(_by_parts(x, dim, axis.size, blocks), dim, step * axis.size).movedim(dim, 0).contiguous()
     y = x.new_empty((step, *x.shape[1:]))
     _reduce_scatter(y, x, group=axis.group)
     return y.narrow(0, 0, _length(size, axis)).movedim(0, dim).contiguous()
 
 
-def all_to_all(x: Tensor, axis: Axis, dim: int, size: int, to_dim: int, to_size: int) -> Tensor:
+def all_to_all(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks, to_dim: int, to_size: int, to_blocks: Blocks) -> Tensor:
     """S(dim) -> S(to_dim)"""
     step, to_step = -(-size // axis.size), -(-to_size // axis.size)
-    x = _padded(_padded(x, dim, step), to_dim, to_step * axis.size)
+    x = _padded(_padded(_by_parts(x, to_dim, axis.size, to_blocks), dim, step), to_dim, to_step * axis.size)
     pieces = torch.stack(x.split(to_step, to_dim))             # [receiver, ..., step, ..., to_step, ...]
     y = torch.empty_like(pieces)
     dist.all_to_all_single(y, pieces, group=axis.group)
     whole = torch.cat(y.unbind(0), dim)                        # the senders' parts in their order
-    return whole.narrow(dim, 0, size).narrow(to_dim, 0, _length(to_size, axis)).contiguous()
+    return _by_blocks(whole.narrow(dim, 0, size), dim, axis.size, blocks).narrow(to_dim, 0, _length(to_size, axis)).contiguous()
 
 
-def slice(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
+def slice(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Tensor:
     """R -> S(dim)"""
-    step = -(-size // axis.size)
-    if size % axis.size == 0:
-        return x.narrow(dim, step * axis.index, step).clone(memory_format=torch.contiguous_format)
-    return x.narrow(dim, *part(size, axis.size, axis.index)).clone(memory_format=torch.contiguous_format)
+    return _by_parts(x, dim, axis.size, blocks).narrow(dim, part_start(x, axis, size, on_host=True), _length(size, axis)).clone(memory_format=torch.contiguous_format)
 
 
 def lodge(x: Tensor, axis: Axis) -> Tensor:
     """R -> P(sum): the first rank keeps the value, the others hold zeros."""
     return torch.where(torch.full((), axis.index, device=x.device) == 0, x, 0)     # not a product: 0 times inf is nan
+
+
+def part_start(like: Tensor, axis: Axis, size: int, on_host: bool = False) -> Any:
+    """Where this rank's part of a dim begins, as a number or as a tensor beside `like`."""
+    step = -(-size // axis.size)
+    start = step * axis.index if size % axis.size == 0 else part(size, axis.size, axis.index)[0]
+    return start if on_host else torch.full((), start, dtype=torch.int64, device=like.device)
+
+
+def _by_parts(x: Tensor, dim: int, parts: int, blocks: Blocks) -> Tensor:
+    """Reorder a dim so that its plain parts are the blocked ones: first part of every block, second part of every block, ..."""
+    if not blocks:
+        return x
+    pieces = [block.chunk(parts, dim) for block in x.split(blocks, dim)]
+    return torch.cat([piece[i] for i in range(parts) for piece in pieces], dim)
+
+
+def _by_blocks(x: Tensor, dim: int, parts: int, blocks: Blocks) -> Tensor:
+    """Undo `_by_parts`."""
+    if not blocks:
+        return x
+    pieces = [p.split([b // parts for b in blocks], dim) for p in x.chunk(parts, dim)]
+    return torch.cat([pieces[i][b] for b in range(len(blocks)) for i in range(parts)], dim)
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
@@ -98,7 +128,7 @@ def _length(size: int, axis: Axis) -> Any:
     return size // axis.size if size % axis.size == 0 else part(size, axis.size, axis.index)[1]
 
 
-STEPS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, slice, lodge)}
+STEPS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all, slice, lodge)}
 
 
 @torch.library.custom_op("autopar::convert", mutates_args=())
@@ -122,3 +152,14 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
 
 
 convert.register_autograd(_backward, setup_context=_remember)
+
+
+@torch.library.custom_op("autopar::start", mutates_args=())
+def start(like: Tensor, axis: str, size: int) -> Tensor:
+    """`part_start`, before the axis is bound."""
+    raise AssertionError("a start is bound to its axis before it runs")
+
+
+@start.register_fake
+def _(like: Tensor, axis: str, size: int) -> Tensor:
+    return like.new_empty((), dtype=torch.int64)

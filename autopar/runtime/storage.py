@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from autopar.runtime.collectives import Axis, bind_axes, slice
+from autopar.runtime.collectives import bind_axes, slice
 from autopar.sharding.placement import R, Sharding
 
 
@@ -36,7 +36,8 @@ class Storage:
         local = whole
         for dim, cut in self.sharding.cuts.items():
             for axis in cut:
-                local = _cut(local, axes[axis], dim)
+                blocks, size = self.sharding.placements[axis].blocks, local.shape[dim]
+                local = slice(local, axes[axis], dim, size, tuple(b * size // sum(blocks) for b in blocks))
         return self.wrap(local.contiguous() if local is not whole else whole.clone(memory_format=torch.contiguous_format))
 
     def spread(self, whole: Tensor, sync: bool) -> Tensor:
@@ -58,6 +59,3 @@ def dtensor_of(local: Tensor, mesh: Any, sharding: Sharding, shape: Sequence[int
     stride = stride or torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
-
-def _cut(local: Tensor, axis: Axis, dim: int) -> Tensor:
-    return slice(local, axis, dim, local.shape[dim])

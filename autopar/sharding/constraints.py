@@ -90,8 +90,8 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
 
 def _pin(text: str, mesh: DeviceMesh) -> Pin:
     """`S(0)@dp`, or with gradients `R/P(sum)@dp`."""
-    value = _on_real_axes(Sharding.parse(re.sub(r"/[^@,]*", "", text), mesh), mesh)
-    gradient = _on_real_axes(Sharding.parse(re.sub(r"[^,/]*/", "", text), mesh), mesh) if "/" in text else None
+    value = _on_real_axes(Sharding.parse(re.sub(r"/(R|P\(sum\)|P|S\([^@]*\))", "", text), mesh), mesh)
+    gradient = _on_real_axes(Sharding.parse(re.sub(r"(R|P\(sum\)|P|S\([^@]*?\))/", "", text), mesh), mesh) if "/" in text else None
     return Pin(text, value, gradient)
 
 

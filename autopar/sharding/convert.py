@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -27,7 +28,7 @@ from autopar.letters import BadSharding
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import seconds
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.placement import P, Placement, R, S, Sharding, every_part_holds_something, largest_local_shape, local_shape
+from autopar.sharding.placement import P, Placement, R, S, Sharding, fits, largest_local_shape, local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +39,28 @@ class Step:
     axis: int
     dim: int = -1                                              # gathered or cut; for all_to_all: gathered
     to_dim: int = -1                                           # for all_to_all: cut
+    blocks: tuple[int, ...] = ()                               # of dim, as in S(dim, blocks)
+    to_blocks: tuple[int, ...] = ()
 
     def after(self, sharding: Sharding) -> Sharding:
-        placement = {"all_gather": R, "all_reduce": R, "lodge": P()}.get(self.kind) or S(self.to_dim if self.kind == "all_to_all" else self.dim)
+        placement = {"all_gather": R, "all_reduce": R, "lodge": P()}.get(self.kind) or (S(self.to_dim, self.to_blocks) if self.kind == "all_to_all" else S(self.dim, self.blocks))
         placements = list(sharding.placements)
         placements[self.axis] = placement
         rest = [a for a in sharding.order if a != self.axis]   # the axis that moved is the innermost of whatever it cuts now
         return Sharding(tuple(placements), (*rest, self.axis))
 
     def text(self, axes: Sequence[str]) -> str:
-        dims = f"({self.dim}->{self.to_dim})" if self.to_dim >= 0 else f"({self.dim})" if self.dim >= 0 else ""
+        first, second = (f"{d}" + (f":{'|'.join(map(str, b))}" if b else "") for d, b in ((self.dim, self.blocks), (self.to_dim, self.to_blocks)))
+        dims = f"({first}->{second})" if self.to_dim >= 0 else f"({first})" if self.dim >= 0 else ""
         return f"{self.kind}{dims}@{axes[self.axis]}"
 
     @staticmethod
     def parse(text: str, mesh: DeviceMesh) -> Step:
-        match = re.fullmatch(r"(\w+?)(?:\((\d+)(?:->(\d+))?\))?@(.+)", text.strip())
+        match = re.fullmatch(r"(\w+?)(?:\((\d+)(?::([\d|]+))?(?:->(\d+)(?::([\d|]+))?)?\))?@(.+)", text.strip())
         if not match or match[1] not in KINDS:
             raise BadSharding(f"{text!r} is not a conversion step", seen=f"steps: {', '.join(KINDS)}")
-        return Step(match[1], mesh.axis(match[4]), int(match[2] or -1), int(match[3] or -1))
+        blocks, to_blocks = (tuple(map(int, b.split("|"))) if b else () for b in (match[3], match[5]))
+        return Step(match[1], mesh.axis(match[6]), int(match[2] or -1), int(match[4] or -1), blocks, to_blocks)
 
 
 KINDS = ("all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "lodge")
@@ -78,11 +83,11 @@ class ShapeConsistencyManager:
     def __init__(self, mesh: DeviceMesh, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
         self._links = [cluster.link_of(mesh, a) for a in range(len(mesh.shape))]
-        self._from: dict[tuple[tuple[int, ...], int, Sharding], dict[Sharding, Path]] = {}
+        self._from: dict[Any, dict[Sharding, Path]] = {}
 
     def path(self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding) -> Path:
         """The cheapest way from `source` to `target` for a tensor of this global shape."""
-        found = self._all_from(shape, itemsize, source).get(target)
+        found = self._all_from(shape, itemsize, source, _blocks_of(source, target)).get(target)
         if found is None:
             raise BadSharding(f"no sequence of collectives leads from {source.text(self.mesh.axes)} to {target.text(self.mesh.axes)}",
                               seen=f"a tensor of shape {list(shape)} on mesh {self.mesh}")
@@ -91,49 +96,52 @@ class ShapeConsistencyManager:
     def table(self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> np.ndarray:
         """Seconds from every source to every target; inf where no path leads."""
         nowhere = Path((), math.inf)
-        return np.array([[self._all_from(shape, itemsize, s).get(t, nowhere).seconds for t in targets] for s in sources])
+        blocks = _blocks_of(*sources, *targets)
+        found = [self._all_from(shape, itemsize, s, blocks) for s in sources]
+        return np.array([[row.get(t, nowhere).seconds for t in targets] for row in found])
 
-    def _all_from(self, shape: tuple[int, ...], itemsize: int, source: Sharding) -> dict[Sharding, Path]:
-        key = (shape, itemsize, source)
+    def _all_from(self, shape: tuple[int, ...], itemsize: int, source: Sharding, blocks: frozenset[Placement]) -> dict[Sharding, Path]:
+        key = (shape, itemsize, source, blocks)
         if key not in self._from:
-            graph = self._graph(shape, itemsize)
+            graph = self._graph(shape, itemsize, blocks)
             lengths, routes = nx.single_source_dijkstra(graph, source, weight="seconds") if source in graph else ({}, {})
             self._from[key] = {t: Path(tuple(graph.edges[u, v]["step"] for u, v in itertools.pairwise(route)), lengths[t]) for t, route in routes.items()}
         return self._from[key]
 
     @functools.lru_cache(maxsize=256)                          # noqa: B019 - lives as long as one planning or lowering
-    def _graph(self, shape: tuple[int, ...], itemsize: int) -> nx.DiGraph:
-        """Every sharding of a shape, and every step between two of them, with its seconds."""
+    def _graph(self, shape: tuple[int, ...], itemsize: int, blocks: frozenset[Placement]) -> nx.DiGraph:
+        """Every sharding of a shape, those in `blocks` too, and every step between two of them, with its seconds."""
         graph = nx.DiGraph()
-        graph.add_nodes_from(self._states(shape))
+        cuts = [*(S(d) for d in range(len(shape))), *sorted(blocks, key=repr)]
+        graph.add_nodes_from(self._states(shape, cuts))
         for state in list(graph):
-            for step in self._steps(state, len(shape)):
+            for step in self._steps(state, cuts):
                 if (after := step.after(state)) in graph:
                     graph.add_edge(state, after, step=step, seconds=self.step_seconds(step, state, shape, itemsize))
         return graph
 
-    def _states(self, shape: tuple[int, ...]) -> Iterator[Sharding]:
-        placements: list[Placement] = [R, P(), *(S(d) for d in range(len(shape)))]
+    def _states(self, shape: tuple[int, ...], cuts: Sequence[Placement]) -> Iterator[Sharding]:
+        placements: list[Placement] = [R, P(), *cuts]
         axes = range(len(self.mesh.shape))
         for combination in itertools.product(*([R] if self.mesh.shape[a] == 1 else placements for a in axes)):
             for sharding in {Sharding(combination, order) for order in itertools.permutations(axes)}:
-                if all(every_part_holds_something(shape[d], [self.mesh.shape[a] for a in cut]) for d, cut in sharding.cuts.items()):
+                if fits(shape, sharding, self.mesh):
                     yield sharding
 
-    def _steps(self, state: Sharding, rank: int) -> Iterator[Step]:
-        innermost = {axes[-1]: dim for dim, axes in state.cuts.items()}
+    def _steps(self, state: Sharding, cuts: Sequence[Placement]) -> Iterator[Step]:
+        innermost = {axes[-1] for axes in state.cuts.values()}
         for axis, placement in enumerate(state.placements):
             if self.mesh.shape[axis] == 1:
                 continue
             if placement.is_partial:
                 yield Step("all_reduce", axis)
-                yield from (Step("reduce_scatter", axis, d) for d in range(rank))
+                yield from (Step("reduce_scatter", axis, c.dim, blocks=c.blocks) for c in cuts)
             elif placement.is_replicated:
                 yield Step("lodge", axis)
-                yield from (Step("slice", axis, d) for d in range(rank))
+                yield from (Step("slice", axis, c.dim, blocks=c.blocks) for c in cuts)
             elif axis in innermost:
-                yield Step("all_gather", axis, innermost[axis])
-                yield from (Step("all_to_all", axis, innermost[axis], d) for d in range(rank) if d != innermost[axis])
+                yield Step("all_gather", axis, placement.dim, blocks=placement.blocks)
+                yield from (Step("all_to_all", axis, placement.dim, c.dim, placement.blocks, c.blocks) for c in cuts if c.dim != placement.dim)
 
     def step_seconds(self, step: Step, before: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
         """What one step costs the fullest device."""
@@ -145,25 +153,33 @@ class ShapeConsistencyManager:
                              wire=link.bytes_per_s, launch=device.launch_s, bandwidth=device.memory_bytes_per_s))
 
 
+def _blocks_of(*shardings: Sharding) -> frozenset[Placement]:
+    """The blocked placements that occur at the ends of a conversion: no path needs others."""
+    return frozenset(p for s in shardings for p in s.placements if p.blocks)
+
+
 @dataclass(frozen=True, slots=True)
 class LocalStep:
-    """A step as one device runs it: `sizes` are those of its dims when the axis does not cut them."""
+    """A step as one device runs it: its dims, their sizes when the axis does not cut them, and their blocks then."""
 
     kind: str
     axis: str
-    dims: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
+    dims: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
     def __repr__(self) -> str:
-        inside = ", ".join(f"{d}:{s}" for d, s in zip(self.dims, self.sizes, strict=True))
+        inside = ", ".join(f"{d}:{'|'.join(map(str, blocks)) if blocks else size}" for d, size, blocks in self.dims)
         return f"{self.kind}({inside})@{self.axis}" if inside else f"{self.kind}@{self.axis}"
 
     @staticmethod
     def parse_all(text: str) -> tuple[LocalStep, ...]:
         steps = []
         for kind, inside, axis in re.findall(r"(\w+)(?:\(([^)]*)\))?@([^;]+)", text):
-            pairs = [tuple(map(int, pair.split(":"))) for pair in inside.split(",") if pair]
-            steps.append(LocalStep(kind, axis, tuple(d for d, _ in pairs), tuple(s for _, s in pairs)))
+            dims = []
+            for entry in filter(None, inside.split(",")):
+                dim, _, sizes = entry.partition(":")
+                numbers = tuple(map(int, sizes.split("|")))
+                dims.append((int(dim), sum(numbers), numbers if len(numbers) > 1 else ()))
+            steps.append(LocalStep(kind, axis, tuple(dims)))
         return tuple(steps)
 
 
@@ -174,10 +190,11 @@ def localise(path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh:
     for step in path:
         after = step.after(state)
         before, local = local, local_shape(shape, after, mesh, coordinate)
-        dims = tuple(d for d in (step.dim, step.to_dim) if d >= 0)
-        # an axis is innermost where it cuts, so the size without it is on the side where it does not cut
-        sizes = tuple(local[d] if step.kind in ("all_gather", "all_to_all") and d == step.dim else before[d] for d in dims)
-        steps.append(LocalStep(step.kind, mesh.axes[step.axis], dims, sizes))
+        dims = []
+        for d, blocks in ((step.dim, step.blocks), (step.to_dim, step.to_blocks)):
+            if d >= 0:                                         # an axis is innermost where it cuts, so the size without it is on the side where it does not cut
+                size = local[d] if step.kind in ("all_gather", "all_to_all") and d == step.dim else before[d]
+                dims.append((d, size, tuple(b * size // sum(blocks) for b in blocks)))
+        steps.append(LocalStep(step.kind, mesh.axes[step.axis], tuple(dims)))
         state = after
     return tuple(steps), local
-

@@ -2,6 +2,9 @@
 
     Placement   R: every device holds the whole;  S(0): each holds its part of dim 0;  P(sum): the value is the sum of what they hold
     Flow        what an edge carries on one axis: the placement of the value, and that of its gradient, written value/gradient
+    S(2, blocks=(64, 16, 16)) cuts each block of the dim separately: each device holds its part of the first 64, then of the
+    next 16, then of the last 16. It is how a fused query-key-value weight is cut by heads. Blocks are cut evenly or not at all.
+
     Sharding    a placement per axis; where several axes cut one dim, `order` says which axis is major (default: mesh order)
 
 `S(0)` alone means `S(0)/S(0)`, `R` alone `R/R`, `P(sum)` alone `P(sum)/R`. Parts are those of `torch.chunk`: the first
@@ -10,7 +13,9 @@ devices hold ceil(n / k) rows, the last may hold fewer, so a gather of padded pa
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +34,7 @@ class Placement:
     kind: str                                                  # "R", "S" or "P"
     dim: int = -1                                              # the dim that S cuts
     reduction: str = ""                                        # how the parts of P combine
+    blocks: tuple[int, ...] = ()                               # the blocks that S cuts one by one; empty: the dim is one block
 
     @property
     def is_replicated(self) -> bool:
@@ -43,7 +49,8 @@ class Placement:
         return self.kind == "P"
 
     def __repr__(self) -> str:
-        return {"R": "R", "S": f"S({self.dim})", "P": f"P({self.reduction})"}[self.kind]
+        blocks = f", blocks={self.blocks}" if self.blocks else ""
+        return {"R": "R", "S": f"S({self.dim}{blocks})", "P": f"P({self.reduction})"}[self.kind]
 
     @staticmethod
     def parse(text: str) -> Placement:
@@ -51,8 +58,8 @@ class Placement:
         text = text.strip()
         if text == "R":
             return R
-        if match := re.fullmatch(r"S\(\s*(\d+)\s*\)", text):
-            return S(int(match[1]))
+        if match := re.fullmatch(r"S\(\s*(\d+)\s*(?:,\s*blocks=\(([\d,\s]+)\)\s*)?\)", text):
+            return S(int(match[1]), tuple(int(n) for n in (match[2] or "").split(",") if n.strip()))
         if text in ("P", "P(sum)"):
             return P("sum")
         raise BadSharding(f"{text!r} is not a placement", advice="R, S(dim) or P(sum), for example S(0)")
@@ -61,11 +68,13 @@ class Placement:
 R = Placement("R")
 
 
-def S(dim: int) -> Placement:
-    """Cut along `dim`."""
+def S(dim: int, blocks: tuple[int, ...] = ()) -> Placement:
+    """Cut along `dim`; with `blocks`, cut each block of it."""
     if dim < 0:
         raise BadSharding(f"S({dim}): a dim counts from 0")
-    return Placement("S", dim=dim)
+    if any(n < 1 for n in blocks):
+        raise BadSharding(f"blocks={blocks}: a block has at least one row")
+    return Placement("S", dim=dim, blocks=blocks if len(blocks) > 1 else ())
 
 
 def P(reduction: str = "sum") -> Placement:
@@ -155,7 +164,7 @@ class Sharding:
     def parse(text: str, mesh: DeviceMesh) -> Sharding:
         """Read what `text` writes. The order of writing is the order of cutting, major first."""
         placements, order = [R] * len(mesh.shape), []
-        pieces = [piece for piece in text.split(",") if piece.strip()]
+        pieces = [piece for piece in outside_brackets(text) if piece.strip()]
         if not pieces:
             raise BadSharding("an empty sharding", advice='"R", or placements such as "S(0)@dp"')
         for piece in pieces:
@@ -194,9 +203,39 @@ def largest_local_shape(shape: Sequence[int], sharding: Sharding, mesh: DeviceMe
     return local_shape(shape, sharding, mesh, (0,) * len(mesh.shape))
 
 
-def every_part_holds_something(size: int, parts: Sequence[int]) -> bool:
-    """May a dim be cut by axes of these sizes, one inside the other, without an empty part?"""
+def fits(shape: Sequence[int], sharding: Sharding, mesh: DeviceMesh) -> bool:
+    """Can a tensor of this shape lie so, with something on every device? Axes that cut one dim must cut the same blocks."""
+    for dim, axes in sharding.cuts.items():
+        if dim >= len(shape):
+            return False
+        parts, blocks = [mesh.shape[a] for a in axes], {sharding.placements[a].blocks for a in axes}
+        if len(blocks) > 1 or not every_part_holds_something(shape[dim], parts):
+            return False
+        if any(sum(b) != shape[dim] or any(n % math.prod(parts) for n in b) for b in blocks if b):
+            return False
+    return True
+
+
+def outside_brackets(text: str, separator: str = ",") -> list[str]:
+    """Split where the separator stands in no bracket."""
+    pieces, depth = [""], 0
+    for c in text:
+        depth += {"(": 1, ")": -1}.get(c, 0)
+        if c == separator and not depth:
+            pieces.append("")
+        else:
+            pieces[-1] += c
+    return pieces
+
+
+@functools.cache
+def _holds_something(size: int, parts: tuple[int, ...]) -> bool:
     sizes = {size}
     for count in parts:
         sizes = {part(whole, count, i)[1] for whole, i in itertools.product(sizes, (0, count - 2, count - 1)) if 0 <= i < count}
     return min(sizes) > 0
+
+
+def every_part_holds_something(size: int, parts: Sequence[int]) -> bool:
+    """May a dim be cut by axes of these sizes, one inside the other, without an empty part?"""
+    return _holds_something(size, tuple(parts))

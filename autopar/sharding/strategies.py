@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from autopar.letters import BadSharding
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
-from autopar.sharding.placement import Flow, P, R, S, Sharding, every_part_holds_something, flow
+from autopar.sharding.placement import Flow, P, R, S, Sharding, every_part_holds_something, flow, outside_brackets
 
 KEPT, PASSED, SUMMED = flow(R), Flow(R, P()), flow(P())         # R/R, R/P(sum), P(sum)/R
 
@@ -44,7 +44,7 @@ class Strategy:
         left, arrow, right = text.partition("->")
         if not arrow:
             raise BadSharding(f"{text!r} is not a strategy", advice='"S(0), R/P(sum) -> S(0)"')
-        flows = [tuple(Flow.parse(piece) for piece in side.split(",") if piece.strip()) for side in (left, right)]
+        flows = [tuple(Flow.parse(piece) for piece in outside_brackets(side) if piece.strip()) for side in (left, right)]
         return Strategy(flows[0], flows[1])
 
 

@@ -57,7 +57,7 @@ def run_all(rank, shape, work):
         value = parts[tuple(here)]
         for step in localise(steps, shape, source, MESH, here)[0]:
             step, = LocalStep.parse_all(repr(step))
-            value = STEPS[step.kind](value, axes[step.axis], *(n for pair in zip(step.dims, step.sizes) for n in pair))
+            value = STEPS[step.kind](value, axes[step.axis], *(n for dim in step.dims for n in dim))
         left.append(value)
     return left
 
@@ -89,7 +89,7 @@ def test_no_path_of_up_to_four_steps_is_cheaper():
     for _ in range(4):                                         # all sequences of steps, without the search
         longer = {}
         for (start, here), cost in frontier.items():
-            for step in manager._steps(here, 2):
+            for step in manager._steps(here, [S(0), S(1)]):
                 there = step.after(here)
                 total = cost + manager.step_seconds(step, here, shape, 4)
                 if total < longer.get((start, there), 1e9):
