@@ -28,8 +28,9 @@ FORMULAS: dict[str, sp.Expr] = {
 }
 
 # FLOPs per point of an op's factor space (the product of its factors): a contraction multiplies and adds.
-FLOPS_PER_POINT = {"linear": 2, "mm": 2}
+FLOPS_PER_POINT = {"linear": 2, "mm": 2, "matmul": 2, "scaled_dot_product_attention": 4}
 CONTRACTIONS = frozenset(FLOPS_PER_POINT)
+FREE = frozenset({"identity", "view", "transpose", "permute", "t", "split", "narrow", "select", "expand"})   # they show their operand's memory
 
 # Per byte of parameter on a device: what the step reads and writes (parameter, gradient, states), and what it keeps (states).
 OPTIMIZERS = {

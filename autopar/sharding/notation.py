@@ -3,7 +3,11 @@
     "m k, k n -> m n"        a letter (or a word) is a factor: a dim that may be cut
                              in the output it stays cut; missing from every output it is a sum and leaves P(sum)
     "b s! -> b s!"           `!` may not be cut
+    "..., v~ d -> ... d"     `~` may be cut behind a mask: lowering has a local form of the op for it
     "a b -> a 1"             `1` is a dim of size one that is no factor
+    "(h d) -> h d"           a dim that is a product of factors, major first: only the major one is cut
+    "q|k|v -> q, k, v"       a dim that is several put end to end: they are cut together, each block of the dim by itself
+    "a:3 (b c:4) -> ..."     a factor's size, where the shapes of a call do not say it
     "..., ... -> ..."        `...` leading dims, aligned from the right; a dim of size 1 against a larger one is broadcast
     linear="x, y"            linear in one operand at a time: that operand and the output may be P(sum), the others R
     linear="x+y"             linear in several jointly: all of them and the output are P(sum) together
@@ -11,28 +15,37 @@
 Operands stand in the order of the op's signature and are called x, y, z, ... . An operand that is None drops out, with
 every mention of it; a number is an operand that is R on every device.
 
-`parse` reads a line once; `Rule.bind` fits it to the shapes of one call and gives a `Binding`: which factor each dim is.
+`parse` reads a line once; `Rule.bind` fits it to the shapes of one call and gives a `Binding`: which factors each dim is.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.letters import BadRule
 
 NAMES = "xyzuvwabcdefgh"                                       # what `linear=` calls the operands
 ELLIPSIS, ONE = "...", "1"
+_TOKEN = re.compile(r"\(([^()]*)\)(!?)|(\S+?)([!~]?)(?=\s|$)")
+_FACTOR = re.compile(r"(\.\.\.|1|[A-Za-z_]\w*)(?::(\d+))?")
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One dim of an operand in a rule: the name of its factor, and whether it must stay whole."""
+    """The factors of one dim: one, a product of several ("*"), or several end to end ("|"). None: the dim is broadcast."""
 
-    factor: str
-    whole: bool = False
+    factors: tuple[str, ...] = ()
+    joined: str = ""
+
+    @property
+    def factor(self) -> str:
+        return self.factors[0] if self.factors else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,68 +57,96 @@ class Rule:
     operands: tuple[tuple[Dim, ...], ...]
     outputs: tuple[tuple[Dim, ...], ...]
     groups: tuple[frozenset[int], ...]                         # operands that are linear together, by position
+    whole: frozenset[str]
+    given: tuple[tuple[str, int], ...]                         # sizes that the line itself says
 
     def __str__(self) -> str:
         return self.text + (f"   linear={self.linear}" if self.linear else "")
 
-    def bind(self, operands: Sequence[tuple[int, ...] | None], outputs: Sequence[tuple[int, ...]]) -> Binding:
+    def bind(self, operands: Sequence[Shape | None], outputs: Sequence[Shape]) -> Binding:
         """Fit the rule to one call. `None` is an operand that is absent; a number has the shape ()."""
         if len(operands) != len(self.operands) or len(outputs) != len(self.outputs):
             raise BadRule(f"the rule {self.text!r} has {len(self.operands)} operands and {len(self.outputs)} outputs",
                           seen=f"a call with {len(operands)} and {len(outputs)}")
-        sizes: dict[str, int] = {}
-        whole: set[str] = set()
-        rows = [
-            None if shape is None else self._factors(pattern, shape, sizes, whole)
-            for pattern, shape in zip((*self.operands, *self.outputs), (*operands, *outputs), strict=True)
-        ]
-        fitted = [                                             # a dim of size 1 against a larger factor is broadcast: no factor
-            None if row is None else tuple("" if size == 1 and sizes.get(f) != 1 else f for f, size in zip(row, shape, strict=True))  # type: ignore[arg-type]
-            for row, shape in zip(rows, (*operands, *outputs), strict=True)
+        shapes = (*operands, *outputs)
+        rows = [None if s is None else self._spread(p, s) for p, s in zip((*self.operands, *self.outputs), shapes, strict=True)]
+        pairs = [(d, n) for row, s in zip(rows, shapes, strict=True) if row is not None and s is not None for d, n in zip(row, s, strict=True)]
+        sizes = self._sizes(pairs)
+        fitted = [
+            None if row is None or s is None else tuple(Dim() if n == 1 and not d.joined and sizes.get(d.factor) != 1 else d for d, n in zip(row, s, strict=True))
+            for row, s in zip(rows, shapes, strict=True)
         ]
         ins, outs = fitted[: len(operands)], fitted[len(operands):]
         groups = [group - {i for i, row in enumerate(ins) if row is None} for group in self.groups]
-        return Binding(tuple(ins), tuple(row or () for row in outs), sizes, frozenset(whole), tuple(dict.fromkeys(g for g in groups if g)))
+        return Binding(tuple(ins), tuple(row or () for row in outs), sizes, self.whole, tuple(dict.fromkeys(g for g in groups if g)))
 
-    def _factors(self, pattern: tuple[Dim, ...], shape: tuple[int, ...], sizes: dict[str, int], whole: set[str]) -> tuple[str, ...]:
-        """The factor of each dim of one operand; learns factor sizes on the way."""
-        named = [d for d in pattern if d.factor != ELLIPSIS]
-        free = len(shape) - len(named)
-        has_ellipsis = len(named) < len(pattern)
-        if free < 0 or (free > 0 and not has_ellipsis):
-            raise BadRule(f"the rule {self.text!r} does not fit", seen=f"an operand of shape {list(shape)} at {_write(pattern)!r}")
-        dims: list[Dim] = []
-        for d in pattern:                                      # leading dims are numbered from the right: that aligns operands
-            dims += [Dim(f"{ELLIPSIS}{free - i}") for i in range(free)] if d.factor == ELLIPSIS else [d]
-        for d, size in zip(dims, shape, strict=True):
-            if d.factor == ONE:
-                continue
-            known = sizes.setdefault(d.factor, size)
-            if known == 1:
-                sizes[d.factor] = size
-            elif size not in (1, known):
-                raise BadRule(f"the rule {self.text!r} gives factor {d.factor} two sizes, {known} and {size}")
-            if d.whole:
-                whole.add(d.factor)
-        return tuple(d.factor for d in dims)
+    def _spread(self, pattern: tuple[Dim, ...], shape: Shape) -> tuple[Dim, ...]:
+        """One pattern dim per dim of the shape: leading dims are numbered from the right, which aligns operands."""
+        free = len(shape) - sum(d.factor != ELLIPSIS for d in pattern)
+        if free < 0 or (free > 0 and all(d.factor != ELLIPSIS for d in pattern)):
+            raise BadRule(f"the rule {self.text!r} does not fit", seen=f"an operand of shape {list(shape)}")
+        return tuple(e for d in pattern for e in ([Dim((f"{ELLIPSIS}{free - i}",)) for i in range(free)] if d.factor == ELLIPSIS else [d]))
+
+    def _sizes(self, pairs: list[tuple[Dim, int]]) -> dict[str, int]:
+        """The size of every factor: from dims that are one factor, then from dims that join known ones and at most one other."""
+        sizes = dict(self.given)
+        for d, n in pairs:
+            if not d.joined and d.factor != ONE:
+                known = sizes.setdefault(d.factor, n)
+                if known == 1:
+                    sizes[d.factor] = n
+                elif n not in (1, known):
+                    raise BadRule(f"the rule {self.text!r} gives factor {d.factor} two sizes, {known} and {n}")
+        for d, n in (p for _ in range(2) for p in pairs if p[0].joined):
+            unknown = [f for f in d.factors if f not in sizes]
+            known = [sizes[f] for f in d.factors if f in sizes]
+            if len(unknown) == 1:
+                sizes[unknown[0]] = n - sum(known) if d.joined == "|" else n // math.prod(known)
+            elif not unknown and n != (sum(known) if d.joined == "|" else math.prod(known)):
+                raise BadRule(f"the rule {self.text!r} does not fit: {d.joined.join(d.factors)} is {known}", seen=f"a dim of size {n}")
+        return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What an axis may cut: one factor, or several that stand end to end somewhere; and the blocks it cuts one by one."""
+
+    factors: tuple[str, ...]
+    blocks: Shape = ()
+    even: bool = False                                         # only parts of one size
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A rule fitted to shapes: the factor of every dim ("" where the dim is broadcast), and the size of every factor."""
+    """A rule fitted to shapes: the factors of every dim, and the size of every factor."""
 
-    operands: tuple[tuple[str, ...] | None, ...]
-    outputs: tuple[tuple[str, ...], ...]
+    operands: tuple[tuple[Dim, ...] | None, ...]
+    outputs: tuple[tuple[Dim, ...], ...]
     sizes: dict[str, int]
     whole: frozenset[str]
     groups: tuple[frozenset[int], ...]
 
     @property
-    def cuttable(self) -> list[str]:
-        return [f for f, size in self.sizes.items() if f not in self.whole and size > 1]
+    def rows(self) -> list[tuple[Dim, ...]]:
+        return [row for row in (*self.operands, *self.outputs) if row is not None]
 
-    def is_summed(self, factor: str) -> bool:
-        return all(factor not in out for out in self.outputs)
+    def cuts(self, blocks: dict[str, set[Shape]] | None = None) -> Iterator[Cut]:
+        """Everything that an axis may cut; `blocks` are those that a factor may also be cut by."""
+        ends = {f: d.factors for row in self.rows for d in row if d.joined == "|" for f in d.factors}
+        joined = {f for row in self.rows for d in row if d.joined for f in d.factors}
+        minor = {f for row in self.rows for d in row if d.joined == "*" for i, f in enumerate(d.factors) if math.prod(self.sizes[g] for g in d.factors[:i]) > 1}
+        seen: set[tuple[str, ...]] = set()
+        for factor, size in self.sizes.items():
+            together = ends.get(factor, (factor,))
+            if size == 1 or together in seen or any(f in self.whole or f in minor for f in together):
+                continue
+            seen.add(together)
+            yield Cut(together, even=factor in joined)
+            if factor not in joined:
+                yield from (Cut(together, b, True) for b in sorted((blocks or {}).get(factor, ())))
+
+    def is_summed(self, cut: Cut) -> bool:
+        return not any(f in d.factors for row in self.outputs for d in row for f in cut.factors)
 
 
 @functools.cache
@@ -114,33 +155,35 @@ def parse(text: str, linear: str = "") -> Rule:
     left, arrow, right = text.partition("->")
     if not arrow:
         raise BadRule(f"the rule {text!r} has no arrow", advice='"m k, k n -> m n"')
-    operands = tuple(_operand(piece, text) for piece in left.split(","))
-    outputs = tuple(_operand(piece, text) for piece in right.split(","))
-    known = {d.factor for row in operands for d in row}
-    for d in (d for row in outputs for d in row):
-        if d.factor not in known and d.factor != ONE:
-            raise BadRule(f"the rule {text!r} has the factor {d.factor} in an output only")
+    whole: set[str] = set()
+    given: dict[str, int] = {}
+    operands = tuple(_operand(piece, text, whole, given) for piece in left.split(",")) if left.strip() else ()
+    outputs = tuple(_operand(piece, text, whole, given) for piece in right.split(","))
+    known = {f for row in operands for d in row for f in d.factors}
+    for f in (f for row in outputs for d in row for f in d.factors):
+        if f not in known and f not in whole and f != ONE:
+            raise BadRule(f"the rule {text!r} has the factor {f} in an output only", advice=f"{f}!, where it stays whole")
     groups = []
     for joint in filter(None, (g.strip() for g in linear.split(","))):
         members = [NAMES.find(name.strip()) for name in joint.split("+")]
         if any(not 0 <= m < len(operands) for m in members):
             raise BadRule(f"linear={linear!r} names an operand that {text!r} does not have", advice=f"the operands are {', '.join(NAMES[:len(operands)])}")
         groups.append(frozenset(members))
-    return Rule(text, linear, operands, outputs, tuple(groups))
+    return Rule(text, linear, operands, outputs, tuple(groups), frozenset(whole), tuple(given.items()))
 
 
-def _operand(piece: str, text: str) -> tuple[Dim, ...]:
-    dims = []
-    for token in piece.split():
-        match = re.fullmatch(r"(\.\.\.|1|[A-Za-z_][A-Za-z_0-9]*)(!?)", token)
-        if not match:
-            raise BadRule(f"{token!r} in the rule {text!r} is not a dim", advice="a word, a word with ! (stays whole), 1, or ...")
-        dims.append(Dim(match[1], whole=bool(match[2])))
-    named = [d.factor for d in dims if d.factor != ONE]
-    if len(set(named)) < len(named):
+def _operand(piece: str, text: str, whole: set[str], given: dict[str, int]) -> tuple[Dim, ...]:
+    dims, names = [], []
+    for inside, keep, token, mark in _TOKEN.findall(piece):
+        pieces = inside.split() if inside else token.split("|")
+        matches = [_FACTOR.fullmatch(p) for p in pieces]
+        if not all(matches):
+            raise BadRule(f"{token or inside!r} in the rule {text!r} is not a dim", advice="a word, a word with ! (stays whole) or ~ (behind a mask), (a b), a|b, 1, or ...")
+        factors = tuple(m[1] for m in matches if m)
+        given.update({m[1]: int(m[2]) for m in matches if m and m[2]})
+        whole.update(factors if "!" in (keep, mark) else ())
+        names += [f for f in factors if f != ONE]
+        dims.append(Dim(factors, "" if len(factors) == 1 else "*" if inside else "|"))
+    if len(set(names)) < len(names):
         raise BadRule(f"the rule {text!r} names a factor twice in one operand")
     return tuple(dims)
-
-
-def _write(pattern: Sequence[Dim]) -> str:
-    return " ".join(d.factor + "!" * d.whole for d in pattern)

@@ -13,7 +13,7 @@ from autopar.letters import BadConstraint, BadRule, NoRule
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.constraints import Constraints, Pin
 from autopar.sharding.convert import ShapeConsistencyManager
-from autopar.sharding.costs import CONTRACTIONS, FLOPS_PER_POINT, OPTIMIZERS, seconds
+from autopar.sharding.costs import CONTRACTIONS, FLOPS_PER_POINT, FREE, OPTIMIZERS, seconds
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
 from autopar.sharding.placement import R, flow, largest_local_shape, part
@@ -50,6 +50,8 @@ class _Builder:
 
     def build(self) -> Space:
         drafts: dict[Any, _Draft] = {}
+        self._bind_all()
+        self._spread_blocks()
         for node in self.graph.nodes:
             for key, draft in self._draft(node):
                 drafts[key] = draft
@@ -59,11 +61,73 @@ class _Builder:
                 kept = np.flatnonzero(draft.keep)
                 draft.site = replace(draft.site, choices=tuple(draft.site.choices[i] for i in kept), seconds=draft.site.seconds[kept])
         index = {key: i for i, key in enumerate(drafts)}
-        edges = [
-            self._edge(index[source], index[key], i, drafts[source].site, draft.site, draft.operands[i])
-            for key, draft in drafts.items() for i, source in enumerate(draft.sources)
-        ]
+        edges = []
+        for key, draft in drafts.items():
+            for i, value in enumerate(draft.sources):
+                source, port = source_of(value)
+                edges.append(self._edge(index[source], port, index[key], i, drafts[source].site, draft.site, draft.operands[i]))
         return Space(self.mesh, self.cluster, tuple(d.site for d in drafts.values()), tuple(edges), self.conversions, self.graph.digest, self.optimizer)
+
+    # -- rules fitted to calls, and the blocks that values may be cut by
+
+    def _bind_all(self) -> None:
+        from autopar.tracer.graph import info, op_name, type_of
+
+        self.bindings: dict[fx.Node, Binding | None] = {}
+        for node in self.graph.nodes:
+            if info(node).kind != "op":
+                continue
+            about, given = info(node), node.target.operands(node.kwargs)       # type: ignore[union-attr]
+            rule = rule_of(op_name(node), {**typed(node.kwargs), "outputs": about.outputs})
+            present = [n for n in given if hasattr(n, "meta")]
+            if rule is None:
+                if self.strict and present:
+                    raise NoRule(f"autopar has no sharding rule for {op_name(node)}", at=about.source, seen=", ".join(f"{n.name}: {type_of(n)}" for n in present),
+                                 advice=f'autopar.rule("{op_name(node)}", "... -> ...")')
+                self.bindings[node] = None
+                continue
+            shapes = [None if n is None else type_of(n).shape if hasattr(n, "meta") else () for n in given]
+            try:
+                self.bindings[node] = _without_numbers(rule.bind(shapes, [t.shape for t in about.outputs]), given)
+            except BadRule as e:
+                raise BadRule(f"{op_name(node)}: {e.what}", at=about.source, seen=e.seen) from e
+
+    def _spread_blocks(self) -> None:
+        """Where several values stand end to end in one dim, that dim may be cut by blocks; so may every dim that is the same factor
+        of some op, up and down the graph: a fused weight learns from the split behind it that it may be cut by heads."""
+        self.blocks: dict[tuple[fx.Node, int], set[tuple[int, ...]]] = {}
+        places: list[list[tuple[fx.Node, int]]] = []
+        for node, binding in self.bindings.items():
+            if binding is None:
+                continue
+            values_ = [n for n, row in zip(node.target.operands(node.kwargs), binding.operands, strict=True) if row is not None]   # type: ignore[union-attr]
+            factors: dict[str, list[tuple[fx.Node, int]]] = {}
+            for value, row in zip([*values_, *outputs_of(node)], binding.rows, strict=True):
+                for i, dim in enumerate(row):
+                    if value is not None and dim.joined == "|":
+                        self.blocks.setdefault((value, i), set()).add(tuple(binding.sizes[f] for f in dim.factors))
+                    elif value is not None and dim.factors and not dim.joined:
+                        factors.setdefault(dim.factor, []).append((value, i))
+            joined = {f for row in binding.rows for dim in row if dim.joined for f in dim.factors}
+            places += [held for f, held in factors.items() if f not in joined and f not in binding.whole]
+        changed = bool(self.blocks)
+        while changed:
+            changed = False
+            for held in places:
+                known = set().union(*(self.blocks.get(p, set()) for p in held))
+                for place in held:
+                    mine = self.blocks.setdefault(place, set())
+                    changed |= mine != known
+                    mine |= known
+
+    def _blocks_of_factors(self, node: fx.Node, binding: Binding) -> dict[str, set[tuple[int, ...]]]:
+        values_ = [n for n, row in zip(node.target.operands(node.kwargs), binding.operands, strict=True) if row is not None]   # type: ignore[union-attr]
+        found: dict[str, set[tuple[int, ...]]] = {}
+        for value, row in zip([*values_, *outputs_of(node)], binding.rows, strict=True):
+            for i, dim in enumerate(row):
+                if value is not None and len(dim.factors) == 1 and self.blocks.get((value, i)):
+                    found.setdefault(dim.factor, set()).update(self.blocks[value, i])
+        return found
 
     # -- choices
 
@@ -72,23 +136,27 @@ class _Builder:
 
         about = info(node)
         if about.kind == "parameter":
-            return [(node, _Draft(self._parameter(about.key, about.outputs[0])))]
+            return [(node, _Draft(self._parameter(node)))]
         if about.kind in ("input", "buffer"):
             whole = self._cross((Strategy((), (flow(R),)),), {})
             return [(node, _Draft(Site(about.key, about.kind, about.kind, whole, np.zeros(1))))]
         if about.kind == "output":
             leaves = enumerate(zip(node.args[0], about.outputs, self.graph.output_names, strict=True))   # type: ignore[arg-type]
             return [((node, i), _Draft(self._output(i, name, t), (source,), (self._arriving(i, t),))) for i, (source, t, name) in leaves]
-        return [(node, self._op(node))]
+        return [(node, self._op(node))] if about.kind == "op" else []
 
     def _cross(self, per_axis: tuple[Strategy, ...], sizes: dict[str, int]) -> tuple[Choice, ...]:
-        key = (per_axis, tuple(s.factor for s in per_axis), tuple(sizes.items()))
+        key = (per_axis, tuple(s.cut for s in per_axis), tuple(sizes.items()))
         if key not in self._crossed:
             self._crossed[key] = cross(per_axis, sizes, self.mesh)
         return self._crossed[key]
 
-    def _parameter(self, name: str, type_: TensorType) -> Site:
-        choices = self._cross(storage_strategies(type_.shape), {f"dim{d}": n for d, n in enumerate(type_.shape)})
+    def _parameter(self, node: fx.Node) -> Site:
+        from autopar.tracer.graph import info, type_of
+
+        name, type_ = info(node).key, type_of(node)
+        even = {d: {b for b in self.blocks.get((node, d), ()) if len(set(b)) == 1} for d in range(len(type_.shape))}   # what torch's placements can state
+        choices = self._cross(storage_strategies(type_.shape, even), {f"dim{d}": n for d, n in enumerate(type_.shape)})
         device = self.cluster.device
         moved = OPTIMIZERS[self.optimizer]["moved"] if type_.requires_grad else 0
         local = np.array([math.prod(largest_local_shape(type_.shape, values(c.output()), self.mesh)) for c in choices]) * type_.itemsize
@@ -103,40 +171,29 @@ class _Builder:
         """The loss, and everything where there is none, leaves whole; other outputs leave as they lie."""
         free = self.graph.loss is not None and self.graph.loss != i
         stored = storage_strategies(type_.shape) if free else storage_strategies(())
-        per_axis = tuple(Strategy(s.outputs, (), s.factor) for s in stored)
+        per_axis = tuple(Strategy(s.outputs, (), s.cut) for s in stored)
         choices = self._cross(per_axis, {f"dim{d}": n for d, n in enumerate(type_.shape)})
         return Site(f"out.{name}", "output", "output", choices, np.zeros(len(choices)))
 
     def _op(self, node: fx.Node) -> _Draft:
         from autopar.tracer.graph import info, op_name, type_of
 
-        about, op = info(node), node.target
-        typed = {k: type_of(v) if hasattr(v, "meta") else v for k, v in node.kwargs.items()}
-        given = op.operands(node.kwargs)                       # type: ignore[union-attr]
-        rule = rule_of(op_name(node), typed)
+        about, binding = info(node), self.bindings[node]
+        given = node.target.operands(node.kwargs)              # type: ignore[union-attr]
         present = [n for n in given if hasattr(n, "meta")]
-        wants, gives = [type_of(n).requires_grad if hasattr(n, "meta") else False for n in given], [t.requires_grad for t in about.outputs]
-        if rule is None:
-            if self.strict:
-                raise NoRule(f"autopar has no sharding rule for {op_name(node)}", at=about.source, seen=", ".join(f"{n.name}: {type_of(n)}" for n in present),
-                             advice=f'autopar.rule("{op_name(node)}", "... -> ...")')
-            binding, per_axis = None, replicated(len(present), [type_of(n).requires_grad for n in present], gives)
+        wants, gives = [hasattr(n, "meta") and type_of(n).requires_grad for n in given], [t.requires_grad for t in about.outputs]
+        if binding is None:
+            per_axis = replicated(len(present), [type_of(n).requires_grad for n in present], gives)
         else:
-            shapes = [None if n is None else type_of(n).shape if hasattr(n, "meta") else () for n in given]
-            try:
-                binding = rule.bind(shapes, [t.shape for t in about.outputs])
-            except BadRule as e:
-                raise BadRule(f"{op_name(node)}: {e.what}", at=about.source, seen=e.seen) from e
-            binding = _without_numbers(binding, given)
-            per_axis = strategies_on_one_axis(binding, wants, gives)
+            per_axis = strategies_on_one_axis(binding, wants, gives, self._blocks_of_factors(node, binding))
         choices = self._cross(per_axis, binding.sizes if binding else {})
         cost = self._op_seconds(op_name(node), binding, choices, [type_of(n) for n in present], about.outputs)
-        site = Site(about.key, op_name(node), "op", choices, cost, about.source, rule is not None)
+        site = Site(about.key, op_name(node), "op", choices, cost, about.source, binding is not None or not present)
         return _Draft(site, tuple(present), tuple(type_of(n) for n in present))
 
     def _op_seconds(self, op: str, binding: Binding | None, choices: Sequence[Choice], operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> np.ndarray:
         """Forward and backward on the fullest device. Without a rule, every device does everything."""
-        if op == "identity":
+        if op in FREE:
             return np.zeros(len(choices))
         device, sizes = self.cluster.device, binding.sizes if binding else {}
         points = np.empty(len(choices))
@@ -144,8 +201,8 @@ class _Builder:
         for i, choice in enumerate(choices):
             local = dict(sizes)
             for strategy, n in zip(choice.strategies, self.mesh.shape, strict=True):
-                if strategy.factor:
-                    local[strategy.factor] = part(local[strategy.factor], n, 0)[1]
+                for factor in strategy.cut.factors if strategy.cut else ():
+                    local[factor] = part(local[factor], n, 0)[1]
             points[i] = math.prod(local.values()) if binding else max((math.prod(t.shape) for t in (*operands, *outputs)), default=0)
             ends = [(t, choice.operand(k)) for k, t in enumerate(operands)] + [(t, choice.output(k)) for k, t in enumerate(outputs)]
             moved[i] = sum(math.prod(largest_local_shape(t.shape, values(flows), self.mesh)) * t.itemsize for t, flows in ends)
@@ -158,8 +215,8 @@ class _Builder:
 
     # -- conversions
 
-    def _edge(self, source_index: int, target_index: int, operand: int, source: Site, target: Site, type_: TensorType) -> Edge:
-        given, given_by = _distinct([c.output() for c in source.choices])
+    def _edge(self, source_index: int, port: int, target_index: int, operand: int, source: Site, target: Site, type_: TensorType) -> Edge:
+        given, given_by = _distinct([c.output(port) for c in source.choices])
         taken, taken_by = _distinct([c.operand(operand) for c in target.choices])
         forward = self.conversions.table(type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken])
         if source.regathered:
@@ -177,8 +234,8 @@ class _Builder:
         last = {info(n).module: n for n in self.graph.nodes if info(n).kind == "op" and info(n).module and ":" not in info(n).key}
         takers: dict[Any, list[tuple[_Draft, int]]] = {}
         for draft in drafts.values():
-            for i, source in enumerate(draft.sources):
-                takers.setdefault(source, []).append((draft, i))
+            for i, value in enumerate(draft.sources):
+                takers.setdefault(source_of(value)[0], []).append((draft, i))
         for key, draft in drafts.items():
             site = draft.site
             if site.kind == "output":
@@ -211,6 +268,36 @@ class _Builder:
             legal = sorted({values(f).text(self.mesh.axes) for f, possible in zip(flows, before, strict=True) if possible})
             raise BadConstraint(f"nothing satisfies {pin.text!r} at {site.name}, {end}", at=site.source, seen="what is pinned elsewhere leaves " + "; ".join(legal[:12]),
                                 advice="one of these, or pin fewer of its neighbours")
+
+
+def source_of(value: fx.Node) -> tuple[fx.Node, int]:
+    """The op that gives a value, and as which of its outputs."""
+    from autopar.tracer.graph import info
+
+    return (value.args[0], value.args[1]) if info(value).kind == "part" else (value, 0)   # type: ignore[return-value]
+
+
+def outputs_of(node: fx.Node) -> list[fx.Node | None]:
+    """The values that an op gives, in order; None where nobody uses one."""
+    from autopar.tracer.graph import info
+
+    if len(info(node).outputs) == 1 and not any(info(u).kind == "part" for u in node.users):
+        return [node]
+    parts = {u.args[1]: u for u in node.users if info(u).kind == "part"}
+    return [parts.get(i) for i in range(len(info(node).outputs))]
+
+
+def typed(arguments: Any) -> Any:
+    """Arguments with types in the places of nodes."""
+    from autopar.tracer.graph import type_of
+
+    if hasattr(arguments, "meta"):
+        return type_of(arguments)
+    if isinstance(arguments, Mapping):
+        return {k: typed(v) for k, v in arguments.items()}
+    if isinstance(arguments, (list, tuple)):
+        return type(arguments)(typed(v) for v in arguments)
+    return arguments
 
 
 def _key_of(drafts: dict[Any, _Draft], draft: _Draft) -> Any:

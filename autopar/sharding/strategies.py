@@ -11,24 +11,25 @@ Data parallelism, Megatron's conjugate operators, sequence parallelism and ZeRO 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.letters import BadSharding
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.notation import Binding
-from autopar.sharding.placement import Flow, P, R, S, Sharding, every_part_holds_something, flow, outside_brackets
+from autopar.sharding.notation import Binding, Cut, Dim
+from autopar.sharding.placement import Flow, P, Placement, R, S, Sharding, every_part_holds_something, flow, outside_brackets
 
 KEPT, PASSED, SUMMED = flow(R), Flow(R, P()), flow(P())         # R/R, R/P(sum), P(sum)/R
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One legal way to run an op on one axis: `S(0), R/P(sum) -> S(0)`. `factor` is what the axis cuts, "" for none."""
+    """One legal way to run an op on one axis: `S(0), R/P(sum) -> S(0)`, and what the axis cuts, if anything."""
 
     operands: tuple[Flow, ...]
     outputs: tuple[Flow, ...]
-    factor: str = ""
+    cut: Cut | None = None
 
     def __repr__(self) -> str:
         return f"{', '.join(map(repr, self.operands))} -> {', '.join(map(repr, self.outputs))}".strip()
@@ -73,35 +74,44 @@ def gradients(flows: Sequence[Flow]) -> Sharding:
     return Sharding(tuple(f.gradient for f in flows))
 
 
-def strategies_on_one_axis(binding: Binding, wants_gradient: Sequence[bool], gives_gradient: Sequence[bool]) -> tuple[Strategy, ...]:
-    """Every strategy of a bound rule on one axis.
+def strategies_on_one_axis(
+    binding: Binding, wants_gradient: Sequence[bool], gives_gradient: Sequence[bool], blocks: dict[str, set[tuple[int, ...]]] | None = None
+) -> tuple[Strategy, ...]:
+    """Every strategy of a bound rule on one axis; `blocks` are those by which a factor may also be cut.
 
     A tensor without a gradient carries one by convention (that of its value written alone), so that choices which differ
     in nothing but that are one.
     """
-    present = [i for i, row in enumerate(binding.operands) if row is not None]
-    found: list[Strategy] = []
+    rows = {i: row for i, row in enumerate(binding.operands) if row is not None}
+    found: dict[Strategy, None] = {}
 
-    def add(operands: dict[int, Flow], outputs: list[Flow], factor: str = "") -> None:
-        ins = tuple(operands[i] if wants_gradient[i] else flow(operands[i].value) for i in present)
+    def add(operands: dict[int, Flow], outputs: list[Flow], cut: Cut | None = None) -> None:
+        ins = tuple(operands[i] if wants_gradient[i] else flow(operands[i].value) for i in rows)
         outs = tuple(o if gives else flow(o.value) for o, gives in zip(outputs, gives_gradient, strict=True))
-        strategy = Strategy(ins, outs, factor)
-        if strategy not in found:
-            found.append(strategy)
+        found.setdefault(Strategy(ins, outs, cut))
 
     for unused in (KEPT, PASSED):
-        add(dict.fromkeys(present, unused), [unused] * len(binding.outputs))
+        add(dict.fromkeys(rows, unused), [unused] * len(binding.outputs))
     for group in binding.groups:
-        add({i: SUMMED if i in group else PASSED for i in present}, [SUMMED] * len(binding.outputs))
-    for factor in binding.cuttable:
-        rows = {i: row for i, row in enumerate(binding.operands) if row is not None}
-        holders = {i for i, row in rows.items() if factor in row}
+        add({i: SUMMED if i in group else PASSED for i in rows}, [SUMMED] * len(binding.outputs))
+    for cut in binding.cuts(blocks):
+        held = {i: place for i, row in rows.items() if (place := _place(row, cut, binding.sizes))}
         # where the factor is summed, an operand that is added to the sum is P(sum) there; one that multiplies it is R
-        added = {i for i in present if binding.is_summed(factor) and any(i in group and holders & group for group in binding.groups)}
-        lacking = {i: SUMMED if i in added else PASSED for i in present}
-        operands = {i: flow(S(rows[i].index(factor))) if i in holders else lacking[i] for i in present}
-        add(operands, [flow(S(row.index(factor))) if factor in row else SUMMED for row in binding.outputs], factor)
+        added = {i for i in rows if binding.is_summed(cut) and any(i in group and set(held) & group for group in binding.groups)}
+        operands = {i: flow(held[i]) if i in held else SUMMED if i in added else PASSED for i in rows}
+        leaves = [_place(row, cut, binding.sizes) for row in binding.outputs]
+        add(operands, [flow(p) if p else SUMMED for p in leaves], cut)
     return tuple(found)
+
+
+def _place(row: Sequence[Dim], cut: Cut, sizes: dict[str, int]) -> Placement | None:
+    """How an operand with these dims lies when an axis makes this cut; None where it has no part in it."""
+    for i, dim in enumerate(row):
+        if dim.joined == "|" and dim.factors == cut.factors:
+            return S(i, tuple(sizes[f] for f in dim.factors))
+        if set(dim.factors) & set(cut.factors):
+            return S(i, cut.blocks)
+    return None
 
 
 def replicated(operands: int, wants_gradient: Sequence[bool], gives_gradient: Sequence[bool]) -> tuple[Strategy, ...]:
@@ -112,20 +122,29 @@ def replicated(operands: int, wants_gradient: Sequence[bool], gives_gradient: Se
 
 def cross(per_axis: Sequence[Strategy], sizes: dict[str, int], mesh: DeviceMesh) -> tuple[Choice, ...]:
     """Every assignment of a strategy to each axis under which no device gets an empty part. An axis of size 1 is no axis."""
-    unused = [s for s in per_axis if not s.factor]
-    menus = [per_axis if n > 1 else unused[:1] for n in mesh.shape]
+    menus = [per_axis if n > 1 else [s for s in per_axis if s.cut is None][:1] for n in mesh.shape]
     result = []
     for combination in itertools.product(*menus):
-        cut: dict[str, list[int]] = {}
+        parts: dict[tuple[str, ...], list[int]] = {}
+        cuts: dict[tuple[str, ...], Cut] = {}
+        legal = True
         for strategy, n in zip(combination, mesh.shape, strict=True):
-            if strategy.factor:
-                cut.setdefault(strategy.factor, []).append(n)
-        if all(every_part_holds_something(sizes[factor], parts) for factor, parts in cut.items()):
+            if strategy.cut is not None:
+                parts.setdefault(strategy.cut.factors, []).append(n)
+                legal &= cuts.setdefault(strategy.cut.factors, strategy.cut) == strategy.cut   # axes that cut one factor cut the same blocks
+        if legal and all(_holds(cuts[f], ns, sizes) for f, ns in parts.items()):
             result.append(Choice(combination))
     return tuple(result)
 
 
-def storage_strategies(shape: Sequence[int]) -> tuple[Strategy, ...]:
-    """How a parameter may be stored on one axis: whole, or cut; its gradient and optimizer states lie the same way."""
-    return (Strategy((), (KEPT,)), *(Strategy((), (flow(S(d)),), f"dim{d}") for d, n in enumerate(shape) if n > 1))
+def _holds(cut: Cut, parts: list[int], sizes: dict[str, int]) -> bool:
+    wholes = cut.blocks or tuple(sizes[f] for f in cut.factors)
+    if cut.even:
+        return all(n % math.prod(parts) == 0 for n in wholes)
+    return all(every_part_holds_something(n, parts) for n in wholes)
 
+
+def storage_strategies(shape: Sequence[int], blocks: dict[int, set[tuple[int, ...]]] | None = None) -> tuple[Strategy, ...]:
+    """How a tensor may be stored on one axis: whole, or cut; its gradient and optimizer states lie the same way."""
+    cuts = [(d, Cut((f"dim{d}",), b, bool(b))) for d, n in enumerate(shape) if n > 1 for b in [(), *sorted((blocks or {}).get(d, ()))]]
+    return (Strategy((), (KEPT,)), *(Strategy((), (flow(S(d, cut.blocks)),), cut) for d, cut in cuts))

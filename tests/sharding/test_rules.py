@@ -48,7 +48,7 @@ def strategies_of(op, arguments):
     typed = {k: TensorType.of(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     operands = OPS[op].operands(arguments)
     out = OPS[op].run(arguments)
-    binding = rule_of(op, typed).bind([None if o is None else tuple(o.shape) if isinstance(o, torch.Tensor) else () for o in operands], [tuple(out.shape)])
+    binding = rule_of(op, {**typed, "outputs": (TensorType.of(out),)}).bind([None if o is None else tuple(o.shape) if isinstance(o, torch.Tensor) else () for o in operands], [tuple(out.shape)])
     from autopar.sharding.shardings import _without_numbers
 
     class Node:                                                # what tells a tensor from a number there
