@@ -157,7 +157,7 @@ def parse(text: str, linear: str = "") -> Rule:
         raise BadRule(f"the rule {text!r} has no arrow", advice='"m k, k n -> m n"')
     whole: set[str] = set()
     given: dict[str, int] = {}
-    operands = tuple(_operand(piece, text, whole, given) for piece in left.split(",")) if left.strip() else ()
+    operands = tuple(_operand(piece, text, whole, given) for piece in left.split(","))
     outputs = tuple(_operand(piece, text, whole, given) for piece in right.split(","))
     known = {f for row in operands for d in row for f in d.factors}
     for f in (f for row in outputs for d in row for f in d.factors):

@@ -11,9 +11,11 @@ it reads process-wide state of torch.
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from autopar.letters import NotCaptured
 from autopar.runtime.private import clean_room
 from autopar.tracer.graph import Assume, Graph, Info, Leaf, TensorType
 from autopar.tracer.passes import canonicalise
-from autopar.tracer.vocabulary import is_in_place, lookup
+from autopar.tracer.vocabulary import RANDOM, SPELLINGS, is_in_place, lookup
 
 LOCK = threading.RLock()                                       # one capture or joint trace at a time in a process
 
@@ -62,6 +64,7 @@ class ColoTracer(fx.Tracer):
                     outputs = root(*args, **kwargs)
                     if loss is not None:
                         outputs = (loss(outputs, kwargs or args), outputs)
+            outputs, dropped = without_caches(outputs)
             out_leaves, output_spec = pytree.tree_flatten(outputs)
             tensors = [leaf for leaf in out_leaves if isinstance(leaf, Tensor)]
             recorder.add_output(tensors)
@@ -70,12 +73,32 @@ class ColoTracer(fx.Tracer):
                 recorder.graph, input_spec, tuple(names), output_spec,
                 tuple(Leaf(next(positions)) if isinstance(leaf, Tensor) else leaf for leaf in out_leaves),
                 tuple(n for n, leaf in zip(output_names(outputs, loss is not None), out_leaves, strict=True) if isinstance(leaf, Tensor)),
-                training=root.training,
+                assumptions=dropped, training=root.training,
             )
             graph = canonicalise(graph)
         for node in graph.nodes:
             node.meta.pop("fake", None)
         return graph
+
+
+def without_caches(outputs: Any) -> tuple[Any, tuple[str, ...]]:
+    """Key-value caches are no result of a training step: None stands in their place, and the graph says so."""
+    dropped: list[str] = []
+
+    def is_cache(value: Any) -> bool:
+        return type(value).__name__.endswith("Cache")
+
+    def drop(value: Any) -> Any:
+        if is_cache(value):
+            dropped.append(f"the output {type(value).__name__} is dropped: caches serve generation, not training")
+            return None
+        return value
+
+    return pytree.tree_map(drop, outputs, is_leaf=is_cache), tuple(dict.fromkeys(dropped))
+
+
+def _canonical_name(function: Callable[..., Any]) -> str:
+    return SPELLINGS[function][0].name if function in SPELLINGS else ""
 
 
 def as_call(meta_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -221,8 +244,8 @@ class _Recorder(TorchFunctionMode):
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if not outputs:
             return result
-        if self.drew_random:
-            raise NotCaptured(f"{name} draws random numbers, which are not captured yet", at=self.source(), advice="a probability of 0")
+        if self.drew_random and _canonical_name(function) not in RANDOM:
+            raise NotCaptured(f"{name} draws random numbers, which are not captured yet", at=self.source(), advice="dropout, or attention with dropout")
         if self.wrote_in_place:
             raise NotCaptured(f"{name} writes to a tensor in place ({self.wrote_in_place}), which is not captured yet", at=self.source(), seen=self._seen(args))
         if any(id(leaf) in self.nodes for leaf in outputs) and outputs == [result]:
@@ -231,7 +254,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        op, arguments = lookup(function, args, kwargs)
+        op, arguments = lookup(function, args, kwargs, result)
         node = self.graph.create_node("call_function", op, (), self._arguments(arguments), name=_identifier(f"{self.module}.{op.name}"))
         outputs = tuple(TensorType.of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
         node.meta["info"] = Info(self.key(op.name), "op", outputs, self.module, self.source())
@@ -243,7 +266,12 @@ class _Recorder(TorchFunctionMode):
             self.nodes[id(result)] = node
             self.alive.append(result)
             return
-        raise NotCaptured(f"{node.target} gives several tensors, which is not captured yet", at=self.source())
+        if not isinstance(result, (list, tuple)) or not all(isinstance(leaf, Tensor) for leaf in result):
+            raise NotCaptured(f"{node.target} gives a structure that is not captured yet", at=self.source(), seen=str(type(result)))
+        about = node.meta["info"]
+        for i, leaf in enumerate(result):
+            part = self.graph.create_node("call_function", operator.getitem, (node, i), name=f"{node.name}_{i}")
+            self._bind(leaf, part, replace(about, key=f"{about.key}[{i}]", kind="part", outputs=(about.outputs[i],)))
 
     def _bind(self, tensor: Tensor, node: fx.Node, about: Info) -> None:
         node.meta["info"], node.meta["fake"] = about, tensor
@@ -316,8 +344,8 @@ class _Watch(TorchDispatchMode):
             raise NotCaptured(f"{function} runs below torch's function level, where it would be lost", at=recorder.source())
         if torch.Tag.nondeterministic_seeded in function.tags and not _is_without_chance(function, args):
             recorder.drew_random = str(function)
-        if function._schema.is_mutable:
-            recorder.wrote_in_place = str(function)
+        if function._schema.is_mutable and any(id(a) in recorder.nodes for a, of in zip(args, function._schema.arguments) if of.alias_info and of.alias_info.is_write):
+            recorder.wrote_in_place = str(function)            # a composite op may write to what it has just made
         return function(*args, **(kwargs or {}))
 
 

@@ -61,11 +61,12 @@ class Info:
     """What a node is, written when the node is made."""
 
     key: str                                                   # its name in plans: `blocks.0.up/linear`, a parameter's or an input's name
-    kind: str                                                  # "parameter", "buffer", "input", "op", "output"
+    kind: str                                                  # "parameter", "buffer", "input", "op", "part" (of an op with several outputs), "output"
     outputs: tuple[TensorType, ...]
     module: str = ""                                           # path of the module that ran it
     source: str = ""                                           # the user's line: `model.py:84, in forward`
     names: tuple[str, ...] = ()                                # a parameter's names, all of them where it is tied
+    random: int = -1                                           # which random op of the graph it is, in order; -1: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,11 @@ class Graph:
         return named[0] if named else scalars[0] if len(scalars) == 1 else None
 
     @property
+    def is_random(self) -> bool:
+        """Does it draw random numbers?"""
+        return any(info(n).random >= 0 for n in self.nodes)
+
+    @property
     def digest(self) -> str:
         """A fingerprint of the ops, shapes and names: a plan belongs to the graphs that have it."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
@@ -146,7 +152,7 @@ class Replay(torch.nn.Module):
             elif node.op == "get_attr":
                 env[node] = operator.attrgetter(node.target)(self.model)  # type: ignore[arg-type]
             elif node.op == "call_function":
-                env[node] = run(node, env)
+                env[node] = run(node, env)                     # dropout draws from torch's own generator here
         return build_outputs(self.graph, [env[n] for n in self.graph.output.args[0]])  # type: ignore[union-attr, index, misc]
 
 
@@ -192,6 +198,8 @@ def _line(node: fx.Node) -> str:
     types = ", ".join(map(str, about.outputs))
     if node.op == "output":
         return f"return {', '.join(n.name for n in node.args[0])}"  # type: ignore[union-attr]
+    if about.kind == "part":
+        return f"{node.name}: {types} = {node.args[0]}[{node.args[1]}]"
     if node.op != "call_function":
         return f"{node.name}: {types} = {about.kind} {about.key}" + "".join(f" = {n}" for n in about.names[1:]) + ("  requires_grad" if about.outputs[0].requires_grad else "")
     arguments = ", ".join(f"{k}={v}" for k, v in node.kwargs.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 import torch.fx as fx
 
 from autopar.letters import NotCaptured
-from autopar.tracer.graph import Graph, TensorType, info, op_name, run
+from autopar.tracer.graph import Graph, TensorType, info, op_name, run, type_of
 from autopar.tracer.vocabulary import OPS
 
 
@@ -21,9 +22,10 @@ def emit(near: fx.Node, op: str, **arguments: Any) -> fx.Node:
     graph = near.graph
     node = graph.create_node("call_function", OPS[op], (), arguments, name=f"{info(near).module}_{op}".replace(".", "_").strip("_"))
     fake = run(node, {n: n.meta["fake"] for n in node.all_input_nodes})
-    about = info(near)
+    about, taken = info(near), {info(n).key for n in graph.nodes if "info" in n.meta}
+    key = next(k for i in itertools.count() if (k := f"{about.key}:{op}" + (f".{i}" if i else "")) not in taken)
     node.meta["fake"] = fake
-    node.meta["info"] = replace(about, key=f"{about.key}:{op}", kind="op", outputs=(TensorType.of(fake),))
+    node.meta["info"] = replace(about, key=key, kind="op", outputs=(TensorType.of(fake),))
     return node
 
 
@@ -77,6 +79,141 @@ def means_are_sums(graph: Graph) -> None:
                 node.replace_all_uses_with(emit(node, "to", input=mean, dtype=dtype) if is_half else mean)
 
 
+def no_ops_leave(graph: Graph) -> None:
+    """What changes nothing is nothing: dropout that drops nothing, a view to the same shape, a cast to the same dtype, a full slice.
+
+    before    y = dropout(x, p=0.0);  z = view(y, [4, 16])         # y is f32[4, 16]
+    after     z = x
+    """
+    with rewriting(graph, "dropout", "view", "to", "cat", "contiguous") as nodes:
+        for node in nodes:
+            given: Any = node.kwargs.get("input")
+            if op_name(node) == "cat":                         # an empty cache is put in front of the first keys
+                tensors = [t for t in node.kwargs["tensors"] if type_of(t).shape != (0,)]      # type: ignore[union-attr]
+                if len(tensors) > 1:
+                    node.kwargs = {**node.kwargs, "tensors": tensors}
+                    continue
+                given = tensors[0]
+            elif op_name(node) == "dropout" and node.kwargs.get("p", 0.5) > 0 and node.kwargs.get("training", True):
+                continue
+            elif op_name(node) in ("view", "to") and replace(type_of(given), requires_grad=True) != replace(type_of(node), requires_grad=True):
+                continue
+            elif op_name(node) == "contiguous" and not given.meta["fake"].is_contiguous():
+                continue
+            node.replace_all_uses_with(given)
+
+
+def indexing_is_spelled_out(graph: Graph) -> None:
+    """Basic indexing is a chain of narrow, select and view; whole slices vanish.
+
+    before    y = x[..., 1:]                                       # x is i64[4, 17]
+    after     y = narrow(x, dim=1, start=1, length=16)
+    """
+    with rewriting(graph, "Tensor.__getitem__") as nodes:
+        for node in nodes:
+            given, index = node.kwargs["_0"], node.kwargs["_1"]
+            index = index if isinstance(index, tuple) else (index,)
+            if not all(isinstance(i, (int, slice, type(None), type(...))) and not isinstance(i, bool) and (not isinstance(i, slice) or i.step in (None, 1)) for i in index):
+                continue
+            rank = len(type_of(given).shape)                   # type: ignore[arg-type]
+            missing = rank - sum(i is not None and i is not ... for i in index)
+            where = index.index(...) if ... in index else len(index)
+            index = (*index[:where], *[slice(None)] * missing, *index[where + (... in index):])
+            value: Any = given
+            dim = 0
+            with graph.fx.inserting_before(node):
+                for i in index:
+                    size = type_of(value).shape[dim] if i is not None else 1
+                    if isinstance(i, int):
+                        value = emit(node, "select", input=value, dim=dim, index=i % size)
+                        continue
+                    if isinstance(i, slice):
+                        start, stop, _ = i.indices(size)
+                        if (start, stop) != (0, size):
+                            value = emit(node, "narrow", input=value, dim=dim, start=start, length=max(0, stop - start))
+                    else:
+                        shape = type_of(value).shape
+                        value = emit(node, "view", input=value, size=(*shape[:dim], 1, *shape[dim:]))
+                    dim += 1
+            node.replace_all_uses_with(value)
+
+
+def addmm_is_linear(graph: Graph) -> None:
+    """A bias plus a product is a linear with its weight turned.
+
+    before    y = addmm(bias, x, w)
+    after     wt = t(w);  y = linear(x, wt, bias)
+    """
+    with rewriting(graph, "addmm") as nodes:
+        for node in nodes:
+            bias: Any = node.kwargs["input"]
+            if len(type_of(bias).shape) != 1 or node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1:
+                continue
+            with graph.fx.inserting_before(node):
+                turned = emit(node, "t", input=node.kwargs["mat2"])
+                node.replace_all_uses_with(emit(node, "linear", input=node.kwargs["mat1"], weight=turned, bias=bias))
+
+
+def linears_keep_their_batch_dims(graph: Graph) -> None:
+    """A linear between a flattening and its undoing needs neither.
+
+    before    f = view(x, [64, 32]);  l = linear(f, w, b);  y = view(l, [4, 16, 96])       # x is f32[4, 16, 32]
+    after     y = linear(x, w, b)
+    """
+    with rewriting(graph, "view") as nodes:
+        for node in nodes:
+            inner: Any = node.kwargs["input"]
+            if inner.op != "call_function" or op_name(inner) != "linear" or op_name(inner.kwargs["input"]) != "view" or len(inner.users) > 1:
+                continue
+            before = inner.kwargs["input"].kwargs["input"]
+            if type_of(before).shape[:-1] != type_of(node).shape[:-1] or type_of(before).shape[-1] != type_of(inner.kwargs["input"]).shape[-1]:
+                continue
+            with graph.fx.inserting_before(node):
+                whole = emit(inner, "linear", **{**inner.kwargs, "input": before})
+                whole.meta["info"] = replace(whole.meta["info"], key=info(node).key)
+                node.replace_all_uses_with(whole)
+            node.meta["info"] = replace(info(node), key=info(node).key + ":gone")
+    drop_dead(graph)
+
+
+def cross_entropy_counts_its_targets(graph: Graph) -> None:
+    """The mean over targets that are not ignored is a sum over the global count of them.
+
+    before    loss = cross_entropy(x, t)
+    after     s = cross_entropy(x, t, reduction="sum");  n = sum(ne(t, -100));  loss = div(s, n)
+    """
+    with rewriting(graph, "cross_entropy") as nodes:
+        for node in nodes:
+            target: Any = node.kwargs["target"]
+            plain = all(node.kwargs.get(k) is None for k in ("weight", "size_average", "reduce")) and "int" in type_of(target).dtype
+            if node.kwargs.get("reduction", "mean") != "mean" or not plain:
+                continue
+            given: Any = node.kwargs["input"]
+            dtype = given.meta["fake"].dtype
+            how = {k: v for k, v in node.kwargs.items() if k in ("ignore_index", "label_smoothing")}
+            with graph.fx.inserting_before(node):
+                if dtype in (torch.float16, torch.bfloat16):
+                    given = emit(node, "to", input=given, dtype=torch.float32)
+                total = emit(node, "cross_entropy", input=given, target=target, reduction="sum", **how)
+                counted = emit(node, "ne", input=target, other=node.kwargs.get("ignore_index", -100))
+                count = emit(node, "sum", input=counted, dtype=given.meta["fake"].dtype)
+                mean = emit(node, "div", input=total, other=count)
+                node.replace_all_uses_with(mean if mean.meta["fake"].dtype == dtype else emit(node, "to", input=mean, dtype=dtype))
+
+
+def random_ops_are_numbered(graph: Graph) -> None:
+    """Each random op gets its place in the order of the program: its draws depend on it.
+
+    before    y = dropout(x, p=0.1)
+    after     y = dropout(x, p=0.1)        # random op 0
+    """
+    count = 0
+    for node in graph.nodes:
+        if node.op == "call_function" and (op_name(node) == "dropout" or (op_name(node) == "scaled_dot_product_attention" and node.kwargs.get("dropout_p", 0.0) > 0)):
+            node.meta["info"] = replace(info(node), random=count)
+            count += 1
+
+
 def one_name_per_fan_out(graph: Graph) -> None:
     """A value with several consumers passes through one identity node: a shared conversion is priced and emitted once, and
     the gradients of its uses are added before one reduction. Every input gets one too: it says how the input is used.
@@ -86,7 +223,7 @@ def one_name_per_fan_out(graph: Graph) -> None:
     """
     for node in list(graph.nodes):
         uses = sum(operand is node for user in node.users for operand in _operands(user))
-        if node.op != "output" and (uses > 1 or (info(node).kind == "input" and uses)):
+        if node.op != "output" and (len(info(node).outputs) == 1 and not any(info(u).kind == "part" for u in node.users)) and (uses > 1 or (info(node).kind == "input" and uses)):
             with graph.fx.inserting_after(_last_of_its_kind(node)):
                 shared = emit(node, "identity", input=node)
             about = info(node)
@@ -103,7 +240,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 def _last_of_its_kind(node: fx.Node) -> fx.Node:
     """Inputs and parameters stand together on top; what is computed from them follows."""
     if node.op == "call_function":
-        return node
+        return node if info(node).kind != "part" else [u for u in node.args[0].users if info(u).kind == "part"][-1]    # type: ignore[union-attr]
     return [n for n in node.graph.nodes if n.op in ("placeholder", "get_attr")][-1]
 
 
@@ -114,7 +251,10 @@ def drop_dead(graph: Graph) -> None:
             graph.fx.erase_node(node)
 
 
-PASSES: tuple[Callable[[Graph], None], ...] = (drop_dead, losses_are_means, means_are_sums, one_name_per_fan_out)
+PASSES: tuple[Callable[[Graph], None], ...] = (
+    drop_dead, indexing_is_spelled_out, no_ops_leave, addmm_is_linear, linears_keep_their_batch_dims, losses_are_means, cross_entropy_counts_its_targets, means_are_sums, drop_dead,
+    random_ops_are_numbered, one_name_per_fan_out,
+)
 
 
 def canonicalise(graph: Graph) -> Graph:
@@ -131,4 +271,4 @@ def verify(graph: Graph, after: str) -> None:
     keys = [info(n).key for n in graph.nodes]
     assert len(set(keys)) == len(keys), (after, [k for k in keys if keys.count(k) > 1])
     for node in graph.nodes:
-        assert node.op != "call_function" or node.target in OPS.values(), (after, node)
+        assert node.op != "call_function" or node.target in OPS.values() or info(node).kind == "part", (after, node)
