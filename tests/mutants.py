@@ -10,7 +10,7 @@ from autopar.sharding import rules
 from autopar.sharding.convert import LocalStep
 from autopar.sharding.notation import parse
 
-_parse_all, _op, _converted = LocalStep.parse_all, local._Localiser._op, local._Localiser._converted
+_parse_all, _op, _converted = LocalStep.parse_all, local.Localiser._op, local.Localiser._converted
 
 
 def _steps(change):
@@ -27,7 +27,7 @@ def _wrong_adjoint(patch):
             node.args = (node.args[0], node.args[1], node.args[1], node.args[3])
         return node
 
-    patch.setattr(local._Localiser, "_converted", converted)
+    patch.setattr(local.Localiser, "_converted", converted)
 
 
 def _local_mean(patch):
@@ -39,7 +39,7 @@ def _local_mean(patch):
         if made.op == "call_function" and isinstance(made.kwargs.get("other"), int):
             made.kwargs = {**made.kwargs, "other": made.kwargs["other"] // self.mesh.size}
 
-    patch.setattr(local._Localiser, "_op", op)
+    patch.setattr(local.Localiser, "_op", op)
 
 
 def _unpadded(patch):

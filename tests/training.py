@@ -36,9 +36,10 @@ def whole(tensor):
     for coordinate, part in parts:
         where = [torch.arange(n) for n in tensor.shape]
         for axis, placement in enumerate(tensor.placements):
-            if placement.is_shard():
-                pieces = where[placement.dim].chunk(mesh.size(axis))
-                where[placement.dim] = pieces[coordinate[axis]] if coordinate[axis] < len(pieces) else pieces[0][:0]
+            if not placement.is_replicate():
+                blocks = where[placement.dim].chunk(getattr(placement, "split_factor", 1))
+                pieces = [block.chunk(mesh.size(axis)) for block in blocks]
+                where[placement.dim] = torch.cat([p[coordinate[axis]] if coordinate[axis] < len(p) else p[0][:0] for p in pieces])
         index = torch.meshgrid(*where, indexing="ij") if where else ()
         if not torch.equal(result[index][~result[index].isnan()], part[~result[index].isnan()]):
             raise Unequal("copies differ between ranks")

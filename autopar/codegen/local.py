@@ -7,12 +7,14 @@ It prints as Python: a reader sees every collective, its axis, and why it is the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
 
+from autopar.codegen.forms import form_of
 from autopar.letters import BadPlan
 from autopar.runtime.collectives import convert
 from autopar.sharding.convert import Step, localise
@@ -20,11 +22,12 @@ from autopar.sharding.placement import Sharding, local_shape
 from autopar.sharding.strategies import values
 from autopar.solver.plan import Decision, Plan
 from autopar.tracer.graph import Graph, Info, TensorType, info, op_name, type_of
+from autopar.tracer.vocabulary import Op
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalProgram:
-    """The forward of one device, as an fx graph whose placeholders are `inputs`, then `parameters`, then `buffers`."""
+    """The forward of one device, as an fx graph whose placeholders are `inputs`, then `parameters`, then `buffers`, then the random key."""
 
     fx: fx.Graph
     inputs: tuple[str, ...]                                    # placeholder names of the traced inputs, whole on every rank
@@ -32,6 +35,7 @@ class LocalProgram:
     buffers: tuple[str, ...]
     types: dict[str, TensorType]                               # of every placeholder, local, by placeholder name
     outputs: tuple[Sharding, ...]                              # how each output lies
+    is_random: bool = False                                    # a last placeholder takes the random key of the step
 
     def __str__(self) -> str:
         return print_program(self)
@@ -48,10 +52,10 @@ def local_program(graph: Graph, plan: Plan, coordinate: Sequence[int]) -> LocalP
     if plan.digest != graph.digest:
         raise BadPlan("the plan was made for another graph", seen=f"plan {plan.digest}, model {graph.digest}",
                       advice="plan again: the model, its inputs' shapes, or train and eval have changed")
-    return _Localiser(graph, plan, coordinate).run()
+    return Localiser(graph, plan, coordinate).run()
 
 
-class _Localiser:
+class Localiser:
     def __init__(self, graph: Graph, plan: Plan, coordinate: Sequence[int]) -> None:
         self.graph, self.plan, self.mesh, self.coordinate = graph, plan, plan.mesh, coordinate
         self.conversions = {(c.target, c.operand): c for c in plan.conversions}
@@ -64,6 +68,10 @@ class _Localiser:
         tops = {kind: [n for n in self.graph.nodes if info(n).kind == kind] for kind in ("input", "parameter", "buffer")}
         for node in (*tops["input"], *tops["parameter"], *tops["buffer"]):
             self._placeholder(node)
+        self.key = self.fx.placeholder("random_key") if self.graph.is_random else None
+        if self.key is not None:
+            self.types["random_key"] = TensorType((), "int64")
+            self.key.meta["info"] = Info("random_key", "random key", (self.types["random_key"],))
         outputs: list[fx.Node] = []
         shardings: list[Sharding] = []
         for node in self.graph.nodes:
@@ -74,7 +82,7 @@ class _Localiser:
             shardings.append(values(self._decision(f"out.{name}").flows(0)))
         self.fx.output(tuple(outputs))
         names = {kind: tuple(info(n).key if kind != "input" else str(n.target) for n in nodes) for kind, nodes in tops.items()}
-        return LocalProgram(self.fx, names["input"], names["parameter"], names["buffer"], self.types, tuple(shardings))
+        return LocalProgram(self.fx, names["input"], names["parameter"], names["buffer"], self.types, tuple(shardings), self.key is not None)
 
     def _decision(self, name: str) -> Decision:
         return self.plan.decisions[name]
@@ -93,9 +101,25 @@ class _Localiser:
             self.env[node] = arrived[0]
             return
         turn = iter(arrived)                                   # operands stand in the order of the arguments
-        kwargs = fx.map_arg(node.kwargs, lambda n: next(turn))
-        made = self.env[node] = self.fx.create_node("call_function", node.target, (), kwargs, name=node.name)
+        function, kwargs = form_of(self, node, dict(fx.map_arg(node.kwargs, lambda n: next(turn))))   # type: ignore[arg-type]
+        made = self.env[node] = self.fx.create_node("call_function", function, (), kwargs, name=node.name)
         made.meta["info"] = about
+        for part in (u for u in node.users if info(u).kind == "part"):
+            self.env[part] = self.fx.create_node("call_function", operator.getitem, (made, part.args[1]), name=part.name)
+            self.env[part].meta["info"] = info(part)
+
+    def output(self, node: fx.Node, port: int = 0) -> Sharding:
+        """How an output of an op lies."""
+        return values(self._decision(info(node).key).choice.output(port))
+
+    def operand(self, node: fx.Node, i: int) -> Sharding:
+        """How an operand of an op lies when it has arrived."""
+        return values(self._decision(info(node).key).choice.operand(i))
+
+    @property
+    def random_key(self) -> fx.Node:
+        """The placeholder of this step's random key."""
+        return self.key
 
     def _converted(self, source: fx.Node, target: str, operand: int, module: str) -> fx.Node:
         """`source` as its consumer wants it."""
@@ -136,4 +160,7 @@ def _call(node: fx.Node) -> str:
     if node.target is convert:
         x, forward, backward, _ = node.args
         return f"convert({x}, {forward!r}, backward={backward!r})    # {info(node).key}"
-    return f"{op_name(node)}({', '.join(f'{k}={v!r}' for k, v in node.kwargs.items())})"
+    if info(node).kind == "part":
+        return f"{node.args[0]}[{node.args[1]}]"
+    name = op_name(node) if isinstance(node.target, Op) else node.target.__name__   # type: ignore[union-attr]
+    return f"{name}({', '.join(f'{k}={v!r}' for k, v in node.kwargs.items())})"

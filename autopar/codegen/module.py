@@ -14,8 +14,9 @@ from autopar.codegen.joint import Joint, bind
 from autopar.codegen.local import LocalProgram
 from autopar.letters import BadInput, Consumed, NotServed
 from autopar.runtime.collectives import bind_axes
+from autopar.runtime.random import RandomState
 from autopar.runtime.storage import Storage, dtensor_of
-from autopar.runtime.world import all_ranks_hold
+from autopar.runtime.world import all_ranks_hold, from_rank_0
 from autopar.solver.plan import Plan
 from autopar.tracer.graph import Graph, build_outputs, info, type_of
 
@@ -70,8 +71,8 @@ class Runner:
         axes = bind_axes(mesh)
         self.forward_module, self.backward_module = bind(lowered.joint.forward, axes), bind(lowered.joint.backward, axes)
         self.forward, self.backward = self.forward_module.forward, self.backward_module.forward
-        self.primal_count = len(lowered.program.inputs) + len(lowered.program.parameters) + len(lowered.program.buffers)
-        self.storages = [None] * len(lowered.program.inputs) + [storage[n] for n in lowered.program.parameters] + [None] * len(lowered.program.buffers)
+        self.primal_count = len(lowered.program.inputs) + len(lowered.program.parameters) + len(lowered.program.buffers) + lowered.program.is_random
+        self.storages = [None] * len(lowered.program.inputs) + [storage[n] for n in lowered.program.parameters] + [None] * (len(lowered.program.buffers) + 1)
         results = list(lowered.joint.forward.output_node().args[0])   # type: ignore[arg-type]
         self.tangent_types = [(results[i].meta["val"].shape, results[i].meta["val"].dtype) for i in lowered.joint.differentiable]   # type: ignore[union-attr]
         self.mesh = mesh
@@ -81,8 +82,9 @@ class Runner:
         storage = self.storages[primal]
         return gradient if storage is None else storage.wrap(gradient)
 
-    def __call__(self, inputs: list[Tensor], parameters: list[Tensor], buffers: list[Tensor]) -> list[Any]:
-        outputs = Step.apply(self, *inputs, *parameters, *buffers)
+    def __call__(self, inputs: list[Tensor], parameters: list[Tensor], buffers: list[Tensor], random: RandomState) -> list[Any]:
+        key = [torch.tensor(random.next_key(), device=self.device)] if self.program.is_random else []
+        outputs = Step.apply(self, *inputs, *parameters, *buffers, *key)
         kept = []
         for i, (output, sharding) in enumerate(zip(outputs, self.program.outputs, strict=True)):
             whole = info(self.graph.output).outputs[i]
@@ -117,6 +119,11 @@ class ParallelModule(nn.Module):
         return self._autopar.lowered.joint
 
     @property
+    def random_state(self) -> RandomState:
+        """Seed and step of its random numbers: keep them in a checkpoint, set them to repeat a run."""
+        return self._autopar.random
+
+    @property
     def input_specs(self) -> dict[str, str]:
         """What every rank passes for each input."""
         return dict.fromkeys(self.graph.inputs, "global")
@@ -131,7 +138,7 @@ class ParallelModule(nn.Module):
             all_ranks_hold("input values", inputs)
         state.calls += 1
         return build_outputs(state.lowered.graph, state.runner(inputs, [self.get_parameter(n) for n in state.lowered.program.parameters],
-                                                               [self.get_buffer(n) for n in state.lowered.program.buffers]))
+                                                               [self.get_buffer(n) for n in state.lowered.program.buffers], state.random))
 
 
 _CHECKED_CALLS = 2
@@ -140,8 +147,8 @@ _CHECKED_CALLS = 2
 class _State:
     """What a ParallelModule holds besides its parameters."""
 
-    def __init__(self, lowered: Lowered, runner: Runner) -> None:
-        self.lowered, self.runner, self.calls = lowered, runner, 0
+    def __init__(self, lowered: Lowered, runner: Runner, random: RandomState) -> None:
+        self.lowered, self.runner, self.random, self.calls = lowered, runner, random, 0
 
     def __deepcopy__(self, memo: Any) -> _State:
         return self
@@ -155,7 +162,8 @@ def parallelise(model: nn.Module, lowered: Lowered, mesh: Any, sync: bool = True
     _refuse_steps_on(old)
     cls = type(model)
     model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-    model._autopar = _State(lowered, Runner(lowered, mesh, storage, device))   # type: ignore[assignment]
+    random = RandomState(from_rank_0(lambda: int(torch.randint(0, 2**62, ()))) if lowered.program.is_random else 0)
+    model._autopar = _State(lowered, Runner(lowered, mesh, storage, device), random)   # type: ignore[assignment]
     return model
 
 

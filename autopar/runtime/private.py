@@ -4,6 +4,7 @@
     ThreadedRanks       ranks as threads (torch's own tests use it)
     LocalTensorMode     one process that plays all ranks
     FakeStore           the store of the fake process group
+    StridedShard        torch's placement of a dim that is cut by blocks of one size
 
 The tracer and the joint trace also use `torch._subclasses.fake_tensor`, `torch.fx.experimental.proxy_tensor` and
 `torch.utils._python_dispatch`, which have no public name.
@@ -52,6 +53,10 @@ def __getattr__(name: str) -> Any:
         import torch.distributed._local_tensor as local_tensor
 
         return getattr(local_tensor, name)
+    if name == "StridedShard":
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        return _StridedShard
     if name == "FakeStore":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 

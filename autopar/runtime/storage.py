@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autopar.runtime.collectives import bind_axes, slice
-from autopar.sharding.placement import R, Sharding
+from autopar.runtime.private import StridedShard
+from autopar.sharding.placement import Placement, R, Sharding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +56,15 @@ class Storage:
 def dtensor_of(local: Tensor, mesh: Any, sharding: Sharding, shape: Sequence[int], stride: Sequence[int] | None = None) -> DTensor:
     """torch's DTensor of a local part. torch's own placements cut one dim by several axes in mesh order only."""
     assert sharding.order == tuple(range(len(sharding.placements))), sharding
-    placements = [Shard(p.dim) if p.is_shard else Partial(p.reduction) if p.is_partial else Replicate() for p in sharding.placements]
+    placements = [_torch_placement(p) for p in sharding.placements]
     stride = stride or torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
+
+
+def _torch_placement(p: Placement) -> Any:
+    """torch's word for a placement; equal blocks are its strided shard."""
+    if p.blocks:
+        assert len(set(p.blocks)) == 1, p
+        return StridedShard(p.dim, split_factor=len(p.blocks))
+    return Shard(p.dim) if p.is_shard else Partial(p.reduction) if p.is_partial else Replicate()

@@ -32,6 +32,10 @@ def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Map
     return _Builder(graph, mesh, cluster, Constraints(constraints, mesh), optimizer, strict).build()
 
 
+# Ops whose local form counts positions from where a part begins: their parts are one range.
+WITHOUT_BLOCKS = frozenset({"dropout", "embedding", "cross_entropy", "scaled_dot_product_attention"})
+
+
 @dataclass(eq=False)
 class _Draft:
     """A site while it is being pinned, and the edges that enter it."""
@@ -108,6 +112,8 @@ class _Builder:
                         self.blocks.setdefault((value, i), set()).add(tuple(binding.sizes[f] for f in dim.factors))
                     elif value is not None and dim.factors and not dim.joined:
                         factors.setdefault(dim.factor, []).append((value, i))
+            if node.target.name in WITHOUT_BLOCKS:             # type: ignore[union-attr]
+                continue
             joined = {f for row in binding.rows for dim in row if dim.joined for f in dim.factors}
             places += [held for f, held in factors.items() if f not in joined and f not in binding.whole]
         changed = bool(self.blocks)
@@ -123,6 +129,8 @@ class _Builder:
     def _blocks_of_factors(self, node: fx.Node, binding: Binding) -> dict[str, set[tuple[int, ...]]]:
         values_ = [n for n, row in zip(node.target.operands(node.kwargs), binding.operands, strict=True) if row is not None]   # type: ignore[union-attr]
         found: dict[str, set[tuple[int, ...]]] = {}
+        if node.target.name in WITHOUT_BLOCKS:                 # type: ignore[union-attr]
+            return found
         for value, row in zip([*values_, *outputs_of(node)], binding.rows, strict=True):
             for i, dim in enumerate(row):
                 if value is not None and len(dim.factors) == 1 and self.blocks.get((value, i)):
@@ -231,7 +239,12 @@ class _Builder:
     def _pin(self, drafts: dict[Any, _Draft]) -> None:
         from autopar.tracer.graph import info
 
-        last = {info(n).module: n for n in self.graph.nodes if info(n).kind == "op" and info(n).module and ":" not in info(n).key}
+        last: dict[str, fx.Node] = {}                          # what a module gives is what was computed last in it, its children included
+        for n in self.graph.nodes:
+            if info(n).kind == "op" and self.bindings[n] is not None and n.target.name != "identity":     # type: ignore[union-attr]
+                path = info(n).module
+                while path:
+                    last[path], path = n, path.rpartition(".")[0]
         takers: dict[Any, list[tuple[_Draft, int]]] = {}
         for draft in drafts.values():
             for i, value in enumerate(draft.sources):
@@ -243,8 +256,8 @@ class _Builder:
                     self._admit(draft, 0, pins.use)
                 continue
             about = info(key)
-            module = about.module if last.get(about.module) is key else ""
-            pins = self.constraints.of(*(about.names or (site.name,)), is_parameter=site.kind == "parameter") if site.kind != "op" else self.constraints.of(module) if module else None
+            names = about.names or (site.name,) if site.kind != "op" else tuple(path for path, n in last.items() if n is key)
+            pins = self.constraints.of(*names, is_parameter=site.kind == "parameter") if names else None
             if not pins:
                 continue
             uses = takers.get(key, [])

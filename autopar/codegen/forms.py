@@ -1,0 +1,83 @@
+"""Which ops need a local form, and what it takes: one function an op, `None` where the op itself will do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from autopar.runtime import forms
+from autopar.sharding.placement import R, Sharding, local_shape
+from autopar.tracer.graph import info, type_of
+from autopar.tracer.vocabulary import SHAPE, SIZES
+
+if TYPE_CHECKING:
+    import torch.fx as fx
+
+    from autopar.codegen.local import Localiser
+
+Form = tuple[Callable[..., Any], dict[str, Any]] | None
+
+
+def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What computes `node` on this device, and its arguments: shapes become local, and some ops another function."""
+    op = node.target
+    for marker, local in ((SHAPE, _local_shape), (SIZES, _local_sizes)):
+        if (name := op.local(marker)) is not None:             # type: ignore[union-attr]
+            kwargs = {**kwargs, name: local(at, node)}
+    form = FORMS.get(op.name)                                  # type: ignore[union-attr]
+    return (form(at, node, kwargs) if form else None) or (op, kwargs)   # type: ignore[return-value]
+
+
+def _local_shape(at: Localiser, node: fx.Node) -> tuple[int, ...]:
+    return local_shape(info(node).outputs[0].shape, at.output(node), at.mesh, at.coordinate)
+
+
+def _local_sizes(at: Localiser, node: fx.Node) -> tuple[int, ...]:
+    outputs = info(node).outputs
+    return tuple(local_shape(t.shape, at.output(node, i), at.mesh, at.coordinate)[node.kwargs.get("dim", 0)] for i, t in enumerate(outputs))   # type: ignore[call-overload, misc]
+
+
+def cuts(at: Localiser, shape: tuple[int, ...], sharding: Sharding, dim: int) -> tuple[tuple[str, int], ...]:
+    """The axes that cut a dim, major first, each with the size that the dim has on this device before it."""
+    found, order = [], sharding.cuts.get(dim, [])
+    for i, axis in enumerate(order):
+        outer = Sharding(tuple(p if a in order[:i] else R for a, p in enumerate(sharding.placements)), sharding.order)
+        found.append((at.mesh.axes[axis], local_shape(shape, outer, at.mesh, at.coordinate)[dim]))
+    return tuple(found)
+
+
+def _embedding(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    """Where the vocabulary is cut."""
+    lies = at.operand(node, 1)
+    if 0 not in lies.cuts:
+        return None
+    how = {k: v for k, v in kwargs.items() if k in ("input", "weight", "padding_idx")}
+    return forms.embedding_part, {**how, "cuts": cuts(at, type_of(node.kwargs["weight"]).shape, lies, 0)}    # type: ignore[arg-type]
+
+
+def _cross_entropy(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    """Where the classes are cut."""
+    lies = at.operand(node, 0)
+    if 1 not in lies.cuts:
+        return None
+    how = {k: v for k, v in kwargs.items() if k in ("input", "target", "ignore_index")}
+    return forms.cross_entropy_part, {**how, "cuts": cuts(at, type_of(node.kwargs["input"]).shape, lies, 1)}    # type: ignore[arg-type]
+
+
+def _dropout(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    shape = info(node).outputs[0].shape
+    where = tuple(cuts(at, shape, at.output(node), d) for d in range(len(shape)))
+    return forms.dropout_by_position, {"input": kwargs["input"], "key": at.random_key, "op": info(node).random, "shape": shape, "cuts": where, "p": kwargs.get("p", 0.5)}
+
+
+def _attention(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    """Where probabilities are dropped."""
+    if info(node).random < 0:
+        return None
+    query, key = type_of(node.kwargs["query"]).shape, type_of(node.kwargs["key"]).shape                       # type: ignore[arg-type]
+    lies = at.operand(node, 0)
+    where = (*(cuts(at, query, lies, d) for d in range(len(query) - 1)), ())
+    return forms.attention_by_position, {**kwargs, "random_key": at.random_key, "op": info(node).random, "shape": (*query[:-1], key[-2]), "cuts": where}
+
+
+FORMS: dict[str, Callable[..., Form]] = {"embedding": _embedding, "cross_entropy": _cross_entropy, "dropout": _dropout, "scaled_dot_product_attention": _attention}

@@ -1,0 +1,69 @@
+"""Local forms: ops that compute something else on a part than on the whole, or whose random draws go by position.
+
+    embedding_part            the vocabulary is cut: a token that lies elsewhere looks up zero
+    cross_entropy_part        the classes are cut: maximum and sum are reduced, the target's logit counts where it lies
+    dropout_by_position       the mask is a function of the place in the whole tensor
+    attention_by_position     attention with dropout, opened
+
+`cuts` name the axes that cut a dim, major first, each with the size of the dim before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.runtime.random import Cuts, kept, start_of
+
+
+def embedding_part(input: Tensor, weight: Tensor, cuts: Cuts, padding_idx: int | None = None) -> Tensor:
+    """Rows of this device's part of the vocabulary, zero for tokens that lie elsewhere: P(sum)."""
+    place = input - start_of(weight, cuts)
+    here = (place >= 0) & (place < weight.shape[0])
+    rows = F.embedding(torch.where(here, place, 0), weight)
+    if padding_idx is not None:                                # that row is read, and trains not
+        rows = torch.where((input != padding_idx).unsqueeze(-1), rows, rows.detach())
+    return torch.where(here.unsqueeze(-1), rows, 0)
+
+
+def cross_entropy_part(input: Tensor, target: Tensor, cuts: Cuts, ignore_index: int = -100) -> Tensor:
+    """The sum over targets that count, less what other devices of the axis add: P(sum)."""
+    axes = [axis for axis, _ in cuts]
+    top = _reduced(input.detach().amax(1, keepdim=True), "all_reduce_max", axes)
+    total = _reduced((input - top).exp().sum(1, keepdim=True), "all_reduce", axes)
+    log_sum = _reduced((top + total.log()).squeeze(1), "lodge", axes)       # one device counts it
+    place = target - start_of(input, cuts)
+    counts = target != ignore_index
+    here = counts & (place >= 0) & (place < input.shape[1])
+    picked = input.gather(1, torch.where(here, place, 0).unsqueeze(1)).squeeze(1)
+    return (torch.where(counts, log_sum, 0) - torch.where(here, picked, 0)).sum()
+
+
+def dropout_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5) -> Tensor:
+    """Dropout whose mask does not depend on how the tensor is cut."""
+    keep = kept(key, op, p, shape, cuts, input.shape)
+    return torch.where(keep, input if p >= 1.0 else input * (1.0 / (1.0 - p)), 0)
+
+
+def attention_by_position(
+    query: Tensor, key: Tensor, value: Tensor, random_key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with dropout, opened: scores, mask, softmax, dropout by position, product. `shape` is that of the whole scores."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(attn_mask.logical_not(), -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return dropout_by_position(scores.softmax(-1), random_key, op, shape, cuts, dropout_p) @ value
+
+
+def _reduced(x: Tensor, step: str, axes: Sequence[str]) -> Tensor:
+    """A step over several axes; its gradient is whole on each of them already."""
+    return torch.ops.autopar.convert(x, "; ".join(f"{step}@{a}" for a in axes), "", list(x.shape))

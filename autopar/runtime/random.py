@@ -1,0 +1,90 @@
+"""Random numbers by position: a function of (seed, step, random op, place in the whole tensor), the same under every plan.
+
+    key(seed, step)     = seed + step * 0x9E3779B97F4A7C15                               modulo 2^64, signed
+    op_key              = mix(mix(low(key) ^ op * 0x85EBCA77) ^ high(key))
+    row_key(row)        = mix(mix(high(row) ^ op_key) ^ low(row))                        row: place in all dims but the last
+    bits(row, column)   = mix(row_key(row) + column * 0x9E3779B9)                        32 bits
+    kept                  where bits, taken as signed, >= floor(p * 2^32) - 2^31
+
+`mix` is the finalizer of MurmurHash3 for 32 bits, whose published vectors are mix(1) = 0x514E28B7 and mix(0xFFFFFFFF) = 0x81F16F39.
+It costs six passes over the positions and needs no state: recomputing, another mesh, or one device give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Cuts = Sequence[tuple[str, int]]                               # the axes that cut a dim, major first, each with the dim's size before it
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass
+class RandomState:
+    """What a parallel model draws from. Drawn once from torch's generator on rank 0, so `torch.manual_seed` governs it."""
+
+    seed: int
+    step: int = 0
+
+    def next_key(self) -> int:
+        """The key of one forward."""
+        key = key_of(self.seed, self.step)
+        self.step += 1
+        return key
+
+
+def key_of(seed: int, step: int) -> int:
+    return _signed((seed + step * _GOLDEN) % 2**64, 64)
+
+
+def kept(key: Tensor, op: int, p: float, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
+    """Which elements of this device's part survive: a mask of shape `local` of a tensor of shape `shape`."""
+    if p >= 1.0:
+        return torch.zeros(tuple(local), dtype=torch.bool, device=key.device)
+    threshold = int(p * 2**32) - 2**31
+    return bits(key, op, shape, cuts, local) >= threshold
+
+
+def bits(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
+    """32 random bits for each element of this device's part."""
+    op_key = mix(mix(_low(key) ^ _signed(op * 0x85EBCA77 % 2**32, 32)) ^ _low(key >> 32))
+    row = torch.zeros((1,) * max(1, len(local)), dtype=torch.int64, device=key.device)
+    for d in range(len(local) - 1):
+        row = row * shape[d] + _places(key, local, d, cuts[d])
+    row_key = mix(mix(_low(row >> 32) ^ op_key) ^ _low(row))
+    column = _places(key, local, len(local) - 1, cuts[-1]) if local else row
+    return mix(row_key + _low(column) * _signed(0x9E3779B9, 32)).reshape(tuple(local))
+
+
+def mix(h: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finalizer, on int32 that wraps."""
+    h = (h ^ ((h >> 16) & 0xFFFF)) * _signed(0x85EBCA6B, 32)
+    h = (h ^ ((h >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35, 32)
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+def start_of(like: Tensor, cuts: Cuts) -> Tensor | int:
+    """Where this device's part of a dim begins."""
+    start: Tensor | int = 0
+    for axis, size in cuts:
+        start = start + torch.ops.autopar.start(like, axis, size)
+    return start
+
+
+def _places(key: Tensor, local: Sequence[int], dim: int, cuts: Cuts) -> Tensor:
+    """The places along one dim, as a tensor that broadcasts to `local`."""
+    places = torch.arange(local[dim], dtype=torch.int64, device=key.device) + start_of(key, cuts)
+    return places.reshape((-1,) + (1,) * (len(local) - 1 - dim))
+
+
+def _low(x: Tensor) -> Tensor:
+    """The low 32 bits."""
+    x = x & 0xFFFFFFFF
+    return torch.where(x >= 2**31, x - 2**32, x).to(torch.int32)
+
+
+def _signed(x: int, width: int) -> int:
+    return x - 2**width if x >= 2 ** (width - 1) else x
