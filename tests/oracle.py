@@ -1,0 +1,78 @@
+"""What single-device eager is held to when the program is random or casts: function modes that share no code with autopar.
+
+    ByPosition(seed)    dropout and attention dropout drop what numpy says, from the published definition of the bits
+    InFloat64()         casts to float32 inside a model become float64, so that a float64 model stays one
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+
+
+
+def murmur_finalizer(h):
+    """fmix32 of MurmurHash3, as published."""
+    h = np.asarray(h, dtype=np.uint64) & 0xFFFFFFFF
+    h ^= h >> np.uint64(16)
+    h = h * np.uint64(0x85EBCA6B) & np.uint64(0xFFFFFFFF)
+    h ^= h >> np.uint64(13)
+    h = h * np.uint64(0xC2B2AE35) & np.uint64(0xFFFFFFFF)
+    return h ^ (h >> np.uint64(16))
+
+
+def kept(seed: int, step: int, op: int, p: float, shape) -> np.ndarray:
+    """The elements that survive, for a whole tensor, element by element of their row and column."""
+    key = (seed + step * 0x9E3779B97F4A7C15) % 2**64
+    mask = 0xFFFFFFFF
+    op_key = int(murmur_finalizer(int(murmur_finalizer((key & mask) ^ (op * 0x85EBCA77 & mask))) ^ (key >> 32)))
+    columns = shape[-1] if shape else 1
+    rows = int(np.prod(shape[:-1], dtype=np.int64)) if shape else 1
+    row = np.arange(rows, dtype=np.uint64)
+    row_key = murmur_finalizer(murmur_finalizer((row >> np.uint64(32)) ^ np.uint64(op_key)) ^ (row & np.uint64(mask)))
+    column = np.arange(columns, dtype=np.uint64) * np.uint64(0x9E3779B9)
+    bits = murmur_finalizer(row_key[:, None] + column[None, :]).astype(np.uint32).astype(np.int32).astype(np.int64)
+    return (bits >= int(p * 2**32) - 2**31).reshape(shape)
+
+
+class ByPosition(TorchFunctionMode):
+    """One forward after another: call `next_step()` before each."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed, self.step, self.op = seed, -1, 0
+
+    def next_step(self) -> None:
+        self.step, self.op = self.step + 1, 0
+
+    def drop(self, x, p):
+        mask = torch.from_numpy(kept(self.seed, self.step, self.op, p, tuple(x.shape)))
+        self.op += 1
+        return x * mask / (1 - p)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.dropout:
+            p, training = kwargs.get("p", args[1] if len(args) > 1 else 0.5), kwargs.get("training", args[2] if len(args) > 2 else True)
+            return self.drop(args[0], p) if training and p > 0 else args[0]
+        if function is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0.0) > 0:
+            query, key, value = args
+            assert kwargs.get("attn_mask") is None and kwargs.get("is_causal")
+            scores = torch.einsum("bhqd,bhkd->bhqk", query, key) * (kwargs.get("scale") or 1 / math.sqrt(query.shape[-1]))
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            weights = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+            return torch.einsum("bhqk,bhkd->bhqd", self.drop(weights, kwargs["dropout_p"]), value)
+        return function(*args, **kwargs)
+
+
+class InFloat64(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.Tensor.float:
+            return args[0].double()
+        return function(*[torch.float64 if a is torch.float32 else a for a in args], **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()})
