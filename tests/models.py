@@ -37,6 +37,46 @@ class MLP(nn.Module):
         return out if y is None else F.mse_loss(out, y)
 
 
+class LlamaBlock(nn.Module):
+    """A LLaMA-like block: separate q, k, v and gate, up."""
+
+    def __init__(self, width: int = 32, heads: int = 4, bias: bool = False) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.o = nn.Linear(width, width, bias=bias)
+        self.gate, self.up = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=bias)
+
+    def forward(self, x):
+        h = self.norm1(x)
+        q, k, v = (w(h).view(*h.shape[:2], self.heads, -1).transpose(1, 2) for w in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.o(a)
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Llama(nn.Module):
+    """One such block and a loss."""
+
+    def __init__(self, **how) -> None:
+        super().__init__()
+        self.block = LlamaBlock(**how)
+
+    def forward(self, x):
+        x = self.block(x)
+        return (x * x).sum()
+
+
+LLAMA_MEGATRON = {
+    "x": "R", "*.q.weight": "S(0)", "*.k.weight": "S(0)", "*.v.weight": "S(0)", "*.o.weight": "S(1)", "*.gate.weight": "S(0)", "*.up.weight": "S(0)", "*.down.weight": "S(1)",
+    "*norm*": "R", "*.o": "R", "*.bias": "R; P(sum)", "block": "R",
+}
+LLAMA_SEQUENCE = {**LLAMA_MEGATRON, "x": "S(1)", "*.o": "S(1)", "block": "S(1)"}
+
+
 def mlp_case(width: int = 16, batch: int = 8, seed: int = 0):
     """A model and a batch, in float64; the parameters are far from symmetric points."""
     with torch.random.fork_rng():

@@ -164,6 +164,48 @@ def drop_noise(joint: JointGraph) -> None:
     joint.read_output()
 
 
+def bucket_gradient_reductions(joint: JointGraph) -> None:
+    """Gradients that are reduced over one axis travel together, a bucket at a time.
+
+    before    a = all_reduce(g, "dp");  b = all_reduce(h, "dp");  return loss, a, b
+    after     c = all_reduce_bucket([g, h], "dp");  return loss, c[0], c[1]
+    """
+    place = {node: i for i, node in enumerate(joint.graph.nodes)}
+    waiting: dict[Any, list[fx.Node]] = {}
+    for node in joint.graph.find_nodes(op="call_function", target=STEPS["all_reduce"]):
+        if node in joint.gradients and len(node.users) == 1:
+            waiting.setdefault((node.args[1], node.meta["val"].dtype), []).append(node)
+    for (axis, _), reductions in waiting.items():
+        for bucket in _buckets(reductions):
+            if len(bucket) < 2:
+                continue
+            operands = [n.args[0] for n in bucket]
+            with joint.graph.inserting_after(max(bucket, key=place.__getitem__)):
+                together = joint.graph.call_function(STEPS["all_reduce_bucket"], (operands, axis))
+            together.meta["val"] = [n.meta["val"] for n in bucket]
+            last = together
+            for i, node in enumerate(bucket):
+                with joint.graph.inserting_after(last):
+                    last = joint.graph.call_function(operator.getitem, (together, i))
+                last.meta["val"] = node.meta["val"]
+                node.replace_all_uses_with(last)
+                joint.graph.erase_node(node)
+    joint.read_output()
+
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def _buckets(nodes: list[fx.Node]) -> list[list[fx.Node]]:
+    """Neighbours together until a bucket is full."""
+    found: list[list[fx.Node]] = [[]]
+    for node in nodes:
+        if found[-1] and sum(n.meta["val"].nbytes for n in found[-1]) + node.meta["val"].nbytes > BUCKET_BYTES:
+            found.append([])
+        found[-1].append(node)
+    return found
+
+
 def own_gradients(joint: JointGraph) -> None:
     """Give each gradient a buffer of its own, laid out like its parameter: users add into `.grad` in place.
 
@@ -206,7 +248,7 @@ def _is_view(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
 
 
-PASSES: tuple[Callable[[JointGraph], None], ...] = (write_out_conversions, drop_noise, own_gradients)
+PASSES: tuple[Callable[[JointGraph], None], ...] = (write_out_conversions, drop_noise, bucket_gradient_reductions, own_gradients)
 
 
 def verify(joint: JointGraph, after: str) -> None:
@@ -301,5 +343,6 @@ def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
 
 
 def _described(node: fx.Node) -> str:
-    _, axis, *numbers = node.args
-    return f"{node.target.__name__}({', '.join(map(str, numbers[::3]))})@{axis} {node.meta['val'].dtype}"   # type: ignore[union-attr]
+    operands, axis, *numbers = node.args
+    values = node.meta["val"] if isinstance(operands, (list, tuple)) else [node.meta["val"]]
+    return f"{node.target.__name__}({', '.join(map(str, numbers[::3]))})@{axis} {[str(v.dtype) for v in values]}"   # type: ignore[union-attr]

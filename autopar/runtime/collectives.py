@@ -51,6 +51,13 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return y
 
 
+def all_reduce_bucket(xs: list[Tensor], axis: Axis) -> list[Tensor]:
+    """P(sum) -> R of several tensors in one message."""
+    flat = torch.cat([x.flatten() for x in xs])
+    dist.all_reduce(flat, group=axis.group)
+    return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)]
+
+
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
     """P(max) -> R"""
     y = x.clone(memory_format=torch.contiguous_format)
@@ -128,7 +135,7 @@ def _length(size: int, axis: Axis) -> Any:
     return size // axis.size if size % axis.size == 0 else part(size, axis.size, axis.index)[1]
 
 
-STEPS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all, slice, lodge)}
+STEPS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (all_reduce, all_reduce_bucket, all_reduce_max, all_gather, reduce_scatter, all_to_all, slice, lodge)}
 
 
 @torch.library.custom_op("autopar::convert", mutates_args=())

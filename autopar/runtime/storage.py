@@ -56,6 +56,7 @@ class Storage:
 def dtensor_of(local: Tensor, mesh: Any, sharding: Sharding, shape: Sequence[int], stride: Sequence[int] | None = None) -> DTensor:
     """torch's DTensor of a local part. torch's own placements cut one dim by several axes in mesh order only."""
     assert sharding.order == tuple(range(len(sharding.placements))), sharding
+    assert all(len(axes) == 1 or not any(sharding.placements[a].blocks for a in axes) for axes in sharding.cuts.values()), sharding
     placements = [_torch_placement(p) for p in sharding.placements]
     stride = stride or torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))

@@ -16,7 +16,7 @@ from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.costs import CONTRACTIONS, FLOPS_PER_POINT, FREE, OPTIMIZERS, seconds
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
-from autopar.sharding.placement import R, flow, largest_local_shape, part
+from autopar.sharding.placement import R, Sharding, flow, largest_local_shape, part
 from autopar.sharding.rules import rule_of
 from autopar.sharding.space import Edge, Flows, Site, Space
 from autopar.sharding.strategies import Choice, Strategy, cross, gradients, replicated, storage_strategies, strategies_on_one_axis, values
@@ -165,6 +165,7 @@ class _Builder:
         name, type_ = info(node).key, type_of(node)
         even = {d: {b for b in self.blocks.get((node, d), ()) if len(set(b)) == 1} for d in range(len(type_.shape))}   # what torch's placements can state
         choices = self._cross(storage_strategies(type_.shape, even), {f"dim{d}": n for d, n in enumerate(type_.shape)})
+        choices = tuple(c for c in choices if _torch_can_state(values(c.output())))
         device = self.cluster.device
         moved = OPTIMIZERS[self.optimizer]["moved"] if type_.requires_grad else 0
         local = np.array([math.prod(largest_local_shape(type_.shape, values(c.output()), self.mesh)) for c in choices]) * type_.itemsize
@@ -281,6 +282,11 @@ class _Builder:
             legal = sorted({values(f).text(self.mesh.axes) for f, possible in zip(flows, before, strict=True) if possible})
             raise BadConstraint(f"nothing satisfies {pin.text!r} at {site.name}, {end}", at=site.source, seen="what is pinned elsewhere leaves " + "; ".join(legal[:12]),
                                 advice="one of these, or pin fewer of its neighbours")
+
+
+def _torch_can_state(sharding: Sharding) -> bool:
+    """Can a DTensor hold it? Blocks of one size are torch's strided shard; where two axes cut a dim so, its full_tensor() would be permuted."""
+    return all(len(axes) == 1 or not any(sharding.placements[a].blocks for a in axes) for axes in sharding.cuts.values())
 
 
 def source_of(value: fx.Node) -> tuple[fx.Node, int]:

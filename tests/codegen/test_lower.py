@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections import Counter
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 import autopar
 from autopar.codegen import lower
 from autopar.codegen.joint import COLLECTIVES
+from autopar.runtime.collectives import STEPS
 from autopar.letters import BadPlan
+from autopar.testing import Equality
 from autopar.tracer import ColoTracer
-from tests.models import MLP, eager_links, mlp_case, mlp_pins
+from tests.models import LLAMA_MEGATRON, LLAMA_SEQUENCE, MLP, Llama, eager_links, mlp_case, mlp_pins
+from tests.training import whole
 
 TP = autopar.DeviceMesh((4,), ("tp",))
 
@@ -35,7 +39,56 @@ def test_megatron_reduces_once_a_block_and_direction():
 
 def test_data_parallelism_reduces_the_loss_and_every_gradient_once():
     joint = lowered("dp").joint
-    assert collectives(joint.forward) == {"all_reduce": 1} and collectives(joint.backward) == {"all_reduce": 14}
+    assert collectives(joint.forward) == {"all_reduce": 1} and collectives(joint.backward) == {"all_reduce_bucket": 1}
+    assert max(len(n.args[0]) for n in joint.backward.nodes if n.target in COLLECTIVES) == 14
+
+
+def llama(pins, bias=False, tokens=(2, 16), width=32, device="cpu"):
+    with torch.device(device):
+        model, batch = Llama(width=width, bias=bias).double(), {"x": torch.randn(*tokens, width).double().requires_grad_()}     # as between other blocks
+    constraints = {k: v for k, v in pins.items() if bias or "bias" not in k}
+    plan = autopar.plan(model, batch, mesh=TP, cluster="generic", constraints=constraints)
+    return plan, lower(ColoTracer().trace(model, batch), plan, (0,)).joint, model, batch
+
+
+def test_a_megatron_block_emits_two_all_reduces_each_way():
+    plan, joint, _, batch = llama(LLAMA_MEGATRON, tokens=(8, 1024), width=512, device="meta")
+    assert collectives(joint.forward) == {"all_reduce": 2} and collectives(joint.backward) == {"all_reduce": 2}
+    reductions = [c for c in plan.conversions if c.forward or c.backward]
+    link, size = autopar.Cluster.of("generic").links[0], batch["x"].nbytes
+    assert len(reductions) == 4
+    for c in reductions:                                       # priced as one all-reduce of the activations over four devices
+        assert c.seconds == pytest.approx(2 * link.latency_s + 2 * 3 / 4 * size / link.bytes_per_s)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_sequence_parallelism_gathers_and_scatters_instead(bias):
+    _, joint, *_ = llama(LLAMA_SEQUENCE, bias, (8, 1024), 512, "meta")
+    assert collectives(joint.forward) == {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 1}
+    loss, = (n for n in joint.forward.nodes if n.target is STEPS["all_reduce"])
+    assert loss.meta["val"].shape == ()                        # the only all-reduce forward is of the loss, one number
+    of_x = joint.backward.output_node().args[0][joint.gradients.index(0)]
+    assert of_x.target is STEPS["all_gather"]                  # an input's gradient leaves whole; between blocks it stays cut
+    assert collectives(joint.backward) - Counter(all_gather=1) == {"all_gather": 2, "reduce_scatter": 2, "all_reduce_bucket": 1}
+    bucket, = (n for n in joint.backward.nodes if n.target is STEPS["all_reduce_bucket"])
+    assert [tuple(v.shape) for v in bucket.meta["val"]] == [(512,), (512,)]    # the norms' weights; rows' biases are added to the sums, and need none
+
+
+@pytest.mark.parametrize("pins", [LLAMA_MEGATRON, LLAMA_SEQUENCE], ids=["megatron", "sequence"])
+def test_llama_blocks_compute_what_one_device_computes(pins, threads):
+    plan, _, model, batch = llama(pins, bias=True)
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
+        loss = mine(**batch)
+        loss.backward()
+        return {"loss": loss.detach(), **{n: whole(p.grad) for n, p in mine.named_parameters()}}
+
+    reference = copy.deepcopy(model)
+    loss = reference(**batch)
+    loss.backward()
+    for result in threads(4, body):
+        Equality.in_float64("gradients", result, {"loss": loss.detach(), **{n: p.grad for n, p in reference.named_parameters()}}, 1e-9).check()
 
 
 def test_sharded_storage_gathers_again_in_backward():

@@ -1,0 +1,41 @@
+"""Stored parameters are DTensors that torch reads back whole, clips and steps, however they are cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from autopar import DeviceMesh, R, S
+from autopar.runtime.storage import Storage
+from autopar.sharding.placement import Sharding, fits
+from autopar.sharding.shardings import _torch_can_state
+
+MESH = DeviceMesh((2, 2), ("dp", "tp"))
+BLOCKS = S(1, (8, 8, 8))
+
+
+def read_back(rank, weight, shardings):
+    mesh = MESH.to_torch("cpu")
+    left = []
+    for sharding in shardings:
+        storage = Storage.of(weight, sharding, mesh)
+        parameter = nn.Parameter(storage.take(weight, True))
+        parameter.grad = storage.wrap(parameter.to_local().detach().clone())
+        norm = nn.utils.clip_grad_norm_([parameter], 1e9)
+        torch.optim.SGD([parameter], lr=1.0).step()
+        left.append((storage.take(weight, True).full_tensor(), norm.full_tensor(), parameter.detach().full_tensor()))
+    return left
+
+
+@pytest.mark.machines
+def test_torch_reads_clips_and_steps_what_is_stored(processes):
+    weight = torch.arange(6 * 24).reshape(6, 24).double()
+    shardings = [Sharding(p) for p in itertools.product([R, S(0), S(1), BLOCKS], repeat=2)]
+    shardings = [s for s in shardings if fits(weight.shape, s, MESH) and _torch_can_state(s)]
+    assert len(shardings) == 13
+    for whole, norm, stepped in processes(4, read_back, weight, shardings)[0]:
+        assert torch.equal(whole, weight) and not stepped.any()
+        torch.testing.assert_close(norm, weight.norm())
