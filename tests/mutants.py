@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+import torch.nn.functional as F
+
 from autopar.codegen import joint, local
-from autopar.runtime import collectives
+from autopar.runtime import collectives, forms, random
 from autopar.sharding import rules
 from autopar.sharding.convert import LocalStep
 from autopar.sharding.notation import parse
@@ -58,4 +61,23 @@ MUTANTS = {
     "gathered parts are out of order": _unpadded,
     "a gradient buffer is handed out twice": lambda patch: patch.setattr(joint, "PASSES", tuple(p for p in joint.PASSES if p is not joint.own_gradients)),
     "gelu is called linear": lambda patch: patch.setitem(rules.RULES, "gelu", parse("... -> ...", "x")),
+}
+
+
+def _unmasked_vocabulary(patch):
+    """Tokens of another device's vocabulary look up row 0 of this one's."""
+    patch.setattr(forms, "embedding_part", lambda input, weight, cuts, padding_idx=None: F.embedding(torch.where(
+        ((place := input - forms.start_of(weight, cuts)) >= 0) & (place < weight.shape[0]), place, 0), weight))
+
+
+_reduced, _cross_entropy_part = forms._reduced, forms.cross_entropy_part
+
+GPT2_MUTANTS = {
+    "the vocabulary is not masked": _unmasked_vocabulary,
+    "every device counts the log-sum": lambda patch: patch.setattr(forms, "_reduced", lambda x, step, axes: x if step == "lodge" else _reduced(x, step, axes)),
+    "the sum of exponentials is not reduced": lambda patch: patch.setattr(forms, "_reduced", lambda x, step, axes: x if step == "all_reduce" else _reduced(x, step, axes)),
+    "ignored targets count": lambda patch: patch.setattr(forms, "cross_entropy_part", lambda input, target, cuts, ignore_index=-100: _cross_entropy_part(input, target, cuts, -1)),
+    "draws go by the place in the part": lambda patch: patch.setattr(random, "start_of", lambda like, cuts: 0),
+    "every random op draws the same": lambda patch: patch.setattr(forms, "kept", lambda key, op, *rest: random.kept(key, 0, *rest)),
+    "a fused weight is cut straight through": lambda patch: patch.setattr(collectives, "_by_parts", lambda x, dim, parts, blocks: x),
 }

@@ -43,9 +43,9 @@ def kept(seed: int, step: int, op: int, p: float, shape) -> np.ndarray:
 class ByPosition(TorchFunctionMode):
     """One forward after another: call `next_step()` before each."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, order=None) -> None:
         super().__init__()
-        self.seed, self.step, self.op = seed, -1, 0
+        self.seed, self.step, self.op, self.order = seed, -1, 0, order     # order: the batch's rows are permuted, and so are the draws
 
     def next_step(self) -> None:
         self.step, self.op = self.step + 1, 0
@@ -53,6 +53,7 @@ class ByPosition(TorchFunctionMode):
     def drop(self, x, p):
         mask = torch.from_numpy(kept(self.seed, self.step, self.op, p, tuple(x.shape)))
         self.op += 1
+        mask = mask if self.order is None else mask[self.order]
         return x * mask / (1 - p)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

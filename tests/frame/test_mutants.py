@@ -11,8 +11,9 @@ from torch import nn
 import autopar
 from autopar.codegen import joint
 from autopar.testing import Equality, Unequal
+from tests.frame import test_gpt2 as gpt2
 from tests.models import eager_links, mlp_case, mlp_pins
-from tests.mutants import MUTANTS
+from tests.mutants import GPT2_MUTANTS, MUTANTS
 from tests.training import train, whole
 
 MESH = autopar.DeviceMesh((2, 2), ("dp", "tp"))
@@ -64,6 +65,19 @@ def suite(threads):
         Equality.in_float64("two backwards", result, two_backwards(0, copy.deepcopy(tables), batch, None), 1e-9).check()
 
 
+def gpt2_suite(threads):
+    """One step of a Megatron GPT-2 with dropout: vocabulary, heads and batch are cut."""
+    model, batch = gpt2.gpt2(0.1)
+    plan = gpt2.planned("megatron", MESH, 0.1, "float64")
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(gpt2, "STEPS", 1)
+    try:
+        for result in threads(4, gpt2.train_parallel, model, batch, plan, "sgd", "float64"):
+            gpt2.check("gpt2", result, 0.1, "sgd", "float64")
+    finally:
+        monkey.undo()
+
+
 @pytest.fixture(autouse=True)
 def nothing_remembered():
     joint._LOWERED.clear()
@@ -80,3 +94,14 @@ def test_a_broken_compiler_is_noticed(mutant, threads, monkeypatch):
     MUTANTS[mutant](monkeypatch)
     with pytest.raises(Unequal):
         suite(threads)
+
+
+def test_the_sound_compiler_passes_gpt2(threads):
+    gpt2_suite(threads)
+
+
+@pytest.mark.parametrize("mutant", GPT2_MUTANTS)
+def test_a_broken_compiler_is_noticed_by_gpt2(mutant, threads, monkeypatch):
+    GPT2_MUTANTS[mutant](monkeypatch)
+    with pytest.raises(Unequal):
+        gpt2_suite(threads)
