@@ -5,7 +5,7 @@ TORCH  ?= 2.13.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check nightly bench clean
+.PHONY: demo test check nightly nightly-oldest bench clean
 
 # torch comes first and pinned: an unpinned torch pulls gigabytes of GPU packages
 $(VENV)/.torch-$(TORCH):
@@ -15,7 +15,7 @@ $(VENV)/.torch-$(TORCH):
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch-$(TORCH) pyproject.toml
-	$(PIP) --editable .
+	$(PIP) --editable ".[hf]"
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.torch-$(TORCH) pyproject.toml
@@ -40,8 +40,11 @@ check: $(VENV)/.dev            ## lint, types, and the rings that need no proces
 nightly: $(VENV)/.test         ## the long tests
 	$(BIN)/python -m pytest -m nightly --timeout 3600
 
+nightly-oldest:                ## the tests on the oldest torch we support; the index may have it as a GPU build only (gigabytes)
+	$(MAKE) test TORCH=2.11.0 VENV=.venv-2.11
+
 bench: $(VENV)/.test           ## the benchmarks; each prints a table
-	@for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
+	@for b in $(wildcard benchmarks/*.py); do $(BIN)/python $$b || exit 1; done
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 
-
-
 def murmur_finalizer(h):
     """fmix32 of MurmurHash3, as published."""
     h = np.asarray(h, dtype=np.uint64) & 0xFFFFFFFF

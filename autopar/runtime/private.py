@@ -1,4 +1,4 @@
-"""The private parts of torch that autopar cannot do without, in one place. Tried on torch 2.13.0.
+"""The private parts of torch that autopar cannot do without, in one place. Tried on torch 2.11.0 and 2.13.0.
 
     clean_room          tracing must not be seen by modes that happen to be active around it
     ThreadedRanks       ranks as threads (torch's own tests use it)

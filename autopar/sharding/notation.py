@@ -99,11 +99,11 @@ class Rule:
                     raise BadRule(f"the rule {self.text!r} gives factor {d.factor} two sizes, {known} and {n}")
         for d, n in (p for _ in range(2) for p in pairs if p[0].joined):
             unknown = [f for f in d.factors if f not in sizes]
-            known = [sizes[f] for f in d.factors if f in sizes]
+            have = [sizes[f] for f in d.factors if f in sizes]
             if len(unknown) == 1:
-                sizes[unknown[0]] = n - sum(known) if d.joined == "|" else n // math.prod(known)
-            elif not unknown and n != (sum(known) if d.joined == "|" else math.prod(known)):
-                raise BadRule(f"the rule {self.text!r} does not fit: {d.joined.join(d.factors)} is {known}", seen=f"a dim of size {n}")
+                sizes[unknown[0]] = n - sum(have) if d.joined == "|" else n // math.prod(have)
+            elif not unknown and n != (sum(have) if d.joined == "|" else math.prod(have)):
+                raise BadRule(f"the rule {self.text!r} does not fit: {d.joined.join(d.factors)} is {have}", seen=f"a dim of size {n}")
         return sizes
 
 

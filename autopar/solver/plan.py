@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -98,20 +99,20 @@ class Plan:
         axes = self.mesh.axes
         compute = sum(d.seconds for d in self.decisions.values())
         moved = sum(c.seconds for c in self.conversions)
+        stored = [(name, sharding.text(axes) + (" (regathered)" if name in self.regathered else ""), f"{self._local_bytes(name, sharding):,}") for name, sharding in self.parameters.items()]
+        ops = [(name, self._choice_text(d.choice), f"{d.seconds * 1e6:.1f}") for name, d in self.decisions.items() if d.kind == "op" and d.seconds]
+        moves = [(f"{c.source} to {c.target}", " to ".join(dict.fromkeys(v.text(axes) for v in c.value)), _steps(c.forward, axes), _steps(c.backward, axes), f"{c.seconds * 1e6:.1f}")
+                 for c in self.conversions]
         lines = [
             f"plan for {self.mesh.size} devices, mesh {self.mesh}, cluster {self.cluster}",
             f"step      {_time(self.step_time_s)} a step: {_time(compute)} compute and optimizer, {_time(moved)} communication, nothing overlapped",
             f"bound     {_time(self.lower_bound_s)} at least for any plan of this model on this mesh: gap {self.gap:.2%}",
             "",
-            *_table([("parameter", "stored", "bytes a device"),
-                     *((name, sharding.text(axes) + (" (regathered)" if name in self.regathered else ""), f"{self._local_bytes(name, sharding):,}") for name, sharding in self.parameters.items())]),
+            *_table([("parameter", "stored", "bytes a device"), *_folded(stored)]),
             "",
-            *_table([("op", "operands -> output", "us"),
-                     *((name, self._choice_text(d.choice), f"{d.seconds * 1e6:.1f}") for name, d in self.decisions.items() if d.kind == "op" and d.op != "identity")]),
+            *_table([("op", "operands -> output", "us"), *_folded(ops)]),
             "",
-            *_table([("conversion", "value", "forward", "backward", "us"),
-                     *((f"{c.source} to {c.target}", " to ".join(dict.fromkeys(v.text(axes) for v in c.value)), _steps(c.forward, axes), _steps(c.backward, axes), f"{c.seconds * 1e6:.1f}")
-                       for c in self.conversions)]),
+            *_table([("conversion", "value", "forward", "backward", "us"), *_folded(moves)]),
         ]
         if self.without_rule:
             cost = sum(self.decisions[name].seconds for name in self.without_rule)
@@ -244,6 +245,14 @@ def _time(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.2f} {unit}"
     return f"{seconds * 1e6:.1f} us"
+
+
+def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows that say the same of numbered layers become one, with `*` for the number and how many there are."""
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        groups.setdefault((re.sub(r"(?<=\.)\d+(?=[./:])", "*", row[0]), *row[1:]), []).append(row)
+    return [rows[0] if len(rows) == 1 else (f"{head[0]} (x{len(rows)})", *head[1:]) for head, rows in groups.items()]
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

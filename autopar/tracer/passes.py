@@ -23,7 +23,7 @@ def emit(near: fx.Node, op: str, **arguments: Any) -> fx.Node:
     node = graph.create_node("call_function", OPS[op], (), arguments, name=f"{info(near).module}_{op}".replace(".", "_").strip("_"))
     fake = run(node, {n: n.meta["fake"] for n in node.all_input_nodes})
     about, taken = info(near), {info(n).key for n in graph.nodes if "info" in n.meta}
-    key = next(k for i in itertools.count() if (k := f"{about.key}:{op}" + (f".{i}" if i else "")) not in taken)
+    key = next(k for i in itertools.count() if (k := f"{about.module}/{op}" + (f".{i}" if i else "")) not in taken)
     node.meta["fake"] = fake
     node.meta["info"] = replace(about, key=key, kind="op", outputs=(TensorType.of(fake),))
     return node
@@ -94,11 +94,7 @@ def no_ops_leave(graph: Graph) -> None:
                     node.kwargs = {**node.kwargs, "tensors": tensors}
                     continue
                 given = tensors[0]
-            elif op_name(node) == "dropout" and node.kwargs.get("p", 0.5) > 0 and node.kwargs.get("training", True):
-                continue
-            elif op_name(node) in ("view", "to") and replace(type_of(given), requires_grad=True) != replace(type_of(node), requires_grad=True):
-                continue
-            elif op_name(node) == "contiguous" and not given.meta["fake"].is_contiguous():
+            elif (op_name(node) == "dropout" and node.kwargs.get("p", 0.5) > 0 and node.kwargs.get("training", True)) or (op_name(node) in ("view", "to") and replace(type_of(given), requires_grad=True) != replace(type_of(node), requires_grad=True)) or (op_name(node) == "contiguous" and not given.meta["fake"].is_contiguous()):
                 continue
             node.replace_all_uses_with(given)
 
@@ -170,9 +166,9 @@ def linears_keep_their_batch_dims(graph: Graph) -> None:
                 continue
             with graph.fx.inserting_before(node):
                 whole = emit(inner, "linear", **{**inner.kwargs, "input": before})
-                whole.meta["info"] = replace(whole.meta["info"], key=info(node).key)
+                whole.meta["info"], inner.meta["info"] = inner.meta["info"], whole.meta["info"]
+                whole.meta["info"] = replace(whole.meta["info"], outputs=inner.meta["info"].outputs)
                 node.replace_all_uses_with(whole)
-            node.meta["info"] = replace(info(node), key=info(node).key + ":gone")
     drop_dead(graph)
 
 

@@ -206,8 +206,8 @@ def _lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
             return _by_own_name(function, args, kwargs)
         assert canonical.signature is not None
         names = canonical.signature.parameters
-        if SHAPE in (p.annotation for p in names.values()):    # whatever was said, the shape of the result says it all
-            return canonical, {"input": named["input"], canonical.local(SHAPE): None}
+        if (shape := canonical.local(SHAPE)) is not None:      # whatever was said, the shape of the result says it all
+            return canonical, {"input": named["input"], shape: None}
         if all(n in names or _same(v, spelled.parameters[n].default) for n, v in named.items()):
             return canonical, canonical.bind((), {n: v for n, v in named.items() if n in names})
     return _by_own_name(function, args, kwargs)

@@ -12,8 +12,8 @@ import torch
 import autopar
 from autopar.codegen import lower
 from autopar.codegen.joint import COLLECTIVES
-from autopar.runtime.collectives import STEPS
 from autopar.letters import BadPlan
+from autopar.runtime.collectives import STEPS
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from tests.models import LLAMA_MEGATRON, LLAMA_SEQUENCE, MLP, Llama, eager_links, mlp_case, mlp_pins

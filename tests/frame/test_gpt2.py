@@ -141,14 +141,18 @@ def test_it_trains_what_one_device_trains(mesh, kind, threads):
             check(f"{kind} on {mesh}, rank {rank}, dropout {dropout}, {optimizer}, {dtype}", result, dropout, optimizer, dtype)
 
 
+def train_many(rank, work):
+    return [train_parallel(rank, *one) for one in work]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("mesh, kind", CASES, ids=str)
 def test_the_full_gpt2_matrix(mesh, kind, threads, processes):
-    for dropout, optimizer, dtype in RUNS:
-        model, batch = gpt2(dropout, dtype)
-        for ranks in (threads, processes):
-            for rank, result in enumerate(ranks(mesh.size, train_parallel, model, batch, planned(kind, mesh, dropout, dtype), optimizer, dtype)):
-                check(f"{kind} on {mesh}, rank {rank}, dropout {dropout}, {optimizer}, {dtype}", result, dropout, optimizer, dtype)
+    work = [(*gpt2(dropout, dtype), planned(kind, mesh, dropout, dtype), optimizer, dtype) for dropout, optimizer, dtype in RUNS]
+    for ranks in (threads, processes):
+        for rank, results in enumerate(ranks(mesh.size, train_many, work, timeout_s=600)):
+            for run, result in zip(RUNS, results):
+                check(f"{kind} on {mesh}, rank {rank}, {run}", result, *run)
 
 
 @pytest.mark.machines

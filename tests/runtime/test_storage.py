@@ -6,12 +6,14 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed
 from torch import nn
 
 from autopar import DeviceMesh, R, S
 from autopar.runtime.storage import Storage
 from autopar.sharding.placement import Sharding, fits
 from autopar.sharding.shardings import _torch_can_state
+from tests.training import whole
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))
 BLOCKS = S(1, (8, 8, 8))
@@ -26,7 +28,11 @@ def read_back(rank, weight, shardings):
         parameter.grad = storage.wrap(parameter.to_local().detach().clone())
         norm = nn.utils.clip_grad_norm_([parameter], 1e9)
         torch.optim.SGD([parameter], lr=1.0).step()
-        left.append((storage.take(weight, True).full_tensor(), norm.full_tensor(), parameter.detach().full_tensor()))
+        try:
+            read = storage.take(weight, True).full_tensor()
+        except ValueError:                                     # torch before 2.13 cannot read blocks back, and says so
+            read = None
+        left.append((read, norm.full_tensor(), whole(parameter.detach())))
     return left
 
 
@@ -36,6 +42,10 @@ def test_torch_reads_clips_and_steps_what_is_stored(processes):
     shardings = [Sharding(p) for p in itertools.product([R, S(0), S(1), BLOCKS], repeat=2)]
     shardings = [s for s in shardings if fits(weight.shape, s, MESH) and _torch_can_state(s)]
     assert len(shardings) == 13
-    for whole, norm, stepped in processes(4, read_back, weight, shardings)[0]:
-        assert torch.equal(whole, weight) and not stepped.any()
+    for sharding, (read, norm, stepped) in zip(shardings, processes(4, read_back, weight, shardings)[0]):
+        if read is None:
+            assert BLOCKS in sharding.placements and not hasattr(torch.distributed, "all_gather_single")
+        else:
+            assert torch.equal(read, weight)
+        assert not stepped.any()
         torch.testing.assert_close(norm, weight.norm())
