@@ -158,6 +158,8 @@ def parallelise(model: nn.Module, lowered: Lowered, mesh: Any, sync: bool = True
     """Turn `model` into the parallel one, in place: its class gains `ParallelModule`, its parameters become local shards."""
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     old = list(model.parameters())
+    if not sync:                                               # nothing is sent, so it must be there already
+        all_ranks_hold("parameter values", [*old, *model.buffers()])
     storage = _store(model, lowered.plan, mesh, device, sync)
     _refuse_steps_on(old)
     cls = type(model)

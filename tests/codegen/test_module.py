@@ -255,6 +255,21 @@ def test_ranks_with_different_batches_are_told_so():
     on_threads(2, body)
 
 
+def test_without_sync_the_ranks_must_hold_the_same_values():
+    model, batch = mlp_case()
+    plan = autopar.plan(model, batch, mesh=MESH)
+
+    def body(rank, shift):
+        mine = copy.deepcopy(model)
+        with torch.no_grad():
+            mine.head.bias += shift * rank
+        return autopar.autoparallelize(mine, batch, plan=plan, sync=False)(**batch).item()
+
+    assert on_threads(2, body, 0.0) == [pytest.approx(model(**batch).item())] * 2
+    with pytest.raises(Disagreement, match="different parameter values"):
+        on_threads(2, body, 1.0)
+
+
 def test_a_mesh_of_another_size_is_a_letter():
     def body(model, batch):
         with pytest.raises(Disagreement, match="4 devices"):

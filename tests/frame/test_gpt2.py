@@ -172,6 +172,31 @@ def test_megatron_cuts_attention_by_heads_and_the_head_by_vocabulary():
     assert plan.parameters["transformer.wte.weight"].text(("tp",)) == "S(0)"
 
 
+def test_a_mean_over_targets_counts_them_on_all_ranks(threads):
+    """Row by row 15, 3, 1 and no target that counts: a mean of the ranks' means would be far off, or nan."""
+    model, batch = gpt2(0.0)
+    labels = batch["input_ids"].clone()
+    labels[1, 4:], labels[2, 2:], labels[3] = -100, -100, -100
+    batch = {**batch, "labels": labels}
+    assert [(row[1:] != -100).sum().item() for row in labels] == [15, 3, 1, 0]
+    with InFloat64():
+        reference = copy.deepcopy(model)
+        loss = reference(**batch).loss
+        loss.backward()
+        plan = autopar.plan(model, batch, mesh=MESHES[2], cluster=eager_links(), constraints=pins("dp", MESHES[2]))
+    expected = {"loss": loss.detach(), **{n: p.grad for n, p in reference.named_parameters()}}
+
+    def body(rank):
+        with InFloat64():
+            mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
+            loss = mine(**batch).loss
+            loss.backward()
+            return {"loss": loss.detach(), **{n: whole(p.grad) for n, p in mine.named_parameters()}}
+
+    for result in threads(4, body):
+        Equality.in_float64("unequal numbers of targets", result, expected, 1e-9).check()
+
+
 def test_the_bits_are_murmurs():
     """Published: MurmurHash3_x86_32 of nothing with seed 1 is 0x514E28B7, with seed 0xFFFFFFFF 0x81F16F39."""
     assert mix(torch.tensor([1, -1], dtype=torch.int32)).tolist() == [0x514E28B7, 0x81F16F39 - 2**32]
