@@ -1,6 +1,7 @@
 """What single-device eager is held to when the program is random or casts: function modes that share no code with autopar.
 
     ByPosition(seed)    dropout and attention dropout drop what numpy says, from the published definition of the bits
+    PermutedSums(seed)  every product of matrices adds its terms in another order
     InFloat64()         casts to float32 inside a model become float64, so that a float64 model stays one
 """
 
@@ -41,9 +42,9 @@ def kept(seed: int, step: int, op: int, p: float, shape) -> np.ndarray:
 class ByPosition(TorchFunctionMode):
     """One forward after another: call `next_step()` before each."""
 
-    def __init__(self, seed: int, order=None) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        self.seed, self.step, self.op, self.order = seed, -1, 0, order     # order: the batch's rows are permuted, and so are the draws
+        self.seed, self.step, self.op = seed, -1, 0
 
     def next_step(self) -> None:
         self.step, self.op = self.step + 1, 0
@@ -51,7 +52,6 @@ class ByPosition(TorchFunctionMode):
     def drop(self, x, p):
         mask = torch.from_numpy(kept(self.seed, self.step, self.op, p, tuple(x.shape)))
         self.op += 1
-        mask = mask if self.order is None else mask[self.order]
         return x * mask / (1 - p)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -66,6 +66,28 @@ class ByPosition(TorchFunctionMode):
             future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
             weights = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
             return torch.einsum("bhqk,bhkd->bhqd", self.drop(weights, kwargs["dropout_p"]), value)
+        return function(*args, **kwargs)
+
+
+class PermutedSums(TorchFunctionMode):
+    """Terms of a product and, for the gradient of a weight, rows of its input are taken in a random order."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def product(self, x, w):
+        rows = x.flatten(0, -2)
+        k, r = (torch.randperm(n, generator=self.generator) for n in (rows.shape[1], rows.shape[0]))
+        return (rows[r][:, k] @ w[k])[r.argsort()].unflatten(0, x.shape[:-1])
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.linear:
+            y = self.product(args[0], args[1].t())
+            return y + args[2] if len(args) > 2 and args[2] is not None else y
+        if function is torch.addmm:
+            return self.product(args[1], args[2]) + args[0]
         return function(*args, **kwargs)
 
 
