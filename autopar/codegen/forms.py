@@ -51,8 +51,11 @@ def _embedding(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
     lies = at.operand(node, 1)
     if 0 not in lies.cuts:
         return None
-    how = {k: v for k, v in kwargs.items() if k in ("input", "weight", "padding_idx")}
-    return forms.embedding_part, {**how, "cuts": cuts(at, type_of(node.kwargs["weight"]).shape, lies, 0)}    # type: ignore[arg-type]
+    shape = type_of(node.kwargs["weight"]).shape                                                             # type: ignore[arg-type]
+    how = {k: v for k, v in kwargs.items() if k in ("input", "weight")}
+    if kwargs.get("padding_idx") is not None:
+        how["padding_idx"] = kwargs["padding_idx"] % shape[0]
+    return forms.embedding_part, {**how, "cuts": cuts(at, shape, lies, 0)}
 
 
 def _cross_entropy(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:

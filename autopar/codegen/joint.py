@@ -144,6 +144,9 @@ def write_out_conversions(joint: JointGraph) -> None:
             for step in LocalStep.parse_all(node.args[1]):
                 value = joint.graph.call_function(STEPS[step.kind], (value, step.axis, *(number for dim in step.dims for number in dim)))
                 value.meta["val"] = node.meta["val"]
+            if value is node.args[0] and not value.meta["val"].is_contiguous():    # what follows was traced on memory order
+                value = joint.graph.call_function(torch.ops.aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
+                value.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(value)
         joint.graph.erase_node(node)
     for node in joint.graph.find_nodes(op="call_function", target=START):

@@ -40,9 +40,12 @@ class Step(torch.autograd.Function):
         ctx.runner = runner
         ctx.save_for_backward(*results[count:])
         ctx.set_materialize_grads(False)
-        outputs = tuple(o.view_as(o) if any(o is p for p in primals) else o for o in results[:count])
-        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
-        return outputs
+        outputs: list[Tensor] = []
+        for o in results[:count]:                              # autograd tells outputs apart by identity
+            outputs.append(o.clone() if any(o is other for other in (*primals, *outputs)) else o)
+        types = info(runner.graph.output).outputs
+        ctx.mark_non_differentiable(*(o for o, t in zip(outputs, types, strict=True) if not t.requires_grad))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
@@ -131,9 +134,7 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._autopar
         inputs = _bound(state.lowered.graph, args, kwargs)
-        if self.training != state.lowered.graph.training:
-            raise NotServed(f"the model was traced in {'train' if state.lowered.graph.training else 'eval'} mode and runs in the other",
-                            advice=f"model.{'train' if state.lowered.graph.training else 'eval'}()")
+        state.check_as_traced(self)
         if state.calls < _CHECKED_CALLS:                       # every rank passes the same global batch: looked at while it is new
             all_ranks_hold("input values", inputs)
         state.calls += 1
@@ -147,8 +148,20 @@ _CHECKED_CALLS = 2
 class _State:
     """What a ParallelModule holds besides its parameters."""
 
-    def __init__(self, lowered: Lowered, runner: Runner, random: RandomState) -> None:
+    def __init__(self, model: nn.Module, lowered: Lowered, runner: Runner, random: RandomState) -> None:
         self.lowered, self.runner, self.random, self.calls = lowered, runner, random, 0
+        self.modes = [m.training for m in model.modules()]
+        self.trained = [p.requires_grad for p in model.parameters()]
+
+    def check_as_traced(self, model: nn.Module) -> None:
+        """What the program was made for must still hold."""
+        if [m.training for m in model.modules()] != self.modes:
+            name = next(n or "the model" for (n, m), mode in zip(model.named_modules(), self.modes, strict=True) if m.training != mode)
+            mode = "train" if self.lowered.graph.training else "eval"
+            raise NotServed(f"the model was traced in {mode} mode, and {name} now runs in another", advice="the modes of tracing, or tracing again")
+        if [p.requires_grad for p in model.parameters()] != self.trained:
+            name = next(n for (n, p), trained in zip(model.named_parameters(), self.trained, strict=True) if p.requires_grad != trained)
+            raise NotServed(f"requires_grad of {name} has changed since tracing", advice="set it before autoparallelize")
 
     def __deepcopy__(self, memo: Any) -> _State:
         return self
@@ -165,7 +178,7 @@ def parallelise(model: nn.Module, lowered: Lowered, mesh: Any, sync: bool = True
     cls = type(model)
     model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     random = RandomState(from_rank_0(lambda: int(torch.randint(0, 2**62, ()))) if lowered.program.is_random else 0)
-    model._autopar = _State(lowered, Runner(lowered, mesh, storage, device), random)   # type: ignore[assignment]
+    model._autopar = _State(model, lowered, Runner(lowered, mesh, storage, device), random)   # type: ignore[assignment]
     return model
 
 

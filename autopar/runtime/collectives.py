@@ -100,7 +100,7 @@ def slice(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Te
 
 def lodge(x: Tensor, axis: Axis) -> Tensor:
     """R -> P(sum): the first rank keeps the value, the others hold zeros."""
-    return torch.where(torch.full((), axis.index, device=x.device) == 0, x, 0)     # not a product: 0 times inf is nan
+    return torch.where(torch.full((), axis.index, device=x.device) == 0, x, 0).contiguous()     # not a product: 0 times inf is nan
 
 
 def part_start(like: Tensor, axis: Axis, size: int, on_host: bool = False) -> Any:

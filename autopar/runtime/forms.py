@@ -61,7 +61,9 @@ def attention_by_position(
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None:
         scores = scores.masked_fill(attn_mask.logical_not(), -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return dropout_by_position(scores.softmax(-1), random_key, op, shape, cuts, dropout_p) @ value
+    blind = (scores == -torch.inf).all(-1, keepdim=True)       # a query that sees nothing attends to nothing
+    weights = torch.where(blind, 0, torch.where(blind, 0, scores).softmax(-1))
+    return dropout_by_position(weights, random_key, op, shape, cuts, dropout_p) @ value
 
 
 def _reduced(x: Tensor, step: str, axes: Sequence[str]) -> Tensor:

@@ -50,7 +50,7 @@ def rule_of(op: str, arguments: Mapping[str, Any]) -> Rule | None:
 # contractions; the bias is added once per sum, so where k is cut it must be P(sum) too
 rule("linear",     "... k, n k, n -> ... n",  linear="x+z, y+z")
 rule("mm",         "m k, k n -> m n",         linear="x, y")
-rule("matmul",     "... m k, ... k n -> ... m n",  linear="x, y")
+rule("detach",     "... -> ...",              linear="x")
 
 # pointwise, linear
 rule("identity",   "... -> ...",              linear="x")
@@ -89,6 +89,14 @@ def layer_norm(arguments: Mapping[str, Any]) -> Rule:
     return parse(f"... {whole}, {whole}, {whole} -> ... {whole}", linear="y+z")
 
 
+@rule_for("matmul")
+def matmul(arguments: Mapping[str, Any]) -> Rule | None:
+    """Vectors have no line of their own yet."""
+    if min(len(arguments[x].shape) for x in ("input", "other")) < 2:
+        return None
+    return parse("... m k, ... k n -> ... m n", linear="x, y")
+
+
 @rule_for("rms_norm")
 def rms_norm(arguments: Mapping[str, Any]) -> Rule:
     whole = " ".join(f"d{i}!" for i in range(len(arguments["normalized_shape"])))
@@ -107,7 +115,10 @@ def embedding(arguments: Mapping[str, Any]) -> Rule | None:
     """The vocabulary is cut behind a mask. Counting tokens for the gradient needs them all."""
     if arguments.get("max_norm") is not None:
         return None
-    tokens = " ".join(_letters(arguments["input"])) if not arguments.get("scale_grad_by_freq") else " ".join(f"{a}!" for a in _letters(arguments["input"]))
+    if arguments.get("scale_grad_by_freq"):
+        tokens = " ".join(f"{a}!" for a in _letters(arguments["input"]))
+        return parse(f"{tokens}, v! d -> {tokens} d", linear="y")
+    tokens = " ".join(_letters(arguments["input"]))
     return parse(f"{tokens}, v~ d -> {tokens} d", linear="y")
 
 
@@ -184,8 +195,10 @@ def transpose(arguments: Mapping[str, Any]) -> Rule:
 
 
 @rule_for("split")
-def split(arguments: Mapping[str, Any]) -> Rule:
+def split(arguments: Mapping[str, Any]) -> Rule | None:
     """The parts stand end to end in the operand: cut together, each by itself."""
+    if 0 in arguments["sections"]:
+        return None
     letters, dim = _letters(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
     parts = [f"p{i}" for i in range(len(arguments["sections"]))]
     rows = [" ".join([*letters[:dim], p, *letters[dim + 1:]]) for p in ("|".join(parts), *parts)]
@@ -210,7 +223,8 @@ def ranges(arguments: Mapping[str, Any]) -> Rule:
     if "index" in arguments:
         gone = arguments["dim"] % len(before)
         return parse(" ".join(f"{a}!" if i == gone else a for i, a in enumerate(letters)) + " -> " + " ".join(a for i, a in enumerate(letters) if i != gone), linear="x")
-    changed = [i for i in range(len(before)) if before[i] != after[i]]
+    shifts = arguments.get("pad", ())                          # pairs, last dim first; a shift may leave the size as it was
+    changed = [i for i in range(len(before)) if before[i] != after[i] or any(shifts[2 * (len(before) - 1 - i):][:2])]
     linear = "" if arguments.get("value") or arguments.get("mode", "constant") != "constant" else "x"
     left, right = ([f"{a}{side}!" if i in changed else a for i, a in enumerate(letters)] for side in ("_in", "_out"))
     return parse(" ".join(left) + " -> " + " ".join(right), linear=linear)

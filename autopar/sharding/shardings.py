@@ -92,7 +92,10 @@ class _Builder:
                 continue
             shapes = [None if n is None else type_of(n).shape if hasattr(n, "meta") else () for n in given]
             try:
-                self.bindings[node] = _without_numbers(rule.bind(shapes, [t.shape for t in about.outputs]), given)
+                binding = _without_numbers(rule.bind(shapes, [t.shape for t in about.outputs]), given)
+                if not all("float" in t.dtype for t in about.outputs):    # a sum of truth values is an or, and whole numbers wrap: no parts of sums
+                    binding = replace(binding, groups=())
+                self.bindings[node] = binding
             except BadRule as e:
                 raise BadRule(f"{op_name(node)}: {e.what}", at=about.source, seen=e.seen) from e
 

@@ -40,6 +40,7 @@ _QUERIES = {_T.size, _T.dim, _T.numel, _T.stride, _T.is_floating_point, _T.is_co
             _T.storage_offset, torch.is_floating_point, torch.is_complex, torch.numel, _T.ndimension, _T.get_device, _T.__hash__, _T.__repr__,
             _T.__format__, torch.is_tensor, _T.nelement, _T.requires_grad.__get__, _T.__contains__}
 _VALUES = {_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.nonzero, torch.nonzero, _T.numpy}
+_HOOKS = frozenset({"register_hook", "retain_grad", "register_post_accumulate_grad_hook"})
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(contextlib.__file__)))
 
 
@@ -51,6 +52,7 @@ class ColoTracer(fx.Tracer):
         if assume is not None and assume != Assume():
             raise NotCaptured("no assumption is served yet", seen=f"assume={assume}")
         args, kwargs = as_call(meta_inputs)
+        refuse_hooks(root)
         with LOCK, clean_room(), FakeTensorMode() as fake_mode, torch.enable_grad():
             fake = _Fakes(fake_mode)
             leaves, input_spec = pytree.tree_flatten((args, kwargs))
@@ -79,6 +81,14 @@ class ColoTracer(fx.Tracer):
         for node in graph.nodes:
             node.meta.pop("fake", None)
         return graph
+
+
+def refuse_hooks(root: torch.nn.Module) -> None:
+    """Forward hooks run while tracing and are captured; backward hooks would be lost."""
+    held = [n or "the model" for n, m in root.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    held += [n for n, p in root.named_parameters() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    if held:
+        raise NotCaptured(f"backward hooks are set on {', '.join(held[:5])}, and would be lost", advice="set them on the parallel model's parameters")
 
 
 def without_caches(outputs: Any) -> tuple[Any, tuple[str, ...]]:
@@ -222,10 +232,10 @@ class _Recorder(TorchFunctionMode):
             return function(*args, **kwargs)
         if function in _VALUES:
             raise NotCaptured(f"the model asks for the value of a tensor ({name}), which a graph cannot hold", at=self.source(), seen=self._seen(args))
-        if name == "__get__":
-            value = function(*args, **kwargs)
-            if not isinstance(value, Tensor):
-                return value
+        if name in _HOOKS:
+            raise NotCaptured(f"{name} on a tensor inside the model would be lost", at=self.source(), seen=self._seen(args), advice="hooks on parameters of the parallel model")
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise NotCaptured("a region under autocast is not captured yet", at=self.source(), seen=self._seen(args), advice="casts written out")
         if is_in_place(function, kwargs):
             raise NotCaptured(f"{name} writes to a tensor in place, which is not captured yet", at=self.source(), seen=self._seen(args), advice="the form that returns a new tensor")
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -250,7 +260,10 @@ class _Recorder(TorchFunctionMode):
             raise NotCaptured(f"{name} writes to a tensor in place ({self.wrote_in_place}), which is not captured yet", at=self.source(), seen=self._seen(args))
         if any(id(leaf) in self.nodes for leaf in outputs) and outputs == [result]:
             return result                                      # the operand itself: nothing was computed
-        self._record(function, args, kwargs, result)
+        try:
+            self._record(function, args, kwargs, result)
+        except KeyError as e:
+            raise NotCaptured(f"the tensor attribute {e} is not captured", at=self.source(), seen=self._seen(args)) from e
         return result
 
     def _record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

@@ -157,9 +157,13 @@ class Replay(torch.nn.Module):
 
 
 def run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-    """Compute one op node."""
+    """Compute one op node. What was recorded without a gradient (under no_grad, say) has none here either."""
     kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
-    return node.target.run(kwargs) if isinstance(node.target, Op) else node.target(*fx.map_arg(node.args, lambda n: env[n]), **kwargs)  # type: ignore[operator]
+    result = node.target.run(kwargs) if isinstance(node.target, Op) else node.target(*fx.map_arg(node.args, lambda n: env[n]), **kwargs)  # type: ignore[operator]
+    about = node.meta.get("info")
+    if isinstance(result, torch.Tensor) and result.requires_grad and about is not None and not about.outputs[0].requires_grad:
+        return result.detach()
+    return result
 
 
 def bind_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -164,6 +164,7 @@ op("view",       view,              "input:T, size:SHAPE", (T.view, "input, *siz
 op("transpose",  torch.transpose,   "input:T, dim0, dim1", T.transpose)
 op("permute",    torch.permute,     "input:T, dims", (T.permute, "input, *dims"))
 op("t",          torch.t,           "input:T", T.t)
+op("detach",     torch.detach,      "input:T", T.detach)
 op("contiguous", contiguous,        "input:T", T.contiguous)
 op("split",      split,             "input:T, sections:SIZES, dim=0", (T.split, "input, sections, dim=0"), (torch.split, "input, sections, dim=0"), (T.chunk, "input, sections, dim=0"),
                                     (torch.chunk, "input, sections, dim=0"))
@@ -184,9 +185,15 @@ def lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     """The canonical op of one call, and its arguments by name; shapes and dtypes are those of the result."""
     if function in CASTS and isinstance(result, Tensor):
         return OPS["to"], {"input": args[0], "dtype": result.dtype}
+    if getattr(function, "__name__", "") == "__get__":
+        return _attribute(function.__self__.__name__, args[0])                                    # type: ignore[attr-defined]
     if function in (T.view, T.reshape) and any(isinstance(a, torch.dtype) for a in args):
         return _by_own_name(function, args, kwargs)
     canonical, arguments = _lookup(function, args, kwargs)
+    if arguments.get("dim", 0) in ((), []):                    # sum over no dims is torch's word for all
+        del arguments["dim"]
+    if canonical.name == "softmax" and arguments.get("dim") is None:
+        arguments["dim"] = 0 if args[0].dim() in (0, 1, 3) else 1                                 # as torch guesses
     if (shape := canonical.local(SHAPE)) is not None:
         arguments[shape] = tuple(result.shape)
     if (sizes := canonical.local(SIZES)) is not None:
@@ -194,6 +201,16 @@ def lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     if "dims" in arguments and len(arguments["dims"]) == 1 and isinstance(arguments["dims"][0], (tuple, list)):
         arguments["dims"] = tuple(arguments["dims"][0])        # permute((0, 2, 1)) and permute(0, 2, 1)
     return canonical, arguments
+
+
+def _attribute(name: str, tensor: Tensor) -> tuple[Op, dict[str, Any]]:
+    """A tensor that is read off another: x.T, x.mT, x.data."""
+    if name in ("T", "mT"):
+        dims = tuple(range(tensor.dim()))
+        return OPS["permute"], {"input": tensor, "dims": dims[::-1] if name == "T" else (*dims[:-2], *dims[:-3:-1])}
+    if name == "data":
+        return OPS["detach"], {"input": tensor}
+    raise KeyError(name)
 
 
 def _lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:

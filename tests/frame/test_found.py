@@ -1,0 +1,162 @@
+"""What once came out wrong, or ended without a letter: each under random legal plans, not only under the one that is cheapest."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.letters import NotCaptured, NotServed
+from autopar.sharding import shardings
+from autopar.solver import solve
+from autopar.testing import Equality
+from autopar.tracer import ColoTracer
+from tests.models import eager_links
+from tests.training import whole
+
+MESHES = [autopar.DeviceMesh((2,)), autopar.DeviceMesh((3,)), autopar.DeviceMesh((2, 2), ("dp", "tp"))]
+
+
+class Of(nn.Module):
+    def __init__(self, function, *shape):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(*shape).double())
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def random_plan(model, batch, mesh, seed):
+    """A legal plan that random costs make the cheapest."""
+    graph = ColoTracer().trace(model, batch)
+    space = shardings(graph, mesh, eager_links())
+    rng = np.random.default_rng(seed)
+    sites = tuple(replace(s, seconds=rng.random(len(s.choices))) for s in space.sites)
+    return solve(replace(space, sites=sites, edges=tuple(replace(e, seconds=np.where(np.isfinite(e.seconds), rng.random(e.seconds.shape), np.inf)) for e in space.edges)))
+
+
+def no_grad_part(m, x):
+    with torch.no_grad():
+        target = (x @ m.weight).tanh()
+    return ((x @ m.weight) - target).pow(2).sum() + m.weight.sum()
+
+
+def blind_attention(m, x):
+    q = (x @ m.weight).view(1, 1, 6, 6)
+    mask = F.pad(q.detach() * 0 + 1, (0, 0, 0, 0)) > 0
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask & (q.detach().sum(-1, keepdim=True) > -1e9)).sum()
+
+
+FUNCTIONS = {
+    "a pad that shifts": lambda m, x: (F.pad(x @ m.weight, (1, -1)) * x).sum() + (F.pad(x @ m.weight, (0, 0, 1, -1)) * x).sum(),
+    "a sum of truth values": lambda m, x: (((x > 0) + (x > 1) + (x > 0)).to(torch.float64) * (x @ m.weight)).sum(),
+    "frequencies scale a gradient": lambda m, x: (F.embedding((x.abs() * 2).long().clamp(max=5), m.weight, scale_grad_by_freq=True) ** 2).sum(),
+    "the padding row counts from the end": lambda m, x: (F.embedding((x.abs() * 2).long().clamp(max=5), m.weight, padding_idx=-1) ** 2).sum(),
+    "a part without gradients": no_grad_part,
+    "x.T": lambda m, x: (x @ m.weight.T).tanh().sum() + x.mT.sum() * m.weight.data.sum() + m.weight.sum(),
+    "turned, then viewed": lambda m, x: (x @ m.weight).view(6, 2, 3).permute(1, 0, 2).reshape(12, 3).tanh().sum(),
+    "softmax without a dim": lambda m, x: (F.softmax(x @ m.weight) * x).sum(),
+    "a vector": lambda m, x: (x @ m.weight[0]).tanh().sum(),
+    "sums over no dims are sums over all": lambda m, x: (x @ m.weight).mean(dim=()) + (x * m.weight).sum(dim=[]),
+    "an empty part": lambda m, x: (x @ m.weight).split([0, 6], 1)[1].sum(),
+    "masked attention": blind_attention,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+def test_it_is_right_under_random_plans(name, threads):
+    model, batch = Of(FUNCTIONS[name], 6, 6), {"x": torch.randn(6, 6).double()}
+    reference = copy.deepcopy(model)
+    loss = reference(**batch)
+    loss.backward()
+    expected = {"loss": loss.detach(), "weight": reference.weight.grad}
+
+    def body(rank, plan):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
+        loss = mine(**batch)
+        loss.backward()
+        return {"loss": loss.detach(), "weight": whole(mine.weight.grad)}
+
+    for mesh in MESHES:
+        for seed in range(4):
+            for result in threads(mesh.size, body, random_plan(model, batch, mesh, seed)):
+                Equality.in_float64(f"{name} on {mesh}, plan {seed}", result, expected, 1e-9).check()
+
+
+def test_attention_that_sees_nothing_attends_to_nothing():
+    from autopar.runtime.forms import attention_by_position
+
+    q = torch.randn(1, 1, 3, 4).double().requires_grad_()
+    mask = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
+    expected = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    found = attention_by_position(q, q, q, torch.tensor(7), 0, (1, 1, 3, 3), [(), (), (), ()], attn_mask=mask, dropout_p=1e-9)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), q), torch.autograd.grad(expected.sum(), q))
+
+
+def hooked(m, x):
+    h = x @ m.weight
+    h.register_hook(lambda g: g * 10)
+    return h.sum()
+
+
+def under_autocast(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x @ m.weight).sum()
+
+
+@pytest.mark.parametrize("function, match", [(hooked, "register_hook"), (under_autocast, "autocast")])
+def test_what_would_be_lost_is_a_letter(function, match):
+    with pytest.raises(NotCaptured, match=match):
+        autopar.plan(Of(function, 6, 6), {"x": torch.randn(6, 6).double()}, mesh=2)
+
+
+def test_backward_hooks_that_would_be_lost_are_a_letter():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_full_backward_hook(lambda *a: None)
+    with pytest.raises(NotCaptured, match="backward hooks"):
+        autopar.plan(model, (torch.randn(2, 4),), mesh=2)
+
+
+def test_what_changed_after_lowering_is_a_letter(threads):
+    def body(rank):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(2, 4)
+        model[0].bias.requires_grad_(False)
+        mine = autopar.autoparallelize(model, (x,), mesh=1)
+        mine[1].eval()
+        with pytest.raises(NotServed, match="traced in train mode, and 1"):
+            mine(x)
+        mine.train()
+        mine[0].bias.requires_grad_(True)
+        with pytest.raises(NotServed, match=r"0\.bias"):
+            mine(x)
+
+    threads(1, body)
+
+
+def test_a_detached_twin_of_the_loss_is_an_output_too(threads):
+    class Twin(nn.Linear):
+        def forward(self, x):
+            loss = super().forward(x).pow(2).sum()
+            return {"loss": loss, "log": loss.detach(), "again": loss}
+
+    model, x = Twin(4, 4).double(), torch.randn(2, 4).double()
+    reference = copy.deepcopy(model)
+    reference(x)["loss"].backward()
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), (x,), mesh=2, cluster=eager_links())
+        result = mine(x)
+        result["loss"].backward()
+        assert not result["log"].requires_grad and result["log"].item() == result["again"].item() == result["loss"].item()
+        return whole(mine.weight.grad)
+
+    for gradient in threads(2, body):
+        torch.testing.assert_close(gradient, reference.weight.grad)
