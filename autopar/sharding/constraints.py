@@ -50,6 +50,8 @@ class Constraints:
     """Patterns in order, and which of them have matched something."""
 
     def __init__(self, given: Mapping[str, Any] | None, mesh: DeviceMesh) -> None:
+        if given is not None and not isinstance(given, Mapping):
+            raise BadConstraint(f"constraints is a {type(given).__name__}", advice='a dictionary: {"blocks.*.up.weight": "S(0)@tp"}')
         self.pins = [_read(pattern, what, mesh) for pattern, what in (given or {}).items()]
         self._used: set[str] = set()
 

@@ -295,7 +295,7 @@ def test_an_argument_that_no_stage_serves_is_a_letter(how):
 
 
 @pytest.mark.parametrize("constraints, match", [
-    ({"no.such": "R"}, "matches nothing"), ({"x": "S(9)"}, "nothing satisfies"), ({"x": "S(0)@pp"}, "cannot be read"), ({"x": 3}, "cannot be read"),
+    (["x"], "constraints is a list"), ({"no.such": "R"}, "matches nothing"), ({"x": "S(9)"}, "nothing satisfies"), ({"x": "S(0)@pp"}, "cannot be read"), ({"x": 3}, "cannot be read"),
     ({"blocks.0.up.weight": "S(0); R; sometimes"}, "cannot be read"), ({"blocks.0": "P(sum)", "out": "S(0)"}, "nothing satisfies"),
 ])
 def test_a_wrong_constraint_is_a_letter(constraints, match):
