@@ -67,13 +67,25 @@ class Info:
     source: str = ""                                           # the user's line: `model.py:84, in forward`
     names: tuple[str, ...] = ()                                # a parameter's names, all of them where it is tied
     random: int = -1                                           # which random op of the graph it is, in order; -1: none
+    checkpoint: tuple[int, ...] = ()                           # the activation-checkpoint regions of the user's code that it stands in, outermost first
 
 
 @dataclass(frozen=True, slots=True)
 class Assume:
-    """Assumptions that the caller declares and the graph repeats."""
+    """Assumptions that the caller declares, and the graph repeats.
+
+    no_padding    attention masks are all ones, and a row is one sequence: Hugging Face models then use is_causal=True and no mask tensors
+    finite        no value is inf or nan
+    branches      {"model.py:84": True}: the condition at that line of the user's code
+    """
 
     no_padding: bool = False
+    finite: bool = False
+    branches: tuple[tuple[str, bool], ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.branches, Mapping):
+            object.__setattr__(self, "branches", tuple(self.branches.items()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +98,7 @@ class Graph:
     output_spec: pytree.TreeSpec = field(repr=False)
     output_leaves: tuple[Any, ...]                             # a leaf of the outputs: its position in the output node, or the constant
     output_names: tuple[str, ...]                              # of the tensor leaves: "loss", "logits", "0"
+    updates: tuple[tuple[str, str], ...] = ()                  # ("buffer", name) or ("input", name): their new values are the last entries of the output node
     assumptions: tuple[str, ...] = ()
     training: bool = True
 
@@ -108,7 +121,7 @@ class Graph:
     @property
     def loss(self) -> int | None:
         """Which output is the scalar loss: the one called so, or the only scalar that wants a gradient."""
-        scalars = [i for i, t in enumerate(info(self.output).outputs) if t.shape == () and t.requires_grad]
+        scalars = [i for i, t in enumerate(info(self.output).outputs[:len(self.output_names)]) if t.shape == () and t.requires_grad]
         named = [i for i in scalars if self.output_names[i] == "loss"]
         return named[0] if named else scalars[0] if len(scalars) == 1 else None
 
@@ -123,7 +136,9 @@ class Graph:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        return "\n".join(map(_line, self.nodes))
+        results = list(self.output.args[0])                    # type: ignore[arg-type]
+        changed = (f"{kind} {name} = {node}" for (kind, name), node in zip(self.updates, results[len(self.output_names):], strict=True))
+        return "\n".join((*(_line(n) for n in self.nodes if n.op != "output"), *changed, f"return {', '.join(map(str, results[:len(self.output_names)]))}"))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Graph) and str(self) == str(other)
@@ -145,6 +160,16 @@ class Replay(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind_inputs(self.graph, args, kwargs)
+        held = next(iter(self.model.parameters()), next(iter(leaves.values()), torch.empty(0)))
+        with torch.device(held.device):                        # what comes from nothing is made where the model is
+            values = self._run(leaves)
+        count = len(self.graph.output_names)
+        with torch.no_grad():
+            for (kind, name), value in zip(self.graph.updates, values[count:], strict=True):
+                (leaves[self.graph.inputs[name].target] if kind == "input" else operator.attrgetter(name)(self.model)).copy_(value)   # type: ignore[index]
+        return build_outputs(self.graph, values[:count])
+
+    def _run(self, leaves: dict[str, torch.Tensor]) -> list[Any]:
         env: dict[fx.Node, Any] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -152,8 +177,8 @@ class Replay(torch.nn.Module):
             elif node.op == "get_attr":
                 env[node] = operator.attrgetter(node.target)(self.model)  # type: ignore[arg-type]
             elif node.op == "call_function":
-                env[node] = run(node, env)                     # dropout draws from torch's own generator here
-        return build_outputs(self.graph, [env[n] for n in self.graph.output.args[0]])  # type: ignore[union-attr, index, misc]
+                env[node] = run(node, env)                     # random ops draw from torch's own generator here
+        return [env[n] for n in self.graph.output.args[0]]     # type: ignore[union-attr, index, misc]
 
 
 def run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
@@ -200,11 +225,9 @@ def op_name(node: fx.Node) -> str:
 def _line(node: fx.Node) -> str:
     about = info(node)
     types = ", ".join(map(str, about.outputs))
-    if node.op == "output":
-        return f"return {', '.join(n.name for n in node.args[0])}"  # type: ignore[union-attr]
     if about.kind == "part":
         return f"{node.name}: {types} = {node.args[0]}[{node.args[1]}]"
     if node.op != "call_function":
         return f"{node.name}: {types} = {about.kind} {about.key}" + "".join(f" = {n}" for n in about.names[1:]) + ("  requires_grad" if about.outputs[0].requires_grad else "")
     arguments = ", ".join(f"{k}={v}" for k, v in node.kwargs.items())
-    return f"{node.name}: {types} = {op_name(node)}({arguments})" + (f"    # {about.module}" if about.module else "")
+    return f"{node.name}: {types} = {op_name(node)}({arguments})" + (f"    # {about.module}" if about.module else "") + "".join(f"  checkpoint {i}" for i in about.checkpoint[-1:])

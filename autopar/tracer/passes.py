@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,29 +12,43 @@ import torch
 import torch.fx as fx
 
 from autopar.letters import NotCaptured
-from autopar.tracer.graph import Graph, TensorType, info, op_name, run, type_of
+from autopar.tracer.graph import Graph, Info, TensorType, info, op_name, run, type_of
 from autopar.tracer.vocabulary import OPS
 
 
-def emit(near: fx.Node, op: str, **arguments: Any) -> fx.Node:
-    """A new op node before `near`, with its place in the source; its type comes from running it on the fakes."""
-    graph = near.graph
-    node = graph.create_node("call_function", OPS[op], (), arguments, name=f"{info(near).module}_{op}".replace(".", "_").strip("_"))
-    fake = run(node, {n: n.meta["fake"] for n in node.all_input_nodes})
-    about, taken = info(near), {info(n).key for n in graph.nodes if "info" in n.meta}
-    key = next(k for i in itertools.count() if (k := f"{about.module}/{op}" + (f".{i}" if i else "")) not in taken)
-    node.meta["fake"] = fake
-    node.meta["info"] = replace(about, key=key, kind="op", outputs=(TensorType.of(fake),))
+def emit(near: fx.Node, op: str, out: TensorType | None = None, **arguments: Any) -> fx.Node:
+    """A new op node before `near`, with its place in the source. Its type is `out`, or what running it on meta tensors says."""
+    about, graph = info(near), near.graph
+    node = graph.create_node("call_function", OPS[op], (), arguments, name=f"{about.module}_{op}".replace(".", "_").strip("_") or op)
+    if out is None:
+        ran = run(node, {n: torch.empty(type_of(n).shape, dtype=type_of(n).torch_dtype, device="meta") for n in node.all_input_nodes})
+        out = TensorType.of(ran)
+    flows = out.torch_dtype.is_floating_point and (about.kind != "op" or about.outputs[0].requires_grad or op == "identity") and any(type_of(n).requires_grad for n in node.all_input_nodes)
+    node.meta["info"] = Info(_fresh_key(graph, f"{about.module}/{op}"), "op", (replace(out, requires_grad=flows),), about.module, about.source, checkpoint=about.checkpoint)
     return node
+
+
+def _fresh_key(graph: fx.Graph, base: str) -> str:
+    """`base`, numbered where a node has that key already."""
+    taken = graph.__dict__.setdefault("_autopar_keys", None)
+    if taken is None:
+        taken = graph.__dict__["_autopar_keys"] = {info(n).key: 0 for n in graph.nodes if "info" in n.meta}
+    key = base
+    while key in taken:
+        taken[base] = taken.get(base, 0) + 1
+        key = f"{base}.{taken[base]}"
+    taken[key] = 0
+    return key
 
 
 @contextlib.contextmanager
 def rewriting(graph: Graph, *ops: str) -> Iterator[list[fx.Node]]:
     """The nodes of these ops; those that lose their last user are gone afterwards."""
-    nodes = [n for n in graph.nodes if n.op == "call_function" and op_name(n) in ops]
+    nodes = [n for op in ops if op in OPS for n in graph.fx.find_nodes(op="call_function", target=OPS[op], sort=len(ops) == 1)]
+    nodes = sorted(nodes) if len(ops) > 1 else nodes
     yield nodes
     for node in reversed(nodes):
-        if not node.users:
+        if not node.users and info(node).random < 0:
             graph.fx.erase_node(node)
 
 
@@ -69,7 +82,7 @@ def means_are_sums(graph: Graph) -> None:
             shape, dim = info(given).outputs[0].shape, node.kwargs.get("dim")
             dims = range(len(shape)) if dim is None else (dim,) if isinstance(dim, int) else dim
             count = math.prod(shape[d] for d in dims)          # type: ignore[union-attr, index]
-            dtype = node.kwargs.get("dtype") or given.meta["fake"].dtype
+            dtype = node.kwargs.get("dtype") or type_of(given).torch_dtype
             is_half = dtype in (torch.float16, torch.bfloat16)
             how = {k: v for k, v in node.kwargs.items() if k in ("dim", "keepdim")}
             if is_half or "dtype" in node.kwargs:
@@ -79,13 +92,16 @@ def means_are_sums(graph: Graph) -> None:
                 node.replace_all_uses_with(emit(node, "to", input=mean, dtype=dtype) if is_half else mean)
 
 
+_IDLE = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "view", "expand", "to", "cat", "contiguous")
+
+
 def no_ops_leave(graph: Graph) -> None:
     """What changes nothing is nothing: dropout that drops nothing, a view to the same shape, a cast to the same dtype, a full slice.
 
     before    y = dropout(x, p=0.0);  z = view(y, [4, 16])         # y is f32[4, 16]
     after     z = x
     """
-    with rewriting(graph, "dropout", "view", "to", "cat", "contiguous") as nodes:
+    with rewriting(graph, *_IDLE) as nodes:
         for node in nodes:
             given: Any = node.kwargs.get("input")
             if op_name(node) == "cat":                         # an empty cache is put in front of the first keys
@@ -94,7 +110,9 @@ def no_ops_leave(graph: Graph) -> None:
                     node.kwargs = {**node.kwargs, "tensors": tensors}
                     continue
                 given = tensors[0]
-            elif (op_name(node) == "dropout" and node.kwargs.get("p", 0.5) > 0 and node.kwargs.get("training", True)) or (op_name(node) in ("view", "to") and replace(type_of(given), requires_grad=True) != replace(type_of(node), requires_grad=True)) or (op_name(node) == "contiguous" and not given.meta["fake"].is_contiguous()):
+            elif info(node).random >= 0 or (op_name(node) in ("view", "to", "expand") and replace(type_of(given), requires_grad=True) != replace(type_of(node), requires_grad=True)):
+                continue
+            if type_of(given).requires_grad and not type_of(node).requires_grad:   # under no_grad
                 continue
             node.replace_all_uses_with(given)
 
@@ -105,9 +123,9 @@ def indexing_is_spelled_out(graph: Graph) -> None:
     before    y = x[..., 1:]                                       # x is i64[4, 17]
     after     y = narrow(x, dim=1, start=1, length=16)
     """
-    with rewriting(graph, "Tensor.__getitem__") as nodes:
+    with rewriting(graph, "index") as nodes:
         for node in nodes:
-            given, index = node.kwargs["_0"], node.kwargs["_1"]
+            given, index = node.kwargs["input"], node.kwargs["index"]
             index = index if isinstance(index, tuple) else (index,)
             if not all(isinstance(i, (int, slice, type(None), type(...))) and not isinstance(i, bool) and (not isinstance(i, slice) or i.step in (None, 1)) for i in index):
                 continue
@@ -185,16 +203,16 @@ def cross_entropy_counts_its_targets(graph: Graph) -> None:
             if node.kwargs.get("reduction", "mean") != "mean" or not plain:
                 continue
             given: Any = node.kwargs["input"]
-            dtype = given.meta["fake"].dtype
+            dtype = type_of(given).torch_dtype
             how = {k: v for k, v in node.kwargs.items() if k in ("ignore_index", "label_smoothing")}
             with graph.fx.inserting_before(node):
                 if dtype in (torch.float16, torch.bfloat16):
                     given = emit(node, "to", input=given, dtype=torch.float32)
                 total = emit(node, "cross_entropy", input=given, target=target, reduction="sum", **how)
                 counted = emit(node, "ne", input=target, other=node.kwargs.get("ignore_index", -100))
-                count = emit(node, "sum", input=counted, dtype=given.meta["fake"].dtype)
+                count = emit(node, "sum", input=counted, dtype=type_of(given).torch_dtype)
                 mean = emit(node, "div", input=total, other=count)
-                node.replace_all_uses_with(mean if mean.meta["fake"].dtype == dtype else emit(node, "to", input=mean, dtype=dtype))
+                node.replace_all_uses_with(mean if type_of(mean).torch_dtype == dtype else emit(node, "to", input=mean, dtype=dtype))
 
 
 def random_ops_are_numbered(graph: Graph) -> None:
@@ -205,7 +223,7 @@ def random_ops_are_numbered(graph: Graph) -> None:
     """
     count = 0
     for node in graph.nodes:
-        if node.op == "call_function" and (op_name(node) == "dropout" or (op_name(node) == "scaled_dot_product_attention" and node.kwargs.get("dropout_p", 0.0) > 0)):
+        if node.op == "call_function" and info(node).random >= 0:
             node.meta["info"] = replace(info(node), random=count)
             count += 1
 
@@ -217,11 +235,14 @@ def one_name_per_fan_out(graph: Graph) -> None:
     before    h = linear(x, w);  a = gelu(h);  y = add(h, a)
     after     h = linear(x, w);  i = identity(h);  a = gelu(i);  y = add(i, a)
     """
+    top = next((n for n in reversed(graph.fx.nodes) if n.op in ("placeholder", "get_attr")), None)
     for node in list(graph.nodes):
-        uses = sum(operand is node for user in node.users for operand in _operands(user))
-        if node.op != "output" and (len(info(node).outputs) == 1 and not any(info(u).kind == "part" for u in node.users)) and (uses > 1 or (info(node).kind == "input" and uses)):
-            with graph.fx.inserting_after(_last_of_its_kind(node)):
-                shared = emit(node, "identity", input=node)
+        users = node.users
+        if not users or (len(users) == 1 and info(node).kind != "input" and sum(operand is node for operand in _operands(next(iter(users)))) == 1):
+            continue
+        if node.op != "output" and len(info(node).outputs) == 1 and not any(info(u).kind == "part" for u in users):
+            with graph.fx.inserting_after(node if node.op == "call_function" and info(node).kind != "part" else _last_part(node) if node.op == "call_function" else top):
+                shared = emit(node, "identity", type_of(node), input=node)
             about = info(node)
             shared.meta["info"] = replace(info(shared), key=f"{about.key}:shared" if about.kind != "input" else f"{about.key}:used")
             node.replace_all_uses_with(shared, delete_user_cb=lambda user, shared=shared: user is not shared)  # type: ignore[misc]
@@ -233,17 +254,15 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _last_of_its_kind(node: fx.Node) -> fx.Node:
-    """Inputs and parameters stand together on top; what is computed from them follows."""
-    if node.op == "call_function":
-        return node if info(node).kind != "part" else [u for u in node.args[0].users if info(u).kind == "part"][-1]    # type: ignore[union-attr]
-    return [n for n in node.graph.nodes if n.op in ("placeholder", "get_attr")][-1]
+def _last_part(part: fx.Node) -> fx.Node:
+    """The parts of an op stand together."""
+    return [u for u in part.args[0].users if info(u).kind == "part"][-1]    # type: ignore[union-attr]
 
 
 def drop_dead(graph: Graph) -> None:
-    """Ops that nobody uses leave; inputs stay, used or not."""
+    """Ops that nobody uses leave; inputs stay, used or not, and draws, which move the generator."""
     for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users:
+        if node.op in ("call_function", "get_attr") and not node.users and info(node).random < 0:
             graph.fx.erase_node(node)
 
 
@@ -258,13 +277,18 @@ def canonicalise(graph: Graph) -> Graph:
     for one in PASSES:
         one(graph)
         verify(graph, one.__name__)
+    graph.fx.__dict__.pop("_autopar_keys", None)
     return graph
 
 
 def verify(graph: Graph, after: str) -> None:
-    """A legal graph: well-formed, every node with its info, every op canonical, every key once."""
-    graph.fx.lint()
-    keys = [info(n).key for n in graph.nodes]
-    assert len(set(keys)) == len(keys), (after, [k for k in keys if keys.count(k) > 1])
-    for node in graph.nodes:
-        assert node.op != "call_function" or node.target in OPS.values() or info(node).kind == "part", (after, node)
+    """A legal graph: operands before their users, every node with its info, every op canonical, every key once."""
+    seen: set[fx.Node] = set()
+    keys: set[str] = set()
+    for node in graph.fx.nodes:
+        about = node.meta["info"]
+        assert about.key not in keys, (after, about.key)
+        assert seen.issuperset(node._input_nodes), (after, node)
+        assert node.op != "call_function" or about.kind == "part" or OPS.get(node.target.name) is node.target, (after, node)   # type: ignore[union-attr]
+        keys.add(about.key)
+        seen.add(node)

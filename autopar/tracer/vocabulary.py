@@ -1,13 +1,14 @@
 """The canonical ops: one line each, with the arguments by name and the spellings that mean the same.
 
-An op is the torch function that computes it; `:T` marks its tensor operands, in the order in which rules name them. A spelling may pass its arguments in another order; `bind` gives them by name.
+An op is the torch function that computes it; `:T` marks its tensor operands, in the order in which rules name them. A spelling may pass its arguments in another order; `lookup` gives them by name.
 A function that is in no line becomes an op of its own name: it can be replayed, and has no rule until somebody writes one.
+Every op is pure: what writes in torch is here the form that returns a new tensor.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 
@@ -49,6 +49,88 @@ def split(input: Tensor, sections: tuple[int, ...], dim: int) -> tuple[Tensor, .
     return input.split(sections, dim)
 
 
+def expand(input: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Dims of size 1, and new dims in front, repeated without a copy."""
+    return input.expand(size)
+
+
+def index(input: Tensor, index: Any) -> Tensor:
+    """x[index], where index holds tensors or steps; plain ranges are spelled out."""
+    return input[index]
+
+
+def setitem(input: Tensor, index: Any, value: Any) -> Tensor:
+    """A copy with another value at [index]."""
+    made = input.clone()
+    made[index] = value
+    return made
+
+
+def copy(input: Tensor, source: Tensor) -> Tensor:
+    """The source, in the shape and dtype of the input."""
+    return source.expand(input.shape).to(input.dtype)
+
+
+def einsum(equation: str, operands: Sequence[Any]) -> Tensor:
+    """A sum of products, spelled by letters."""
+    return torch.einsum(equation, *operands)
+
+
+def full_like(input: Tensor, fill_value: float, dtype: torch.dtype | None = None) -> Tensor:
+    """One number in the shape of another tensor."""
+    return torch.full_like(input, fill_value, dtype=dtype)
+
+
+def new(name: str) -> Callable[..., Tensor]:
+    """A factory that takes its dtype and device from a tensor."""
+    def call(input: Tensor, size: Sequence[int], *fill: float, dtype: torch.dtype | None = None) -> Tensor:
+        return getattr(input, name)(tuple(size), *fill, dtype=dtype)
+    call.__name__ = name
+    return call
+
+
+def repeat(input: Tensor, repeats: Sequence[int]) -> Tensor:
+    """The tensor, tiled."""
+    return input.repeat(*repeats)
+
+
+def drawn(name: str) -> Callable[..., Tensor]:
+    """x.uniform_(...) as a function: a new tensor like x, filled with draws."""
+    def call(input: Tensor, a: float | None = None, b: float | None = None) -> Tensor:
+        return getattr(torch.empty_like(input), name)(*(v for v in (a, b) if v is not None))
+    call.__name__ = name
+    return call
+
+
+def bernoulli(input: Tensor, p: float | Tensor | None = None) -> Tensor:
+    """Ones with probability p, or with the probabilities that the input holds."""
+    return torch.bernoulli(input) if p is None else torch.empty_like(input).bernoulli_(p)
+
+
+def updating(call: Callable[..., Tensor], *written: str) -> Callable[..., tuple[Tensor, ...]]:
+    """An op that writes to some of its arguments, as one that returns their new values."""
+    def pure(**arguments: Any) -> tuple[Tensor, ...]:
+        fresh = {n: arguments[n].detach().clone() for n in written}
+        return call(**{**arguments, **fresh}), *fresh.values()
+    return pure
+
+
+class Apply:
+    """An autograd.Function as a function of tensors, forward and backward its own."""
+
+    def __init__(self, cls: Any) -> None:
+        self.cls, self.__name__ = cls, f"function {cls.__module__}.{cls.__qualname__}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cls.apply(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Apply) and self.cls is other.cls
+
+    def __hash__(self) -> int:
+        return hash(self.cls)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
     """A canonical op: `call(**arguments)` computes it."""
@@ -63,7 +145,7 @@ class Op:
             return {**{f"_{i}": a for i, a in enumerate(args)}, **kwargs}
         bound = self.signature.bind(*args, **kwargs).arguments
         defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
-        return {n: v for n, v in bound.items() if not (n in defaults and _same(v, defaults[n]))}
+        return {n: v for n, v in bound.items() if not (n in defaults and same(v, defaults[n]))}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
@@ -91,7 +173,7 @@ class Op:
         return self.call(**arguments)
 
 
-def _same(value: Any, default: Any) -> bool:
+def same(value: Any, default: Any) -> bool:
     return value is default or (not isinstance(value, Tensor) and type(value) is type(default) and value == default)
 
 
@@ -105,15 +187,26 @@ class SIZES:
 
 OPS: dict[str, Op] = {}
 SPELLINGS: dict[Callable[..., Any], tuple[Op, inspect.Signature]] = {}
+WRITES: dict[str, tuple[Op, tuple[str, ...]]] = {}             # an op that writes to arguments: the pure form, and which
 
 
-def op(name: str, call: Callable[..., Any], signature: str, *spellings: Callable[..., Any] | tuple[Callable[..., Any], str]) -> None:
+def op(name: str, call: Callable[..., Any], signature: str, *spellings: Callable[..., Any] | tuple[Callable[..., Any], str], writes: str = "") -> None:
     """Add an op. A spelling with a signature of its own is a pair; the names in it are the op's."""
     made = OPS[name] = Op(name, call, _signature(signature))
     SPELLINGS[call] = made, _signature(signature)
     for spelling in spellings:
         function, own = spelling if isinstance(spelling, tuple) else (spelling, signature)
         SPELLINGS[function] = made, _signature(own)
+    if writes:
+        written = tuple(writes.split(", "))
+        WRITES[name] = OPS.setdefault(f"{name}_updating", Op(f"{name}_updating", updating(call, *written), _signature(signature))), written
+
+
+def each(names: str, signature: str = "input:T") -> None:
+    """Ops that are spelled alike in torch, Tensor and torch.nn.functional."""
+    for name in names.split():
+        first, *others = (getattr(home, name) for home in (torch, F, T) if hasattr(home, name))
+        op(name, first, signature, *others)
 
 
 def _signature(text: str) -> inspect.Signature:
@@ -123,122 +216,162 @@ def _signature(text: str) -> inspect.Signature:
 
 
 T = Tensor
+
+# products
 op("linear",     F.linear,          "input:T, weight:T, bias:T=None")
 op("mm",         torch.mm,          "input:T, mat2:T", T.mm)
 op("matmul",     torch.matmul,      "input:T, other:T", T.matmul, T.__matmul__, torch.bmm, T.bmm)
 op("addmm",      torch.addmm,       "input:T, mat1:T, mat2:T, *, beta=1, alpha=1", T.addmm)
+op("baddbmm",    torch.baddbmm,     "input:T, batch1:T, batch2:T, *, beta=1, alpha=1", T.baddbmm)
+op("einsum",     einsum,            "equation, operands:T", (torch.einsum, "equation, *operands"))
+op("grouped_mm", F.grouped_mm,      "mat_a:T, mat_b:T, *, offs:T=None, bias:T=None, out_dtype=None", (torch._grouped_mm, "mat_a, mat_b, offs=None, bias=None, out_dtype=None"))
+op("bilinear",   F.bilinear,        "input1:T, input2:T, weight:T, bias:T=None")
+each("mv dot outer", "input:T, other:T")
+for n in (1, 2, 3):
+    each(f"conv{n}d", "input:T, weight:T, bias:T=None, stride=1, padding=0, dilation=1, groups=1")
+    each(f"conv_transpose{n}d", "input:T, weight:T, bias:T=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1")
+
+# pointwise
 op("add",        torch.add,         "input:T, other:T, *, alpha=1", T.add, T.__add__, T.__radd__)
 op("sub",        torch.sub,         "input:T, other:T, *, alpha=1", T.sub, T.__sub__, torch.subtract)
 op("mul",        torch.mul,         "input:T, other:T", T.mul, T.__mul__, T.__rmul__, torch.multiply)
 op("div",        torch.div,         "input:T, other:T, *, rounding_mode=None", T.div, T.__truediv__, torch.divide)
+op("rsub",       torch.rsub,        "input:T, other:T, *, alpha=1")
 op("pow",        torch.pow,         "input:T, exponent:T", T.pow, T.__pow__)
 op("neg",        torch.neg,         "input:T", T.neg, T.__neg__)
 op("abs",        torch.abs,         "input:T", T.abs, T.__abs__)
-op("exp",        torch.exp,         "input:T", T.exp)
-op("log",        torch.log,         "input:T", T.log)
-op("sqrt",       torch.sqrt,        "input:T", T.sqrt)
-op("rsqrt",      torch.rsqrt,       "input:T", T.rsqrt)
-op("cos",        torch.cos,         "input:T", T.cos)
-op("sin",        torch.sin,         "input:T", T.sin)
-op("eq",         torch.eq,          "input:T, other:T", T.eq, T.__eq__)
-op("ne",         torch.ne,          "input:T, other:T", T.ne, T.__ne__)
+op("bitwise_and", torch.bitwise_and, "input:T, other:T", T.bitwise_and, T.__and__, T.__rand__)
+op("bitwise_or", torch.bitwise_or,  "input:T, other:T", T.bitwise_or, T.__or__, T.__ror__)
+op("bitwise_xor", torch.bitwise_xor, "input:T, other:T", T.bitwise_xor, T.__xor__, T.__rxor__)
+op("bitwise_not", torch.bitwise_not, "input:T", T.bitwise_not, T.__invert__)
+op("remainder",  torch.remainder,   "input:T, other:T", T.remainder, T.__mod__)
+op("floor_divide", torch.floor_divide, "input:T, other:T", T.floor_divide, T.__floordiv__)
+for n in ("eq", "ne", "lt", "le", "gt", "ge"):
+    op(n, getattr(torch, n),        "input:T, other:T", getattr(T, n), getattr(T, f"__{n}__"))
+each("maximum minimum fmod atan2 logaddexp logical_and logical_or logical_xor", "input:T, other:T")
+each("exp log sqrt rsqrt cos sin tan tanh sigmoid floor ceil round trunc sign square reciprocal erf erfc log1p log2 log10 expm1 exp2 acos asin atan cosh sinh atanh isfinite isinf isnan logical_not")
+each("clamp", "input:T, min:T=None, max:T=None")
+each("addcmul addcdiv", "input:T, tensor1:T, tensor2:T, *, value=1")
+each("lerp", "input:T, end:T, weight:T")
+each("nan_to_num", "input:T, nan=None, posinf=None, neginf=None")
+op("where",      torch.where,       "condition:T, input:T, other:T", (T.where, "input, condition, other"))
+op("masked_fill", torch.masked_fill, "input:T, mask:T, value:T", T.masked_fill)
 op("gelu",       F.gelu,            "input:T, approximate='none'")
 op("relu",       torch.relu,        "input:T", T.relu, (F.relu, "input, inplace=False"))
-op("silu",       F.silu,            "input:T, inplace=False")
-op("tanh",       torch.tanh,        "input:T", T.tanh, F.tanh)
-op("sigmoid",    torch.sigmoid,     "input:T", T.sigmoid, F.sigmoid)
-op("dropout",    F.dropout,         "input:T, p=0.5, training=True, inplace=False")
+each("silu hardswish hardsigmoid mish relu6 selu", "input:T, inplace=False")
+each("logsigmoid softsign")
+each("leaky_relu", "input:T, negative_slope=0.01, inplace=False")
+each("elu celu", "input:T, alpha=1.0, inplace=False")
+each("hardtanh", "input:T, min_val=-1.0, max_val=1.0, inplace=False")
+each("softplus", "input:T, beta=1, threshold=20")
+each("threshold", "input:T, threshold, value, inplace=False")
+each("prelu", "input:T, weight:T")
+op("glu",        F.glu,             "input:T, dim=-1")
+each("tril triu", "input:T, diagonal=0")
+
+# randomness
+op("dropout",    F.dropout,         "input:T, p=0.5, training=True, inplace=False", (torch.dropout, "input, p, training"))
+each("dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", "input:T, p=0.5, training=True, inplace=False")
+op("bernoulli",  bernoulli,         "input:T, p:T=None", (torch.bernoulli, "input, p=None"), (T.bernoulli, "input, p=None"))
+for n, defaults in (("uniform", "0.0, 1.0"), ("normal", "0.0, 1.0"), ("exponential", "1.0"), ("log_normal", "1.0, 2.0"), ("cauchy", "0.0, 1.0"), ("geometric", "")):
+    op(f"{n}_like", drawn(f"{n}_"), "input:T, " + ", ".join(f"{a}={d}" if d else a for a, d in zip("ab", defaults.split(", "), strict=False)))
+for n in ("rand", "randn"):
+    op(n, getattr(torch, n),        "size:SHAPE, *, dtype=None", (getattr(torch, n), "*size, dtype=None, **how"))
+    op(f"{n}_like", getattr(torch, f"{n}_like"), "input:T, *, dtype=None", (getattr(torch, f"{n}_like"), "input, *, dtype=None, **how"))
+each("multinomial", "input:T, num_samples, replacement=False")
+
+# reductions, scans, searches
 op("sum",        torch.sum,         "input:T, dim=None, keepdim=False, *, dtype=None", T.sum)
 op("mean",       torch.mean,        "input:T, dim=None, keepdim=False, *, dtype=None", T.mean)
 op("softmax",    torch.softmax,     "input:T, dim, dtype=None", T.softmax, (F.softmax, "input, dim=None, _stacklevel=3, dtype=None"))
+op("log_softmax", torch.log_softmax, "input:T, dim, dtype=None", T.log_softmax, (F.log_softmax, "input, dim=None, _stacklevel=3, dtype=None"))
+each("amax amin", "input:T, dim=None, keepdim=False")
+each("logsumexp", "input:T, dim, keepdim=False")
+each("all any argmax argmin", "input:T, dim=None, keepdim=False")
+each("cumsum cumprod", "input:T, dim, *, dtype=None")
+each("topk", "input:T, k, dim=-1, largest=True, sorted=True")
+each("sort argsort", "input:T, dim=-1, descending=False")
+each("diff", "input:T, n=1, dim=-1, prepend:T=None, append:T=None")
+each("norm", "input:T, p='fro', dim=None, keepdim=False, *, dtype=None")
+
+# normalisation, attention, losses
 op("layer_norm", F.layer_norm,      "input:T, normalized_shape, weight:T=None, bias:T=None, eps=1e-05")
 op("rms_norm",   F.rms_norm,        "input:T, normalized_shape, weight:T=None, eps=None")
-op("mse_loss",   F.mse_loss,        "input:T, target:T, size_average=None, reduce=None, reduction='mean', weight=None")
-op("cross_entropy", F.cross_entropy, "input:T, target:T, weight:T=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', label_smoothing=0.0")
-op("embedding",  F.embedding,       "input:T, weight:T, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False")
+op("group_norm", F.group_norm,      "input:T, num_groups, weight:T=None, bias:T=None, eps=1e-05")
+op("batch_norm", F.batch_norm,      "input:T, running_mean:T, running_var:T, weight:T=None, bias:T=None, training=False, momentum=0.1, eps=1e-05", writes="running_mean, running_var")
+op("instance_norm", F.instance_norm, "input:T, running_mean:T=None, running_var:T=None, weight:T=None, bias:T=None, use_input_stats=True, momentum=0.1, eps=1e-05",
+   writes="running_mean, running_var")
+op("weight_norm", torch._weight_norm, "v:T, g:T, dim=0")
+op("normalize",  F.normalize,       "input:T, p=2.0, dim=1, eps=1e-12, out=None")
 op("scaled_dot_product_attention", F.scaled_dot_product_attention,
                                     "query:T, key:T, value:T, attn_mask:T=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False")
+op("mse_loss",   F.mse_loss,        "input:T, target:T, size_average=None, reduce=None, reduction='mean', weight=None")
+op("cross_entropy", F.cross_entropy, "input:T, target:T, weight:T=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', label_smoothing=0.0")
+op("nll_loss",   F.nll_loss,        "input:T, target:T, weight:T=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean'")
+op("l1_loss",    F.l1_loss,         "input:T, target:T, size_average=None, reduce=None, reduction='mean', weight=None")
+op("smooth_l1_loss", F.smooth_l1_loss, "input:T, target:T, size_average=None, reduce=None, reduction='mean', beta=1.0")
+op("binary_cross_entropy", F.binary_cross_entropy, "input:T, target:T, weight:T=None, size_average=None, reduce=None, reduction='mean'")
+op("binary_cross_entropy_with_logits", F.binary_cross_entropy_with_logits, "input:T, target:T, weight:T=None, size_average=None, reduce=None, reduction='mean', pos_weight:T=None")
+op("kl_div",     F.kl_div,          "input:T, target:T, size_average=None, reduce=None, reduction='mean', log_target=False")
+
+# look-up
+op("embedding",  F.embedding,       "input:T, weight:T, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False")
+op("index",      index,             "input:T, index:T", T.__getitem__)
+op("setitem",    setitem,           "input:T, index:T, value:T", T.__setitem__)
+op("copy",       copy,              "input:T, source:T")
+each("gather", "input:T, dim, index:T, *, sparse_grad=False")
+each("index_select", "input:T, dim, index:T")
+each("scatter_add", "input:T, dim, index:T, src:T")
+each("one_hot", "input:T, num_classes=-1")
+each("slice_scatter", "input:T, src:T, dim=0, start=None, end=None, step=1")
+each("select_scatter", "input:T, src:T, dim, index")
+each("diagonal_scatter", "input:T, src:T, offset=0, dim1=0, dim2=1")
+
+# pictures
+for n in (1, 2, 3):
+    op(f"max_pool{n}d", getattr(F, f"max_pool{n}d"), "input:T, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False")
+    op(f"adaptive_avg_pool{n}d", getattr(F, f"adaptive_avg_pool{n}d"), "input:T, output_size")
+each("avg_pool1d", "input:T, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True")
+each("avg_pool2d avg_pool3d", "input:T, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None")
+op("interpolate", F.interpolate,    "input:T, size=None, scale_factor=None, mode='nearest', align_corners=None, recompute_scale_factor=None, antialias=False")
+each("pixel_shuffle", "input:T, upscale_factor")
+op("pad",        F.pad,             "input:T, pad, mode='constant', value=None")
+
+# shapes
 op("view",       view,              "input:T, size:SHAPE", (T.view, "input, *size"), (T.reshape, "input, *size"), (torch.reshape, "input, size"), (T.flatten, "input, *size, **by"),
                                     (torch.flatten, "input, *size, **by"), (T.unsqueeze, "input, size"), (torch.unsqueeze, "input, size"), (T.squeeze, "input, *size"),
-                                    (torch.squeeze, "input, *size"), (T.unflatten, "input, *size, **by"))
-op("transpose",  torch.transpose,   "input:T, dim0, dim1", T.transpose)
+                                    (torch.squeeze, "input, *size"), (T.unflatten, "input, *size, **by"), (torch.unflatten, "input, *size, **by"), (T.view_as, "input, size"),
+                                    (T.reshape_as, "input, size"))
+op("expand",     expand,            "input:T, size:SHAPE", (T.expand, "input, *size"), (T.expand_as, "input, size"), (torch.broadcast_to, "input, size"), (T.broadcast_to, "input, *size"))
+op("transpose",  torch.transpose,   "input:T, dim0, dim1", T.transpose, torch.swapaxes, T.swapaxes, torch.swapdims, T.swapdims)
 op("permute",    torch.permute,     "input:T, dims", (T.permute, "input, *dims"))
 op("t",          torch.t,           "input:T", T.t)
 op("detach",     torch.detach,      "input:T", T.detach)
-op("contiguous", contiguous,        "input:T", T.contiguous)
+op("contiguous", contiguous,        "input:T", (T.contiguous, "input, memory_format=None"), (torch.clone, "input, *, memory_format=None"), (T.clone, "input, *, memory_format=None"))
 op("split",      split,             "input:T, sections:SIZES, dim=0", (T.split, "input, sections, dim=0"), (torch.split, "input, sections, dim=0"), (T.chunk, "input, sections, dim=0"),
-                                    (torch.chunk, "input, sections, dim=0"))
-op("cat",        torch.cat,         "tensors:T, dim=0", torch.concat)
-op("narrow",     narrow,            "input:T, dim, start, length")
-op("select",     torch.select,      "input:T, dim, index")
-op("pad",        F.pad,             "input:T, pad, mode='constant', value=None")
+                                    (torch.chunk, "input, sections, dim=0"), (torch.split_with_sizes, "input, sections, dim=0"), (T.split_with_sizes, "input, sections, dim=0"))
+op("cat",        torch.cat,         "tensors:T, dim=0", torch.concat, torch.concatenate)
+op("stack",      torch.stack,       "tensors:T, dim=0")
+op("unbind",     torch.unbind,      "input:T, dim=0", T.unbind)
+op("narrow",     narrow,            "input:T, dim, start, length", T.narrow, torch.narrow)
+op("select",     torch.select,      "input:T, dim, index", T.select)
+op("repeat",     repeat,            "input:T, repeats", (T.repeat, "input, *repeats"), (torch.tile, "input, repeats"), (T.tile, "input, *repeats"))
+each("repeat_interleave", "input:T, repeats:T, dim=None, *, output_size=None")
+each("roll", "input:T, shifts, dims=None")
+op("flip",       torch.flip,        "input:T, dims", (T.flip, "input, *dims"))
+each("diagonal", "input:T, offset=0, dim1=0, dim2=1")
 op("to",         to,                "input:T, dtype")
 op("identity",   identity,          "input:T")
 
-CASTS = frozenset({T.to, T.float, T.double, T.half, T.bfloat16, T.type_as, T.type, T.long, T.int, T.bool})
-RANDOM = frozenset({"dropout", "scaled_dot_product_attention"})    # their draws are recorded with their probability, and made by position
+# from nothing
+op("arange",     torch.arange,      "start, end, step=1, *, dtype=None", (torch.arange, "*bounds, dtype=None, **how"))
+op("full",       torch.full,        "size:SHAPE, fill_value, *, dtype=None", (torch.full, "size, fill_value, *, dtype=None, **how"))
+op("full_like",  full_like,         "input:T, fill_value, dtype=None", (torch.full_like, "input, fill_value, *, dtype=None, **how"))
+for n in ("zeros", "ones", "empty"):
+    op(n, getattr(torch, n),        "size:SHAPE, *, dtype=None", (getattr(torch, n), "*size, dtype=None, **how"))
+    op(f"{n}_like", getattr(torch, f"{n}_like"), "input:T, *, dtype=None", (getattr(torch, f"{n}_like"), "input, *, dtype=None, **how"))
+    op(f"new_{n}", new(f"new_{n}"), "input:T, size:SHAPE, *, dtype=None", (getattr(T, f"new_{n}"), "input, *size, dtype=None, **how"))
+op("new_full",   new("new_full"),   "input:T, size:SHAPE, fill_value, *, dtype=None", (T.new_full, "input, size, fill_value, *, dtype=None, **how"))
+op("tensor",     torch.tensor,      "data, *, dtype=None", (torch.tensor, "data, *, dtype=None, **how"))
 
-_IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__")
-
-
-def lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any = None) -> tuple[Op, dict[str, Any]]:
-    """The canonical op of one call, and its arguments by name; shapes and dtypes are those of the result."""
-    if function in CASTS and isinstance(result, Tensor):
-        return OPS["to"], {"input": args[0], "dtype": result.dtype}
-    if getattr(function, "__name__", "") == "__get__":
-        return _attribute(function.__self__.__name__, args[0])                                    # type: ignore[attr-defined]
-    if function in (T.view, T.reshape) and any(isinstance(a, torch.dtype) for a in args):
-        return _by_own_name(function, args, kwargs)
-    canonical, arguments = _lookup(function, args, kwargs)
-    if arguments.get("dim", 0) in ((), []):                    # sum over no dims is torch's word for all
-        del arguments["dim"]
-    if canonical.name == "softmax" and arguments.get("dim") is None:
-        arguments["dim"] = 0 if args[0].dim() in (0, 1, 3) else 1                                 # as torch guesses
-    if (shape := canonical.local(SHAPE)) is not None:
-        arguments[shape] = tuple(result.shape)
-    if (sizes := canonical.local(SIZES)) is not None:
-        arguments[sizes] = tuple(part.shape[arguments.get("dim", 0)] for part in result)
-    if "dims" in arguments and len(arguments["dims"]) == 1 and isinstance(arguments["dims"][0], (tuple, list)):
-        arguments["dims"] = tuple(arguments["dims"][0])        # permute((0, 2, 1)) and permute(0, 2, 1)
-    return canonical, arguments
-
-
-def _attribute(name: str, tensor: Tensor) -> tuple[Op, dict[str, Any]]:
-    """A tensor that is read off another: x.T, x.mT, x.data."""
-    if name in ("T", "mT"):
-        dims = tuple(range(tensor.dim()))
-        return OPS["permute"], {"input": tensor, "dims": dims[::-1] if name == "T" else (*dims[:-2], *dims[:-3:-1])}
-    if name == "data":
-        return OPS["detach"], {"input": tensor}
-    raise KeyError(name)
-
-
-def _lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
-    found = SPELLINGS.get(function)
-    if found is not None:
-        canonical, spelled = found
-        try:
-            named = spelled.bind(*args, **kwargs).arguments
-        except TypeError:                                      # an overload that the line does not cover
-            return _by_own_name(function, args, kwargs)
-        assert canonical.signature is not None
-        names = canonical.signature.parameters
-        if (shape := canonical.local(SHAPE)) is not None:      # whatever was said, the shape of the result says it all
-            return canonical, {"input": named["input"], shape: None}
-        if all(n in names or _same(v, spelled.parameters[n].default) for n, v in named.items()):
-            return canonical, canonical.bind((), {n: v for n, v in named.items() if n in names})
-    return _by_own_name(function, args, kwargs)
-
-
-def _by_own_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
-    name = (resolve_name(function) or getattr(function, "__qualname__", repr(function))).removeprefix("torch.")
-    while OPS.setdefault(name, Op(name, function)).call is not function:     # another function of the same name
-        name += "'"
-    made = OPS[name]
-    return made, made.bind(args, kwargs)
-
-
-def is_in_place(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Does this spelling write to its operand?"""
-    name = getattr(function, "__name__", "")
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True or kwargs.get("out") is not None
+CASTS = frozenset({T.to, T.float, T.double, T.half, T.bfloat16, T.type_as, T.type, T.long, T.int, T.bool, T.short, T.char, T.byte, T.cpu, torch.ops.aten._to_copy.default})

@@ -1,0 +1,100 @@
+"""Autocast, without a table: the casts under which an op does with autocast off what it did with it on.
+
+Under autocast an op is run once, and the ATen ops it comes to are noted with the dtypes of their operands. Then its floating operands are
+cast to each dtype in question, the op runs with autocast off, and the casts whose notes are the same are written into the graph.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopar.tracer.graph import TensorType
+from autopar.tracer.vocabulary import OPS
+
+if TYPE_CHECKING:
+    from autopar.tracer.recorder import Recorder
+
+_HIDDEN = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.detach.default})    # autocast's own
+
+
+class Casts:
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.noted: list[tuple[Any, ...]] | None = None
+        self.region = False                                    # autocast was on for the last op
+        self.cached: dict[tuple[int, torch.dtype], Tensor] = {}    # parameters are cast once a region, as autocast does
+
+    def on(self) -> bool:
+        enabled = torch.is_autocast_enabled("cpu")
+        if self.region and not enabled:
+            self.cached.clear()
+        self.region = enabled
+        if torch.is_autocast_enabled("cuda"):
+            raise self.recorder.letter("autocast for cuda is switched on inside the model, and its casts cannot be seen on a CPU", (), 'torch.autocast("cpu", ...) while tracing, or casts written out')
+        return enabled
+
+    def note(self, function: Any, args: Any) -> None:
+        if self.noted is not None and function not in _HIDDEN:
+            from autopar.tracer.recorder import tensors_in
+
+            self.noted.append((function, *((tuple(t.shape), t.dtype) for t in tensors_in(args, {}))))
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One torch function under autocast: executed and recorded, with its casts."""
+        from autopar.tracer.recorder import tensors_in
+
+        recorder = self.recorder
+        result, noted = self._noted(function, args, kwargs)
+        if not tensors_in((result,), {}):
+            return result
+        for dtype in (None, torch.get_autocast_dtype("cpu"), torch.float32):
+            cast_args, cast_kwargs, casts = self._cast(args, kwargs, dtype)
+            if dtype is not None and not casts:
+                continue
+            with torch.autocast("cpu", enabled=False):
+                try:
+                    other, others = self._noted(function, cast_args, cast_kwargs)
+                except Exception:                              # without the casts, dtypes may not go together
+                    continue
+            if others == noted and [t.dtype for t in tensors_in((other,), {})] == [t.dtype for t in tensors_in((result,), {})]:
+                break
+        else:
+            raise recorder.letter(f"autocast does something to {function.__name__} that casts of its operands do not explain", args, "casts written out")
+        for tensor, cast in casts:
+            if not recorder.knows(cast):
+                made, arguments = OPS["to"], {"input": tensor, "dtype": cast.dtype}
+                recorder.values.bind_all(cast, recorder.emit(made, arguments, (TensorType.of(cast),)), (made, arguments))
+        recorder.record(function, cast_args, cast_kwargs, result)
+        return result
+
+    def _noted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[tuple[Any, ...]]]:
+        self.noted = []
+        try:
+            return self.recorder.execute(function, args, kwargs), self.noted
+        finally:
+            self.noted = None
+
+    def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Tensor]]]:
+        """The arguments with their floating tensors cast, and which were."""
+        casts: list[tuple[Tensor, Tensor]] = []
+
+        def cast(value: Any) -> Any:
+            if not isinstance(value, Tensor) or dtype is None or not value.is_floating_point() or value.dtype in (dtype, torch.float64):
+                return value
+            if (id(value), dtype) not in self.cached:
+                self.recorder.inside, inside = "autocast", self.recorder.inside
+                made = value.to(dtype)
+                self.recorder.inside = inside
+                if not (value.is_leaf and value.requires_grad):
+                    casts.append((value, made))
+                    return made
+                self.cached[id(value), dtype] = made
+            casts.append((value, self.cached[id(value), dtype]))
+            return casts[-1][1]
+
+        cast_args, cast_kwargs = pytree.tree_map(cast, (args, kwargs))
+        return cast_args, cast_kwargs, casts

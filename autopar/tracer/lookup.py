@@ -1,0 +1,186 @@
+"""From one call of a torch function to a canonical op with its arguments by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import resolve_name
+
+from autopar.tracer.vocabulary import CASTS, OPS, SHAPE, SIZES, SPELLINGS, Apply, Op, same
+
+_T = Tensor
+_LAYOUT = frozenset({"how", "memory_format", "non_blocking", "copy", "sparse_grad", "_stacklevel", "inplace"})    # what names no value: layout, device, warnings
+_FACTORIES = frozenset({"arange", "zeros", "ones", "empty", "full", "rand", "randn", "tensor"})
+_DRAWS = {"uniform_": ("uniform_like", ("from", "to")), "normal_": ("normal_like", ("mean", "std")), "exponential_": ("exponential_like", ("lambd",)),
+          "log_normal_": ("log_normal_like", ("mean", "std")), "cauchy_": ("cauchy_like", ("median", "sigma")), "geometric_": ("geometric_like", ("p",))}
+
+
+def lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any = None) -> tuple[Op, dict[str, Any]]:
+    """The canonical op of one call, and its arguments by name; shapes and dtypes are those of the result."""
+    if function in CASTS and isinstance(result, Tensor):
+        return OPS["to"], {"input": args[0], "dtype": result.dtype}
+    if isinstance(function, torch._ops.OpOverload):
+        function = _of_aten(function)
+    if getattr(function, "__name__", "") == "__get__":
+        return _attribute(function.__self__.__name__, args[0])                                    # type: ignore[attr-defined]
+    if function in (_T.view, _T.reshape) and any(isinstance(a, torch.dtype) for a in args):
+        return _by_own_name(function, args, kwargs)
+    canonical, arguments = _lookup(function, args, kwargs, result)
+    name = canonical.name
+    if arguments.get("dim", 0) in ((), []):                    # sum over no dims is torch's word for all
+        del arguments["dim"]
+    if name in ("softmax", "log_softmax") and arguments.get("dim") is None:
+        arguments["dim"] = 0 if args[0].dim() in (0, 1, 3) else 1                                 # as torch guesses
+    if name in _FACTORIES:
+        arguments["dtype"] = result.dtype                      # torch's default may be another at replay
+    if (sizes := _local(canonical, SIZES)) is not None:
+        arguments[sizes] = tuple(part.shape[arguments.get("dim", 0)] for part in result)
+    for many in ("dims", "repeats"):                           # permute((0, 2, 1)) and permute(0, 2, 1)
+        if isinstance(arguments.get(many), tuple) and len(arguments[many]) == 1 and isinstance(arguments[many][0], (tuple, list)):
+            arguments[many] = tuple(arguments[many][0])
+    return canonical, arguments
+
+
+def functional(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Op | None, dict[str, Any]]:
+    """The pure form of a call that writes to its first argument. None: the new value is `source` itself."""
+    if isinstance(function, torch._ops.OpOverload):
+        name, pure = function._schema.name.split("::")[1], None
+        packet = getattr(torch.ops.aten, name[:-1], None)
+        if packet is not None and function._overloadname in packet.overloads():
+            pure = getattr(packet, function._overloadname)
+    else:
+        name, pure = getattr(function, "__name__", ""), None
+    if name in ("__setitem__", "copy_", "fill_", "zero_"):
+        target, *given = args
+        given += kwargs.values()
+        if name == "__setitem__":
+            return OPS["setitem"], {"input": target, "index": given[0], "value": given[1]}
+        if name == "copy_" or (name == "fill_" and isinstance(given[0], Tensor)):
+            return None, {"source": given[0]}
+        return OPS["full_like"], {"input": target, "fill_value": 0 if name == "zero_" else given[0]}
+    if name == "bernoulli_":
+        return OPS["bernoulli"], {"input": args[0], "p": args[1] if len(args) > 1 else kwargs.get("p", 0.5)}
+    if name in _DRAWS:
+        made, names = _DRAWS[name]
+        given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
+        return OPS[made], {"input": args[0], **{letter: given[n] for letter, n in zip("ab", names, strict=False) if n in given}}
+    if pure is None:
+        bare = name[3:-2] if name.startswith("__i") else name.rstrip("_")
+        bare = {"truediv": "div", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "mod": "remainder", "floordiv": "floor_divide"}.get(bare, bare)
+        pure = next((getattr(home, bare) for home in (_T, torch, F) if hasattr(home, bare)), None) if name.endswith("_") else function
+    if pure is None:
+        return _by_own_name(_on_a_copy(function), args, kwargs)
+    kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
+    if pure is function and len(args) > 1:                     # inplace by position
+        position = list(inspect.signature(function).parameters).index("inplace") if "inplace" in inspect.signature(function).parameters else len(args)
+        args = tuple(False if i == position else a for i, a in enumerate(args))
+    return lookup(pure, args, kwargs, args[0] if args else kwargs.get("input"))
+
+
+@functools.cache
+def _on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(input.clone(), *args, **kwargs)
+    call.__name__ = call.__qualname__ = f"{function.__name__} on a copy"
+    return call
+
+
+@functools.cache
+def _of_aten(function: Any) -> Any:
+    """The torch function of an ATen op, where there is one by its name."""
+    space, name = function._schema.name.split("::")
+    if space == "aten":
+        name = {"_unsafe_view": "view", "_softmax": "", "slice": ""}.get(name, name)
+        for home in (torch, _T, F):
+            if getattr(home, name, None) in SPELLINGS:
+                return getattr(home, name)
+    return function
+
+
+def _attribute(name: str, tensor: Tensor) -> tuple[Op, dict[str, Any]]:
+    """A tensor that is read off another: x.T, x.mT, x.data."""
+    if name in ("T", "mT", "H", "mH") and not tensor.is_complex():
+        dims = tuple(range(tensor.dim()))
+        return OPS["permute"], {"input": tensor, "dims": dims[::-1] if name in ("T", "H") else (*dims[:-2], *dims[:-3:-1])}
+    if name == "data":
+        return OPS["detach"], {"input": tensor}
+    if name in ("real", "imag"):
+        return _by_own_name(getattr(torch, name), (tensor,), {})
+    raise KeyError(name)
+
+
+_local = functools.cache(Op.local)
+
+
+def _lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
+    found = SPELLINGS.get(function)
+    if found is not None:
+        canonical, spelled = found
+        try:
+            named = _named(spelled, args, kwargs)
+        except TypeError:                                      # an overload that the line does not cover
+            return _by_own_name(function, args, kwargs)
+        assert canonical.signature is not None
+        names = canonical.signature.parameters
+        if (shape := _local(canonical, SHAPE)) is not None:    # whatever was said, the shape of the result says it all
+            return canonical, {n: tuple(result.shape) if n == shape else named[n] for n in names if n == shape or n in named}
+        if "bounds" in named:
+            return _arange(canonical, named)
+        if all(n in names or n in _LAYOUT or same(v, spelled.parameters[n].default) for n, v in named.items()):
+            return canonical, {n: v for n, p in names.items() if n in named and not same(v := named[n], p.default)}
+    return _by_own_name(function, args, kwargs)
+
+
+@functools.cache
+def _plain_names(signature: inspect.Signature) -> tuple[tuple[str, ...], frozenset[str]] | None:
+    """The positional names and all names of a signature without * and **."""
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
+        return None
+    return tuple(n for n, p in signature.parameters.items() if p.kind == p.POSITIONAL_OR_KEYWORD), frozenset(n for n, p in signature.parameters.items() if p.default is p.empty)
+
+
+def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, as `signature.bind` gives them, at a tenth of its time."""
+    plain = _plain_names(signature)
+    if plain is None:
+        return signature.bind(*args, **kwargs).arguments
+    positional, needed = plain
+    named = dict(zip(positional, args, strict=False))
+    if len(args) > len(positional) or any(n in named or n not in signature.parameters for n in kwargs) or not needed <= named.keys() | kwargs.keys():
+        raise TypeError("another overload")
+    named.update(kwargs)
+    return named
+
+
+def _arange(canonical: Op, named: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
+    bounds, how = list(named["bounds"]), named.get("how", {})
+    if len(bounds) == 1 and "end" not in how:
+        bounds = [0, *bounds]
+    start = bounds[0] if bounds else how.get("start", 0)
+    end = bounds[1] if len(bounds) > 1 else how["end"]
+    step = bounds[2] if len(bounds) > 2 else how.get("step", 1)
+    return canonical, {"start": start, "end": end, **({"step": step} if step != 1 else {})}
+
+
+def _by_own_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
+    name = own_name(function)
+    kwargs = {k: v for k, v in kwargs.items() if k != "device"}    # fakes say cpu; the program runs where the model is
+    while (made := OPS.setdefault(name, Op(name, function))).call != function:     # another function of the same name
+        name += "'"
+    return made, made.bind(args, kwargs)
+
+
+@functools.cache
+def own_name(function: Callable[..., Any]) -> str:
+    """`cumsum`, `nn.functional.gumbel_softmax`, `ops.mylib.foo.default`, `function models.Scale`."""
+    if isinstance(function, Apply):
+        return function.__name__
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return f"ops.{str(function).replace('::', '.')}"
+    return (resolve_name(function) or getattr(function, "__qualname__", repr(function))).removeprefix("torch.")

@@ -1,0 +1,599 @@
+"""Write down every torch function that a module calls, as a list of pure ops.
+
+    a function mode          sees every torch function, before autograd: one node each
+    the fake mode below      sees what the function mode cannot: ops inside TorchScript and transforms, writes, random draws
+
+Writes in place become new values (`values.py`); answers to questions about values come from `branches.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils import _pytree as pytree
+
+from autopar.letters import NotCaptured
+from autopar.tracer import branches
+from autopar.tracer.casts import Casts
+from autopar.tracer.graph import Assume, Info, TensorType
+from autopar.tracer.values import Values
+from autopar.tracer.lookup import functional, lookup, own_name
+from autopar.tracer.vocabulary import OPS, SPELLINGS, WRITES, Apply
+
+_T = Tensor
+QUERIES = frozenset({
+    _T.size, _T.dim, _T.numel, _T.stride, _T.is_floating_point, _T.is_complex, _T.is_contiguous, _T.element_size, _T.__len__, _T.storage_offset, _T.ndimension, _T.get_device,
+    _T.__hash__, _T.__repr__, _T.__format__, _T.nelement, _T.is_signed, _T.is_same_size, _T.is_inference, _T.dim_order,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor, torch.is_same_size, torch.is_grad_enabled, torch.get_default_dtype, torch.result_type,
+    torch.can_cast, torch.promote_types, torch.iinfo, torch.finfo})
+REFUSED = {
+    **dict.fromkeys((_T.register_hook, _T.retain_grad, _T.register_post_accumulate_grad_hook), ("a hook on a tensor inside the model would be lost", "hooks on parameters of the parallel model")),
+    **dict.fromkeys((_T.backward, torch.autograd.grad, torch.autograd.backward), ("a derivative is taken inside the model, which a graph of its forward cannot hold", "the loss as an output")),
+    **dict.fromkeys((_T.set_, _T.resize_, _T.resize_as_, _T.detach_, _T.as_strided_, _T.swapaxes_, _T.swapdims_, _T.transpose_, _T.t_, _T.squeeze_, _T.unsqueeze_, _T.data.__set__, _T.grad.__set__),
+                    ("a tensor is given another shape or storage in place", "the form that returns a new tensor")),    # type: ignore[attr-defined]
+    **dict.fromkeys((_T.as_strided, torch.as_strided), ("as_strided reads a tensor by its memory layout, which a plan may change", "narrow, view or index")),
+    **dict.fromkeys((_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.storage), ("the model leaves torch with a tensor's memory", "torch functions")),
+}
+VALUES = frozenset({_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__})
+SHAPES = frozenset({_T.nonzero, torch.nonzero, torch.argwhere, _T.argwhere, torch.masked_select, _T.masked_select, torch.unique, _T.unique, torch.unique_consecutive, _T.unique_consecutive, torch.bincount, _T.bincount})
+_IN_PLACE = frozenset(f"__{n}__" for n in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod", "iand", "ior", "ixor", "ilshift", "irshift", "setitem", "idiv"))
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(contextlib.__file__)))
+_CONTAINERS = (list, tuple, dict)
+
+
+class Recorder(TorchFunctionMode):
+    """Sees every torch function and writes one node for each that makes a tensor."""
+
+    def __init__(self, root: torch.nn.Module, assume: Assume) -> None:
+        super().__init__()
+        self.root, self.assume, self.graph, self.below = root, assume, fx.Graph(), Below(self)
+        self.values = Values(self)
+        self.casts = Casts(self)
+        self.top: fx.Node | None = None                        # the last input or attribute: they stand together on top
+        self.attributes: dict[int, tuple[str, ...]] = {}
+        self.kinds: dict[int, str] = {}
+        self.modules: list[str] = []
+        self.regions: list[int] = []                           # checkpoint regions that are open
+        self.region_count = 0
+        self.open: list[Any] = []                              # composite functions whose bodies are running
+        self.counts: dict[str, int] = {}
+        self.thread = threading.get_ident()
+        self.assumptions: list[str] = []
+        self.inside: Any = None                                # the torch function being executed
+        self.drew: Any = None                                  # the random ATen op that it came to
+        self.wrote: list[tuple[Any, Tensor]] = []              # the ATen ops that wrote, and to what
+        self.closed: set[int] | None = None                    # inside an autograd.Function: the tensors it was given
+        self.watched = False                                   # the model is running
+        self.held: list[Tensor] = []                           # the fakes of the module's tensors
+        self.reassigned: list[tuple[str, Tensor]] = []         # buffers that forward has set to another tensor
+
+    # -- what enters and leaves
+
+    def add_input(self, tensor: Tensor, name: str) -> str:
+        node = self.top = self.graph.placeholder(identifier(name))
+        self.values.bind(tensor, node, Info(name, "input", (TensorType.of(tensor),)))
+        return str(node.target)
+
+    def learn_names(self, held: list[Tensor]) -> None:
+        """Every name of every tensor that the module holds, by the identity of the fake that stands for it."""
+        named = [("parameter", n, p) for n, p in self.root.named_parameters(remove_duplicate=False)] + [("buffer", n, b) for n, b in self.root.named_buffers(remove_duplicate=False)]
+        named += [("buffer", f"{path}.{n}" if path else n, v) for path, m in self.root.named_modules() for n, v in vars(m).items() if isinstance(v, Tensor)]    # a plain attribute is a buffer too
+        for kind, name, tensor in named:
+            self.attributes[id(tensor)] = (*self.attributes.get(id(tensor), ()), name)
+            self.kinds.setdefault(id(tensor), kind)
+        self.paths = {id(m): n for n, m in self.root.named_modules()}
+        self.held = held
+
+    def notice_changes(self, module: torch.nn.Module, path: str, attributes: dict[str, Any], buffers: dict[str, Tensor | None], contents: dict[str, Any]) -> None:
+        """What forward has set on a module: buffers become outputs; other attributes are not kept, and the graph says so."""
+        for name, new in module._buffers.items():
+            old = buffers.get(name)
+            if new is not old and isinstance(new, Tensor):
+                full = f"{path}.{name}" if path else name
+                if old is None or old.shape != new.shape or old.dtype != new.dtype:
+                    raise self.letter(f"forward gives the buffer {full} another shape or dtype", (new,), "a buffer of fixed shape, written in place")
+                self.reassigned.append((full, new))
+        for name, value in vars(module).items():
+            old = attributes.get(name, attributes)
+            if (value is not old and not (isinstance(value, (bool, int, float, str)) and value == old)) or (name in contents and not name.startswith("_") and len(value) != len(contents[name])):
+                self.assumptions.append(f"the attribute {name} that forward sets on {path or 'the model'} is not kept")
+
+    def updates(self, inputs: list[Any]) -> list[tuple[str, str, Tensor]]:
+        """The buffers and inputs that stand for another value than at the start."""
+        found = [("buffer", names[0], t) for t in self.held if (names := self.attributes.get(id(t))) and self.kinds[id(t)] == "buffer" and self._has_changed(t)]
+        names = [n.meta["info"].key for n in self.graph.nodes if n.op == "placeholder"]
+        found += [("input", name, t) for name, t in zip(names, (leaf for leaf in inputs if isinstance(leaf, Tensor)), strict=True) if self._has_changed(t)]
+        return [*found, *(("buffer", name, t) for name, t in self.reassigned)]
+
+    def _has_changed(self, tensor: Tensor) -> bool:
+        node = self.values.node(tensor)
+        return node is not None and node.op not in ("placeholder", "get_attr")
+
+    def add_output(self, tensors: list[Tensor]) -> None:
+        node = self.graph.output(tuple(self.node(t) for t in tensors))
+        node.meta["info"] = Info("out", "output", tuple(TensorType.of(t) for t in tensors))
+
+    # -- what happens between
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        hooks = torch.nn.modules.module
+
+        def enter(module: torch.nn.Module, _: Any) -> None:
+            if threading.get_ident() == self.thread:
+                self.modules.append(self.paths.get(id(module), self.module))
+
+        def leave(module: torch.nn.Module, *_: Any) -> None:
+            if threading.get_ident() == self.thread:
+                self.modules.pop()
+
+        handles = hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True)
+        self.watched = True
+        try:
+            with self:
+                yield
+        finally:
+            self.watched = False
+            for handle in handles:
+                handle.remove()
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        trait = TRAITS.get(function) or _trait(function)
+        if self.inside is not None or trait is _query:
+            return function(*args, **kwargs)
+        if torch._C._are_functorch_transforms_active():        # its tensors are wrapped: what is inside comes by below
+            return function(*args, **kwargs)
+        if trait is _op and function in _INPLACE_AT and _is_asked(function, args, kwargs):
+            trait = _in_place
+        if trait is _op and self.casts.on():
+            return self.casts.call(function, args, kwargs)
+        return trait(self, function, args, kwargs)
+
+    def execute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function on the fakes, and note what it does below."""
+        for tensor in tensors_in(args, kwargs):
+            if not isinstance(tensor, FakeTensor):
+                raise self.outsider(tensor)
+        self.inside, self.drew, self.wrote = function, None, []
+        try:
+            return function(*args, **kwargs)
+        except Exception as e:
+            if type(e).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+                raise self.letter(f"{name_of(function)} depends on the values of a tensor, which a graph cannot hold", args) from e
+            if isinstance(e, AssertionError) and "FakeTensor" in str(e):
+                raise self.letter(f"{name_of(function)} uses a tensor from outside the model and its inputs", args) from e
+            raise
+        finally:
+            self.inside = None
+
+    def record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Write a node for a call that gave `result`."""
+        outputs = tensors_in((result,), {})
+        if not outputs:
+            return
+        if isinstance(result, Tensor) and self.knows(result):
+            return                                             # the operand itself: nothing was computed
+        if any(out.device.type != "cpu" for out in outputs):   # fakes say cpu wherever the model is
+            raise self.letter(f"{name_of(function)} gives a tensor on {outputs[0].device}: the model moves tensors between devices itself", args, "device=x.device, of a tensor at hand")
+        made, arguments = lookup(function, args, kwargs, result)
+        written = [t for _, t in self.wrote if self.values.shares_storage(t)]
+        if written:
+            if made.name not in WRITES:
+                raise self.letter(f"{name_of(function)} writes to a tensor that it was given ({self.wrote[0][0]})", args, "the form that returns a new tensor")
+            made, written_to = WRITES[made.name]
+            node = self.emit(made, arguments, (*outputs, *(arguments[n] for n in written_to)))
+            parts = self.split(node)
+            self.values.bind(outputs[0], parts[0])
+            for part, target in zip(parts[1:], written_to, strict=True):
+                self.values.write(arguments[target], part)
+            return
+        self.values.bind_all(result, self.emit(made, arguments, outputs), (made, arguments))
+
+    def record_below(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, writes: bool) -> None:
+        """An ATen op that ran outside any torch function: in TorchScript, under vmap, in a transform. It stands below autograd, which works it out anew at replay."""
+        for tensor in tensors_in(args, kwargs):
+            if not isinstance(tensor, FakeTensor) and tensor.dim():
+                raise self.outsider(tensor)
+        args, kwargs = pytree.tree_map(lambda v: v.item() if isinstance(v, Tensor) and not isinstance(v, FakeTensor) else v, (args, kwargs))    # a Python number on its way
+        flows = torch.is_grad_enabled() and function is not torch.ops.aten.detach.default and any(self.node(t).meta["info"].outputs[0].requires_grad for t in tensors_in(args, kwargs))
+
+        def type_of(tensor: Tensor) -> TensorType:
+            return replace(TensorType.of(tensor), requires_grad=flows and tensor.is_floating_point())
+
+        if writes:
+            self.values.refuse_write(args[0], str(function))
+            made, arguments = functional(function, args, kwargs)
+            if made is None:
+                made, arguments = OPS["copy"], {"input": args[0], **arguments}
+            self.values.write(args[0], self.emit(made, arguments, (type_of(args[0]),)))
+        elif not (isinstance(result, Tensor) and self.knows(result)):
+            made, arguments = lookup(function, args, kwargs, result)
+            outputs = tensors_in((result,), {})
+            if outputs:
+                self.values.bind_all(result, self.emit(made, arguments, tuple(map(type_of, outputs))), (made, arguments))
+        self.drew, self.wrote = None, []
+
+    def apply(self, cls: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An autograd.Function is one node, kept with its backward; what is inside is its own affair."""
+        self.closed = {id(t) for t in tensors_in(args, kwargs)}
+        try:
+            with torch._C.DisableTorchFunction():
+                result = self.execute(original, args, kwargs)
+            if tensors_in((result,), {}):
+                self.record(Apply(cls), args, kwargs, result)
+        finally:
+            self.closed = None
+        return result
+
+    def check_closed(self, args: Any) -> None:
+        """What an autograd.Function reads it must have been given, or its gradient is lost."""
+        for tensor in tensors_in(args, {}):
+            if self.knows(tensor) and id(tensor) not in self.closed:   # type: ignore[operator]
+                raise self.letter("an autograd.Function reads a tensor that it was not given", (tensor,), "passing it as an argument")
+
+    def type_of_run(self, op: Any, arguments: dict[str, Any]) -> TensorType:
+        """The type that an op gives, by running it on the fakes."""
+        watched, self.watched = self.watched, False
+        try:
+            return TensorType.of(op.run(arguments))
+        finally:
+            self.watched = watched
+
+    def emit(self, op: Any, arguments: dict[str, Any], outputs: Any) -> fx.Node:
+        """A new op node, with its place in the program and in the source."""
+        node = self.graph.create_node("call_function", op, (), self.resolved(arguments), name=identifier(f"{self.module}.{op.name}"))
+        kinds = tuple(o if isinstance(o, TensorType) else TensorType.of(o) for o in outputs)
+        node.meta["info"] = Info(self.key(op.name), "op", kinds, self.module, self.source(), random=0 if self.drew is not None else -1, checkpoint=tuple(self.regions))
+        return node
+
+    def split(self, node: fx.Node) -> list[fx.Node]:
+        """The parts of an op with several outputs."""
+        about, parts = node.meta["info"], []
+        for i, type_ in enumerate(about.outputs):
+            part = self.graph.create_node("call_function", operator.getitem, (node, i), name=f"{node.name}_{i}")
+            part.meta["info"] = replace(about, key=f"{about.key}[{i}]", kind="part", outputs=(type_,), random=-1)
+            parts.append(part)
+        return parts
+
+    def resolved(self, value: Any) -> Any:
+        """Tensors become the nodes that stand for them now."""
+        if isinstance(value, Tensor):
+            return self.node(value)
+        if isinstance(value, torch.Size):
+            return tuple(value)
+        if isinstance(value, (list, tuple)):
+            made = [self.resolved(v) for v in value]
+            return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        if isinstance(value, dict):
+            return {k: self.resolved(v) for k, v in value.items()}
+        if isinstance(value, slice) and any(isinstance(v, Tensor) for v in (value.start, value.stop, value.step)):
+            raise self.letter("a slice whose bounds are tensors depends on their values", ())
+        return value
+
+    def node(self, tensor: Tensor) -> fx.Node:
+        """The node that stands for a tensor now."""
+        found = self.values.node(tensor)
+        if found is not None:
+            return found
+        if id(tensor) not in self.attributes:
+            raise self.outsider(tensor)
+        names = self.attributes[id(tensor)]
+        with self.graph.inserting_after(self.top) if self.top is not None else self.graph.inserting_before():
+            node = self.top = self.graph.create_node("get_attr", names[0], name=identifier(names[0]))
+        self.values.bind(tensor, node, Info(names[0], self.kinds[id(tensor)], (TensorType.of(tensor),), names=names))
+        return node
+
+    def knows(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.values.nodes or id(tensor) in self.attributes
+
+    # -- letters, and where it happens
+
+    def letter(self, what: str, args: Any, advice: str = "") -> NotCaptured:
+        return NotCaptured(what, at=self.source(), seen=", ".join(str(TensorType.of(t)) for t in tensors_in((args,), {})), advice=advice)
+
+    def outsider(self, tensor: Tensor) -> NotCaptured:
+        return NotCaptured("a tensor from outside the model and its inputs would become a constant", at=self.source(), seen=str(TensorType.of(tensor)),
+                           advice="register it as a buffer, or pass it as an input")
+
+    def assumed(self, what: str) -> None:
+        """A line of `graph.assumptions`, with the user's line."""
+        self.assumptions.append(f"{what}, at {self.source()}")
+
+    @property
+    def module(self) -> str:
+        return self.modules[-1] if self.modules else ""
+
+    def key(self, op: str) -> str:
+        """A node's name in plans: module path and op, numbered where the same op comes again there."""
+        base = f"{self.module}/{op}"
+        self.counts[base] = self.counts.get(base, -1) + 1
+        return base if not self.counts[base] else f"{base}.{self.counts[base]}"
+
+    def source(self) -> str:
+        """The nearest line that is neither torch's nor ours."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if not _is_ours(code.co_filename):
+                return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}, in {getattr(code, 'co_qualname', code.co_name)}"
+            frame = frame.f_back
+        return ""
+
+
+_OURS: dict[str, bool] = {}
+
+
+def _is_ours(filename: str) -> bool:
+    if filename not in _OURS:
+        _OURS[filename] = filename.startswith(_NOT_THE_USERS) or filename.startswith("<")
+    return _OURS[filename]
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", str(function))
+
+
+def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among arguments, in order."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, _CONTAINERS):
+            found += tensors_in(value.values() if isinstance(value, dict) else value, {})
+    return found
+
+
+# -- what a torch function is to the tracer: a handler each, looked up once
+
+def _query(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _refused(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    what, advice = REFUSED[function]
+    raise recorder.letter(f"{what} ({name_of(function)})", args, advice)
+
+
+def _value(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return branches.answer(recorder, function, args[0])
+
+
+def _shape(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise recorder.letter(f"the shape of {name_of(function)}'s result depends on the values of a tensor, which a graph cannot hold", args, "torch.where, or a mask of fixed shape")
+
+
+def _attribute(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = recorder.execute(function, args, kwargs)
+    if isinstance(result, Tensor):
+        try:
+            recorder.record(function, args, kwargs, result)
+        except KeyError as e:
+            raise recorder.letter(f"the tensor attribute {e} is not captured", args) from e
+    return result
+
+
+def _op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _refuse_generator(recorder, args, kwargs)
+    result = recorder.execute(function, args, kwargs)
+    recorder.record(function, args, kwargs, result)
+    return result
+
+
+def _in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.add_(y): x stands for a new value from here on."""
+    target = args[0] if args else kwargs["input"]
+    node = None
+    _refuse_generator(recorder, args, kwargs)
+    recorder.values.refuse_write(target, name_of(function))
+    made, arguments = functional(function, args, kwargs)
+    kinds = {t.dtype for t in tensors_in((), arguments)} | ({torch.float32} if not target.is_floating_point() and any(isinstance(v, float) for v in arguments.values()) else set())
+    before = recorder.resolved(arguments)                      # the operands as they are before the write
+    result = recorder.execute(function, args, kwargs)
+    after = TensorType.of(target)
+    if made is not None:
+        node = recorder.emit(made, arguments, (after,))
+        if len(kinds) > 1:                                     # what would promote is cast back to the target's dtype
+            node.meta["info"] = replace(node.meta["info"], outputs=(recorder.type_of_run(made, arguments),))
+            node = recorder.emit(OPS["to"], {"input": node, "dtype": target.dtype}, (after,))
+    else:                                                      # a copy: the value itself, broadcast and cast
+        node = before["source"]
+        source = arguments["source"]
+        if tuple(source.shape) != tuple(target.shape):
+            node = recorder.emit(OPS["expand"], {"input": node, "size": tuple(target.shape)}, (replace(TensorType.of(source), shape=tuple(target.shape)),))
+        if source.dtype != target.dtype:
+            node = recorder.emit(OPS["to"], {"input": node, "dtype": target.dtype}, (after,))
+    recorder.values.write(target, node)
+    return result
+
+
+def _wants_gradient(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.requires_grad = True on a tensor of forward's own gives it a .grad that nobody outside sees; on others it is a letter."""
+    tensor, wanted = args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    if tensor.requires_grad != wanted and (id(tensor) in recorder.attributes or recorder.node(tensor).op == "placeholder" or not wanted):
+        raise recorder.letter("requires_grad of a tensor is changed inside the model", args, "setting it before tracing")
+    return recorder.execute(function, args, kwargs)
+
+
+def _opened(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A composite Python function: its body is recorded instead."""
+    if function in recorder.open:                              # it asks torch again about its own call: no composite after all
+        return _op(recorder, function, args, kwargs)
+    recorder.open.append(function)
+    try:
+        with recorder:
+            return _OPEN[function](*args, **kwargs)
+    finally:
+        recorder.open.pop()
+
+
+def _assertion(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An assertion about values changes none; one about shapes is checked here."""
+    if not isinstance(args[0], Tensor):
+        assert args[0], args[1] if len(args) > 1 else kwargs.get("message", "")
+
+
+def _refuse_generator(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("generator") is not None:
+        raise recorder.letter("random numbers from a generator of the model's own are not captured", args, "torch's default generator, seeded by torch.manual_seed")
+    if kwargs.get("out") is not None:
+        raise recorder.letter("a result is written to out=", args, "the form that returns a new tensor")
+
+
+TRAITS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(QUERIES, _query), **dict.fromkeys(REFUSED, _refused), **dict.fromkeys(VALUES, _value), **dict.fromkeys(SHAPES, _shape),
+    **dict.fromkeys((torch._assert, torch._assert_async), _assertion),
+    **dict.fromkeys((_T.requires_grad_, _T.requires_grad.__set__), _wants_gradient),    # type: ignore[attr-defined]
+}
+_INPLACE_AT: dict[Any, int] = {}
+_OPEN: dict[Any, Callable[..., Any]] = {}
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _trait(function: Any) -> Callable[..., Any]:
+    """Which handler a function has, found once."""
+    TRAITS[function] = found = _find_trait(function)
+    return found
+
+
+def _is_asked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Is this call asked to write in place, by keyword or by position?"""
+    position = _INPLACE_AT[function]
+    return bool(kwargs.get("inplace", args[position] if len(args) > position else False))
+
+
+def _find_trait(function: Any) -> Callable[..., Any]:
+    name = name_of(function)
+    if name == "__get__":
+        return _attribute
+    if name == "__set__":
+        REFUSED[function] = (f"the attribute {function.__self__.__name__} of a tensor is set", "")
+        return _refused
+    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        return _in_place
+    if isinstance(function, types.FunctionType):
+        parameters = list(inspect.signature(function).parameters)
+        if function not in SPELLINGS and any(check in function.__code__.co_names for check in _CHECKS):
+            namespace = {**function.__globals__, **dict.fromkeys(_CHECKS, lambda *_: False)}
+            _OPEN[function] = types.FunctionType(function.__code__, namespace, name, function.__defaults__, function.__closure__)
+            _OPEN[function].__kwdefaults__ = function.__kwdefaults__   # type: ignore[attr-defined]
+            return _opened
+        if "inplace" in parameters:
+            _INPLACE_AT[function] = parameters.index("inplace")
+    return _op
+
+
+class Below(FakeTensorMode):
+    """The fake mode, which also tells the recorder what it cannot see from above."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder, self.deep = recorder, False
+        self.remembered: dict[Any, Any] = {}                   # (op, operands' shapes, ...) -> shape, stride and dtype of its result
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.prim.device.default:
+            return torch.device("meta") if self.in_kernel_invocation else args[0].fake_device
+        recorder = self.recorder
+        if self.deep or threading.get_ident() != recorder.thread:
+            return self.dispatch(function, types, args, kwargs or {})
+        self.deep = True
+        try:
+            writes, draws, _ = _NATURE.get(function) or _nature(function)
+            if draws and not _is_without_chance(function, args, kwargs or {}):
+                recorder.drew = function
+            if writes:
+                recorder.wrote += [(function, a) for a, of in zip(args, function._schema.arguments) if of.alias_info and of.alias_info.is_write and isinstance(a, Tensor)]
+            if recorder.closed is not None:
+                recorder.check_closed(args)
+            recorder.casts.note(function, args)
+            result = self.fake(function, types, args, kwargs or {})
+            if recorder.inside is None and recorder.watched:
+                recorder.record_below(function, args, kwargs or {}, result, writes)
+            return result
+        finally:
+            self.deep = False
+
+    def fake(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op on fakes. Torch's own way through takes most of the time of a capture, so plain cases are short-cut: a view is taken of the
+        meta tensor inside, and what an op made of operands like these is remembered."""
+        if function in _LENIENT:
+            return _LENIENT[function](*args, **kwargs)
+        kind = _NATURE[function][2]
+        if kind == "view":
+            with in_kernel_invocation_manager(self):
+                made = function(*args, **kwargs)
+            return FakeTensor(self, made, torch.device("cpu"))
+        key = None if kind != "fresh" else _described((function, args, *kwargs.items()) if kwargs else (function, args))
+        if key is None:
+            return self.dispatch(function, types, args, kwargs)
+        known = self.remembered.get(key)
+        if known is not None:
+            shape, stride, dtype = known
+            return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), torch.device("cpu"))
+        result = self.dispatch(function, types, args, kwargs)
+        if type(result) is FakeTensor and result.constant is None and result.fake_device.type == "cpu":
+            self.remembered[key] = result.shape, result.stride(), result.dtype
+        return result
+
+
+def _described(value: Any) -> Any:
+    """What an op's result can depend on, hashable; None: look closer."""
+    if type(value) is FakeTensor:
+        return None if value.constant is not None or value.fake_device.type != "cpu" else (value.shape, value.stride(), value.dtype)
+    if isinstance(value, (tuple, list)):
+        parts = tuple([_described(v) for v in value])
+        return None if None in parts else parts
+    if isinstance(value, Tensor):
+        return None
+    return (type(value), value)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """The shape of a grouped product: torch's own rule takes bfloat16 only, its kernel takes more."""
+    shape = (a.shape[0], b.shape[-1]) if b.dim() == 3 and a.dim() == 2 else (*b.shape[:-2], a.shape[-2], b.shape[-1]) if a.dim() == 3 else (offs.shape[0], a.shape[0], b.shape[1])   # type: ignore[union-attr]
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+_LENIENT: dict[Any, Callable[..., Tensor]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+
+
+_NATURE: dict[Any, tuple[bool, bool, str]] = {}
+
+
+def _nature(function: Any) -> tuple[bool, bool, str]:
+    """Does it write, does it draw, and what is its result: a view of its operand, a fresh tensor of its operands' shapes, or something else?"""
+    schema = function._schema
+    single = len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.TensorType) and function.namespace == "aten"
+    kind = "" if schema.is_mutable or not single else "view" if function.is_view else "fresh" if not schema.returns[0].alias_info else ""
+    if torch.Tag.dynamic_output_shape in function.tags or torch.Tag.data_dependent_output in function.tags or "lift" in schema.name or not any(
+            isinstance(a.type, torch.TensorType) or str(a.type) == "List[Tensor]" for a in schema.arguments):
+        kind = ""
+    _NATURE[function] = found = schema.is_mutable, torch.Tag.nondeterministic_seeded in function.tags, kind
+    return found
+
+
+def _is_without_chance(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Random ops called so that they draw nothing, such as attention with a dropout probability of 0."""
+    names = [a.name for a in function._schema.arguments]
+    return "dropout_p" in names and not {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")
+
+
+def identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name).strip("_") or "value"
