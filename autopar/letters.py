@@ -60,6 +60,10 @@ class BadCluster(Letter):
     """A cluster description that cannot be found or read."""
 
 
+class BadGraph(Letter):
+    """A graph that cannot be written, or a text that is none."""
+
+
 class BadPlan(Letter):
     """A plan that cannot be read, or belongs to another model."""
 

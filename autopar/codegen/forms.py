@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from autopar.letters import NotServed
 from autopar.runtime import forms
 from autopar.sharding.placement import R, Sharding, local_shape
 from autopar.tracer.graph import info, type_of
@@ -25,6 +26,8 @@ def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Calla
         if (name := op.local(marker)) is not None:             # type: ignore[union-attr]
             kwargs = {**kwargs, name: local(at, node)}
     form = FORMS.get(op.name)                                  # type: ignore[union-attr]
+    if info(node).random >= 0 and op.name not in _BY_POSITION:   # type: ignore[union-attr]
+        raise NotServed(f"{op.name} draws random numbers, and has no form yet that draws the same under every plan", at=info(node).source, advice="dropout")   # type: ignore[union-attr]
     return (form(at, node, kwargs) if form else None) or (op, kwargs)   # type: ignore[return-value]
 
 
@@ -83,4 +86,5 @@ def _attention(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
     return forms.attention_by_position, {**kwargs, "random_key": at.random_key, "op": info(node).random, "shape": (*query[:-1], key[-2]), "cuts": where}
 
 
+_BY_POSITION = ("dropout", "scaled_dot_product_attention")
 FORMS: dict[str, Callable[..., Form]] = {"embedding": _embedding, "cross_entropy": _cross_entropy, "dropout": _dropout, "scaled_dot_product_attention": _attention}

@@ -9,6 +9,7 @@ Nothing here knows the rank's process groups: a collective names its mesh axis, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -109,7 +110,7 @@ def _trace(program: LocalProgram, differentiable: Sequence[int], device: str) ->
             return (*outputs,)
         return (*outputs, *torch.autograd.grad([outputs[i] for i in differentiable], [primals[i] for i in wanted], tangents, allow_unused=True))
 
-    with FakeTensorMode(), torch.enable_grad():
+    with FakeTensorMode(), torch.enable_grad(), torch.device(device) if device != "cpu" else contextlib.nullcontext():   # what comes from nothing is made there
         primals = [torch.empty(t.shape, dtype=t.torch_dtype, device=device) for t in types]
         outputs = _shapes_of(program, placeholders, primals)
         tangents = [torch.empty_like(outputs[i]) for i in differentiable]

@@ -77,7 +77,7 @@ class Localiser:
         for node in self.graph.nodes:
             if info(node).kind == "op":
                 self._op(node)
-        for source, name in zip(self.graph.output.args[0], self.graph.output_names, strict=True):   # type: ignore[arg-type]
+        for source, name in zip(self.graph.output.args[0], self.graph.result_names, strict=True):   # type: ignore[arg-type]
             outputs.append(self._converted(source, f"out.{name}", 0, ""))
             shardings.append(values(self._decision(f"out.{name}").flows(0)))
         self.fx.output(tuple(outputs))

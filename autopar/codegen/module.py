@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from autopar.runtime.random import RandomState
 from autopar.runtime.storage import Storage, dtensor_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 from autopar.solver.plan import Plan
-from autopar.tracer.graph import Graph, build_outputs, info, type_of
+from autopar.tracer.graph import Graph, TensorType, build_outputs, info, type_of
 
 
 class Lowered:
@@ -43,7 +44,7 @@ class Step(torch.autograd.Function):
         outputs: list[Tensor] = []
         for o in results[:count]:                              # autograd tells outputs apart by identity
             outputs.append(o.clone() if any(o is other for other in (*primals, *outputs)) else o)
-        types = info(runner.graph.output).outputs
+        types = [*info(runner.graph.output).outputs[:len(runner.graph.output_names)], *(TensorType((), "bool") for _ in runner.graph.updates)]
         ctx.mark_non_differentiable(*(o for o, t in zip(outputs, types, strict=True) if not t.requires_grad))
         return tuple(outputs)
 
@@ -85,16 +86,18 @@ class Runner:
         storage = self.storages[primal]
         return gradient if storage is None else storage.wrap(gradient)
 
-    def __call__(self, inputs: list[Tensor], parameters: list[Tensor], buffers: list[Tensor], random: RandomState) -> list[Any]:
+    def __call__(self, inputs: list[Tensor], parameters: list[Tensor], buffers: list[Tensor], random: RandomState) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """The outputs, and the new values of the buffers that change."""
         key = [torch.tensor(random.next_key(), device=self.device)] if self.program.is_random else []
         outputs = Step.apply(self, *inputs, *parameters, *buffers, *key)
         kept = []
-        for i, (output, sharding) in enumerate(zip(outputs, self.program.outputs, strict=True)):
+        count = len(self.graph.output_names)
+        for i, (output, sharding) in enumerate(zip(outputs[:count], self.program.outputs[:count], strict=True)):
             whole = info(self.graph.output).outputs[i]
             if any(not p.is_replicated for p in sharding.placements):
                 output = dtensor_of(output.detach(), self.mesh, sharding, whole.shape)
             kept.append(output)
-        return kept
+        return kept, outputs[count:]
 
 
 class ParallelModule(nn.Module):
@@ -138,8 +141,12 @@ class ParallelModule(nn.Module):
         if state.calls < _CHECKED_CALLS:                       # every rank passes the same global batch: looked at while it is new
             all_ranks_hold("input values", inputs)
         state.calls += 1
-        return build_outputs(state.lowered.graph, state.runner(inputs, [self.get_parameter(n) for n in state.lowered.program.parameters],
-                                                               [self.get_buffer(n) for n in state.lowered.program.buffers], state.random))
+        graph, program = state.lowered.graph, state.lowered.program
+        outputs, changed = state.runner(inputs, [self.get_parameter(n) for n in program.parameters], [operator.attrgetter(n)(self) for n in program.buffers], state.random)
+        with torch.no_grad():
+            for (_, name), value in zip(graph.updates, changed, strict=True):
+                operator.attrgetter(name)(self).copy_(value)
+        return build_outputs(graph, outputs)
 
 
 _CHECKED_CALLS = 2
@@ -204,6 +211,9 @@ def _store(model: nn.Module, plan: Plan, mesh: Any, device: torch.device, sync: 
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = Storage.of(buffer, None, mesh).spread(buffer.to(device), sync)
+        for name, held in list(vars(module).items()):          # a plain attribute is a buffer too
+            if isinstance(held, Tensor):
+                vars(module)[name] = Storage.of(held, None, mesh).spread(held.to(device), sync)
     return storage
 
 

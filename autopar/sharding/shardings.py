@@ -152,7 +152,7 @@ class _Builder:
             whole = self._cross((Strategy((), (flow(R),)),), {})
             return [(node, _Draft(Site(about.key, about.kind, about.kind, whole, np.zeros(1))))]
         if about.kind == "output":
-            leaves = enumerate(zip(node.args[0], about.outputs, self.graph.output_names, strict=True))   # type: ignore[arg-type]
+            leaves = enumerate(zip(node.args[0], about.outputs, self.graph.result_names, strict=True))   # type: ignore[arg-type]
             return [((node, i), _Draft(self._output(i, name, t), (source,), (self._arriving(i, t),))) for i, (source, t, name) in leaves]
         return [(node, self._op(node))] if about.kind == "op" else []
 
@@ -177,15 +177,16 @@ class _Builder:
 
     def _arriving(self, i: int, type_: TensorType) -> TensorType:
         """An output beside a loss leaves without a gradient."""
-        return replace(type_, requires_grad=type_.requires_grad and self.graph.loss in (None, i))
+        return replace(type_, requires_grad=type_.requires_grad and self.graph.loss in (None, i) and i < len(self.graph.output_names))
 
     def _output(self, i: int, name: str, type_: TensorType) -> Site:
         """The loss, and everything where there is none, leaves whole; other outputs leave as they lie."""
-        free = self.graph.loss is not None and self.graph.loss != i
+        changes = i >= len(self.graph.output_names)            # the new value of a buffer, which is whole everywhere
+        free = self.graph.loss is not None and self.graph.loss != i and not changes
         stored = storage_strategies(type_.shape) if free else storage_strategies(())
         per_axis = tuple(Strategy(s.outputs, (), s.cut) for s in stored)
         choices = self._cross(per_axis, {f"dim{d}": n for d, n in enumerate(type_.shape)})
-        return Site(f"out.{name}", "output", "output", choices, np.zeros(len(choices)))
+        return Site(f"out.{name}", "output", "update" if changes else "output", choices, np.zeros(len(choices)))
 
     def _op(self, node: fx.Node) -> _Draft:
         from autopar.tracer.graph import info, op_name, type_of
@@ -255,6 +256,8 @@ class _Builder:
                 takers.setdefault(source_of(value)[0], []).append((draft, i))
         for key, draft in drafts.items():
             site = draft.site
+            if site.kind == "update":
+                continue
             if site.kind == "output":
                 if pins := self.constraints.of("out", site.name):
                     self._admit(draft, 0, pins.use)
@@ -270,7 +273,7 @@ class _Builder:
                 draft.site = replace(draft.site, regathered=pins.regathered)
                 uses = uses + [further for d, _ in uses if d.site.op == "identity" for further in takers.get(_key_of(drafts, d), [])]
             for taker, i in uses:
-                if taker.site.kind != "output":                # outputs have a word of their own
+                if taker.site.kind not in ("output", "update"):                # outputs have a word of their own
                     self._admit(taker, i, pins.use)
         modules = sorted(last)
         self.constraints.check_all_used([*self.graph.parameters, *self.graph.inputs, *modules, "out"])

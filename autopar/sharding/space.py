@@ -23,7 +23,7 @@ Flows = tuple[Flow, ...]                                       # one per axis
 class Site:
     name: str                                                  # the node's key: `blocks.0.up/linear`
     op: str
-    kind: str                                                  # "parameter", "buffer", "input", "op", "output"
+    kind: str                                                  # "parameter", "buffer", "input", "op", "output", "update"
     choices: tuple[Choice, ...]
     seconds: np.ndarray                                        # of each choice: forward, backward, and for parameters the optimizer
     source: str = ""

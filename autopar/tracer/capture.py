@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +29,7 @@ from autopar.letters import NotCaptured
 from autopar.runtime.private import clean_room
 from autopar.tracer.graph import Assume, Graph, Leaf
 from autopar.tracer.passes import canonicalise
-from autopar.tracer.recorder import Recorder
+from autopar.tracer.recorder import Recorder, is_ours
 from autopar.tracer.regions import captured
 
 LOCK = threading.RLock()                                       # one capture or joint trace at a time in a process
@@ -50,10 +52,11 @@ class ColoTracer(fx.Tracer):
                 names = [recorder.add_input(leaf, name) if isinstance(leaf, Tensor) else leaf for leaf, name in zip(leaves, leaf_names(args, kwargs), strict=True)]
                 args, kwargs = pytree.tree_unflatten(leaves, input_spec)
                 with Fakes(fake_mode).swapped_into(root, recorder):
-                    with captured(recorder), recorder.watching():
+                    with refusing_higher_order_ops(recorder), captured(recorder), recorder.watching():
                         outputs = root(*args, **kwargs)
                         if loss is not None:
                             outputs = (loss(outputs, kwargs or args), outputs)
+                        recorder.notice_changes()
                     outputs, dropped = without_caches(outputs)
                     learn_dataclasses(outputs)
                     out_leaves, output_spec = pytree.tree_flatten(outputs)
@@ -70,6 +73,20 @@ class ColoTracer(fx.Tracer):
                 assumptions=tuple(dict.fromkeys((*dropped, *recorder.assumptions))), training=root.training,
             )
             return canonicalise(graph)
+
+
+@contextlib.contextmanager
+def refusing_higher_order_ops(recorder: Recorder) -> Iterator[None]:
+    """torch.cond, flex_attention and their like hold graphs of their own."""
+    try:
+        yield
+    except NotImplementedError as e:
+        if "HigherOrderOperator" not in str(e):
+            raise
+        frames = [f for f in traceback.extract_tb(e.__traceback__) if not is_ours(f.filename)]
+        at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+        raise NotCaptured("a higher-order op (torch.cond, flex_attention, a loop) is not captured", at=at, seen=str(e).partition("HigherOrderOperator")[2].split(" and ")[0].strip(),
+                          advice="torch.where, scaled_dot_product_attention, or a Python loop") from e
 
 
 @contextlib.contextmanager
@@ -205,10 +222,8 @@ class Fakes:
                         if faked is not value:
                             held[name] = faked
             recorder.learn_names([fake for fake, _ in self._made.values()])
-            swapped = [(dict(vars(m)), dict(m._buffers)) for m, *_ in before]
+            recorder.modules_before = [(m, path, dict(vars(m)), dict(m._buffers), contents) for m, path, _, contents in before]
             yield
-            for (module, path, _, contents), (attributes, buffers) in zip(before, swapped, strict=True):
-                recorder.notice_changes(module, path, attributes, buffers, contents)
         finally:
             for module, _, attributes, contents in before:
                 for name, content in contents.items():         # hooks, submodules, lists: what they held

@@ -6,6 +6,7 @@ cast to each dtype in question, the op runs with autocast off, and the casts who
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,8 @@ from autopar.tracer.vocabulary import OPS
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
 
-_HIDDEN = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.detach.default})    # autocast's own
+_HIDDEN = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.detach.default,    # autocast's own
+                     torch.ops.aten._unsafe_view.default, torch.ops.aten.clone.default})    # as good as views
 
 
 class Casts:
@@ -38,10 +40,11 @@ class Casts:
         return enabled
 
     def note(self, function: Any, args: Any) -> None:
-        if self.noted is not None and function not in _HIDDEN:
+        if function not in _HIDDEN:
             from autopar.tracer.recorder import tensors_in
 
-            self.noted.append((function, *((tuple(t.shape), t.dtype) for t in tensors_in(args, {}))))
+            self.noted.append(   # type: ignore[union-attr]
+                (function, *((tuple(t.shape), t.dtype) for t in tensors_in(args, {}))))
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch function under autocast: executed and recorded, with its casts."""
@@ -51,15 +54,20 @@ class Casts:
         result, noted = self._noted(function, args, kwargs)
         if not tensors_in((result,), {}):
             return result
+        log = logging.getLogger("torch._subclasses.fake_tensor")
         for dtype in (None, torch.get_autocast_dtype("cpu"), torch.float32):
             cast_args, cast_kwargs, casts = self._cast(args, kwargs, dtype)
             if dtype is not None and not casts:
                 continue
             with torch.autocast("cpu", enabled=False):
+                level = log.level
                 try:
+                    log.setLevel(logging.CRITICAL)
                     other, others = self._noted(function, cast_args, cast_kwargs)
                 except Exception:                              # without the casts, dtypes may not go together
                     continue
+                finally:
+                    log.setLevel(level)
             if others == noted and [t.dtype for t in tensors_in((other,), {})] == [t.dtype for t in tensors_in((result,), {})]:
                 break
         else:

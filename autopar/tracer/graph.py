@@ -17,13 +17,16 @@ import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from autopar.tracer.vocabulary import Op
+
+if TYPE_CHECKING:
+    from autopar.tracer.blocks import Repeat
 
 SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "bool"}
 
@@ -119,6 +122,11 @@ class Graph:
         return {info(n).key: n for n in self.nodes if info(n).kind == "input"}
 
     @property
+    def result_names(self) -> tuple[str, ...]:
+        """Of everything in the output node: the outputs, then what changes."""
+        return (*self.output_names, *(f"{name}:new" for _, name in self.updates))
+
+    @property
     def loss(self) -> int | None:
         """Which output is the scalar loss: the one called so, or the only scalar that wants a gradient."""
         scalars = [i for i, t in enumerate(info(self.output).outputs[:len(self.output_names)]) if t.shape == () and t.requires_grad]
@@ -145,6 +153,26 @@ class Graph:
 
     def __hash__(self) -> int:
         return hash(str(self))
+
+    @property
+    def blocks(self) -> tuple[Repeat, ...]:
+        """Blocks that repeat, such as the layers of a transformer."""
+        from autopar.tracer.blocks import repeated_blocks
+
+        return repeated_blocks(self)
+
+    def to_json(self) -> str:
+        """The graph as text that `Graph.from_json` reads back."""
+        from autopar.tracer.archive import to_json
+
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Graph:
+        """The graph that `to_json` wrote."""
+        from autopar.tracer.archive import from_json
+
+        return from_json(text)
 
     def module(self, model: torch.nn.Module) -> Replay:
         """A module that re-executes the graph on the parameters of `model`."""

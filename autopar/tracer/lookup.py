@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import resolve_name
 
 from autopar.tracer.vocabulary import CASTS, OPS, SHAPE, SIZES, SPELLINGS, Apply, Op, same
 
 _T = Tensor
-_LAYOUT = frozenset({"how", "memory_format", "non_blocking", "copy", "sparse_grad", "_stacklevel", "inplace"})    # what names no value: layout, device, warnings
+_LAYOUT = frozenset({"how", "memory_format", "non_blocking", "copy", "sparse_grad", "_stacklevel", "inplace", "out"})    # what names no value: layout, device, warnings
 _FACTORIES = frozenset({"arange", "zeros", "ones", "empty", "full", "rand", "randn", "tensor"})
+_OF_TWO = {torch.min: torch.minimum, _T.min: torch.minimum, torch.max: torch.maximum, _T.max: torch.maximum}
 _DRAWS = {"uniform_": ("uniform_like", ("from", "to")), "normal_": ("normal_like", ("mean", "std")), "exponential_": ("exponential_like", ("lambd",)),
           "log_normal_": ("log_normal_like", ("mean", "std")), "cauchy_": ("cauchy_like", ("median", "sigma")), "geometric_": ("geometric_like", ("p",))}
 
@@ -29,8 +30,10 @@ def lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
         function = _of_aten(function)
     if getattr(function, "__name__", "") == "__get__":
         return _attribute(function.__self__.__name__, args[0])                                    # type: ignore[attr-defined]
+    if function in _OF_TWO and len(args) == 2 and isinstance(args[1], Tensor):
+        function = _OF_TWO[function]                           # min(a, b)
     if function in (_T.view, _T.reshape) and any(isinstance(a, torch.dtype) for a in args):
-        return _by_own_name(function, args, kwargs)
+        return by_own_name(function, args, kwargs)
     canonical, arguments = _lookup(function, args, kwargs, result)
     name = canonical.name
     if arguments.get("dim", 0) in ((), []):                    # sum over no dims is torch's word for all
@@ -75,16 +78,16 @@ def functional(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         bare = {"truediv": "div", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "mod": "remainder", "floordiv": "floor_divide"}.get(bare, bare)
         pure = next((getattr(home, bare) for home in (_T, torch, F) if hasattr(home, bare)), None) if name.endswith("_") else function
     if pure is None:
-        return _by_own_name(_on_a_copy(function), args, kwargs)
+        return by_own_name(on_a_copy(function), args, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
-    if pure is function and len(args) > 1:                     # inplace by position
-        position = list(inspect.signature(function).parameters).index("inplace") if "inplace" in inspect.signature(function).parameters else len(args)
-        args = tuple(False if i == position else a for i, a in enumerate(args))
+    if pure is function:                                       # inplace by position
+        named = function.__code__.co_varnames[:function.__code__.co_argcount]                    # type: ignore[attr-defined]
+        args = tuple(False if n == "inplace" else a for n, a in zip(named, args, strict=False))
     return lookup(pure, args, kwargs, args[0] if args else kwargs.get("input"))
 
 
 @functools.cache
-def _on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+def on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         return function(input.clone(), *args, **kwargs)
     call.__name__ = call.__qualname__ = f"{function.__name__} on a copy"
@@ -111,7 +114,7 @@ def _attribute(name: str, tensor: Tensor) -> tuple[Op, dict[str, Any]]:
     if name == "data":
         return OPS["detach"], {"input": tensor}
     if name in ("real", "imag"):
-        return _by_own_name(getattr(torch, name), (tensor,), {})
+        return by_own_name(getattr(torch, name), (tensor,), {})
     raise KeyError(name)
 
 
@@ -125,7 +128,7 @@ def _lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         try:
             named = _named(spelled, args, kwargs)
         except TypeError:                                      # an overload that the line does not cover
-            return _by_own_name(function, args, kwargs)
+            return by_own_name(function, args, kwargs)
         assert canonical.signature is not None
         names = canonical.signature.parameters
         if (shape := _local(canonical, SHAPE)) is not None:    # whatever was said, the shape of the result says it all
@@ -134,7 +137,7 @@ def _lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
             return _arange(canonical, named)
         if all(n in names or n in _LAYOUT or same(v, spelled.parameters[n].default) for n, v in named.items()):
             return canonical, {n: v for n, p in names.items() if n in named and not same(v := named[n], p.default)}
-    return _by_own_name(function, args, kwargs)
+    return by_own_name(function, args, kwargs)
 
 
 @functools.cache
@@ -168,10 +171,10 @@ def _arange(canonical: Op, named: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
     return canonical, {"start": start, "end": end, **({"step": step} if step != 1 else {})}
 
 
-def _by_own_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
+def by_own_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
     name = own_name(function)
-    kwargs = {k: v for k, v in kwargs.items() if k != "device"}    # fakes say cpu; the program runs where the model is
-    while (made := OPS.setdefault(name, Op(name, function))).call != function:     # another function of the same name
+    kwargs = {k: v for k, v in kwargs.items() if k != "device" and not (k == "out" and v is None)}   # fakes say cpu; the program runs where the model is
+    while (made := OPS.setdefault(name, Op(name, function))).call != function or made.signature is not None:   # the name is taken
         name += "'"
     return made, made.bind(args, kwargs)
 
@@ -183,4 +186,18 @@ def own_name(function: Callable[..., Any]) -> str:
         return function.__name__
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return f"ops.{str(function).replace('::', '.')}"
-    return (resolve_name(function) or getattr(function, "__qualname__", repr(function))).removeprefix("torch.")
+    return next((name for name, known in torch_functions().items() if known is function), getattr(function, "__qualname__", repr(function)))
+
+
+@functools.cache
+def torch_functions() -> dict[str, Callable[..., Any]]:
+    """Every function of torch that a tracer meets, by the name that a graph gives it."""
+    found: dict[str, Callable[..., Any]] = {}
+    homes = {"": torch, "Tensor.": _T, "nn.functional.": F, "linalg.": torch.linalg, "fft.": torch.fft, "special.": torch.special, "nn.": torch._C._nn, "C.": torch._C._VariableFunctions}
+    overridable = {f for functions in torch.overrides.get_overridable_functions().values() for f in functions if callable(f)}
+    for prefix, home in homes.items():
+        for name in dir(home):
+            function = getattr(home, name)
+            if callable(function) and not isinstance(function, type) and (function in overridable or isinstance(function, types.BuiltinFunctionType)):
+                found[prefix + name] = function
+    return found

@@ -9,7 +9,6 @@ Writes in place become new values (`values.py`); answers to questions about valu
 from __future__ import annotations
 
 import contextlib
-import inspect
 import operator
 import os
 import sys
@@ -80,6 +79,7 @@ class Recorder(TorchFunctionMode):
         self.closed: set[int] | None = None                    # inside an autograd.Function: the tensors it was given
         self.watched = False                                   # the model is running
         self.held: list[Tensor] = []                           # the fakes of the module's tensors
+        self.modules_before: list[tuple[torch.nn.Module, str, dict[str, Any], dict[str, Tensor | None], dict[str, Any]]] = []   # what modules held at the start
         self.reassigned: list[tuple[str, Tensor]] = []         # buffers that forward has set to another tensor
 
     # -- what enters and leaves
@@ -99,19 +99,21 @@ class Recorder(TorchFunctionMode):
         self.paths = {id(m): n for n, m in self.root.named_modules()}
         self.held = held
 
-    def notice_changes(self, module: torch.nn.Module, path: str, attributes: dict[str, Any], buffers: dict[str, Tensor | None], contents: dict[str, Any]) -> None:
-        """What forward has set on a module: buffers become outputs; other attributes are not kept, and the graph says so."""
-        for name, new in module._buffers.items():
-            old = buffers.get(name)
-            if new is not old and isinstance(new, Tensor):
-                full = f"{path}.{name}" if path else name
-                if old is None or old.shape != new.shape or old.dtype != new.dtype:
-                    raise self.letter(f"forward gives the buffer {full} another shape or dtype", (new,), "a buffer of fixed shape, written in place")
-                self.reassigned.append((full, new))
-        for name, value in vars(module).items():
-            old = attributes.get(name, attributes)
-            if (value is not old and not (isinstance(value, (bool, int, float, str)) and value == old)) or (name in contents and not name.startswith("_") and len(value) != len(contents[name])):
-                self.assumptions.append(f"the attribute {name} that forward sets on {path or 'the model'} is not kept")
+    def notice_changes(self) -> None:
+        """What forward has set on its modules: buffers become outputs; other attributes are not kept, and the graph says so."""
+        for module, path, attributes, buffers, contents in self.modules_before:
+            for name, new in module._buffers.items():
+                old = buffers.get(name)
+                if new is not old and isinstance(new, Tensor):
+                    full = f"{path}.{name}" if path else name
+                    if old is None or old.shape != new.shape or old.dtype != new.dtype:
+                        raise self.letter(f"forward gives the buffer {full} another shape or dtype", (new,), "a buffer of fixed shape, written in place")
+                    self.reassigned.append((full, new))
+            for name, value in vars(module).items():
+                old = attributes.get(name, attributes)
+                is_same = value is old or (isinstance(value, (bool, int, float, str)) and type(value) is type(old) and value == old)
+                if not is_same or (name in contents and not name.startswith("_") and len(value) != len(contents[name])):
+                    self.assumptions.append(f"the attribute {name} that forward sets on {path or 'the model'} is not kept")
 
     def updates(self, inputs: list[Any]) -> list[tuple[str, str, Tensor]]:
         """The buffers and inputs that stand for another value than at the start."""
@@ -330,7 +332,7 @@ class Recorder(TorchFunctionMode):
         frame: Any = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            if not _is_ours(code.co_filename):
+            if not is_ours(code.co_filename):
                 return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}, in {getattr(code, 'co_qualname', code.co_name)}"
             frame = frame.f_back
         return ""
@@ -339,7 +341,7 @@ class Recorder(TorchFunctionMode):
 _OURS: dict[str, bool] = {}
 
 
-def _is_ours(filename: str) -> bool:
+def is_ours(filename: str) -> bool:
     if filename not in _OURS:
         _OURS[filename] = filename.startswith(_NOT_THE_USERS) or filename.startswith("<")
     return _OURS[filename]
@@ -482,13 +484,15 @@ def _find_trait(function: Any) -> Callable[..., Any]:
     name = name_of(function)
     if name == "__get__":
         return _attribute
+    if name == "__set__" and function.__self__.__name__ == "_backward_hooks":      # autograd clears them itself after a write
+        return _query
     if name == "__set__":
         REFUSED[function] = (f"the attribute {function.__self__.__name__} of a tensor is set", "")
         return _refused
     if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
         return _in_place
     if isinstance(function, types.FunctionType):
-        parameters = list(inspect.signature(function).parameters)
+        parameters = list(function.__code__.co_varnames[:function.__code__.co_argcount])
         if function not in SPELLINGS and any(check in function.__code__.co_names for check in _CHECKS):
             namespace = {**function.__globals__, **dict.fromkeys(_CHECKS, lambda *_: False)}
             _OPEN[function] = types.FunctionType(function.__code__, namespace, name, function.__defaults__, function.__closure__)
@@ -513,7 +517,8 @@ class Below(FakeTensorMode):
         recorder = self.recorder
         if self.deep or threading.get_ident() != recorder.thread:
             return self.dispatch(function, types, args, kwargs or {})
-        self.deep = True
+        self.deep, above = True, recorder.inside
+        recorder.inside = above or function                    # nothing from here on is the model's own call
         try:
             writes, draws, _ = _NATURE.get(function) or _nature(function)
             if draws and not _is_without_chance(function, args, kwargs or {}):
@@ -522,13 +527,14 @@ class Below(FakeTensorMode):
                 recorder.wrote += [(function, a) for a, of in zip(args, function._schema.arguments) if of.alias_info and of.alias_info.is_write and isinstance(a, Tensor)]
             if recorder.closed is not None:
                 recorder.check_closed(args)
-            recorder.casts.note(function, args)
+            if self.recorder.casts.noted is not None and _NATURE[function][2] != "view":     # views and casts commute
+                recorder.casts.note(function, args)
             result = self.fake(function, types, args, kwargs or {})
-            if recorder.inside is None and recorder.watched:
+            if above is None and recorder.watched:
                 recorder.record_below(function, args, kwargs or {}, result, writes)
             return result
         finally:
-            self.deep = False
+            self.deep, recorder.inside = False, above
 
     def fake(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op on fakes. Torch's own way through takes most of the time of a capture, so plain cases are short-cut: a view is taken of the

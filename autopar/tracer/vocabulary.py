@@ -44,7 +44,7 @@ def narrow(input: Tensor, dim: int, start: int, length: int) -> Tensor:
     return input.narrow(dim, start, length)
 
 
-def split(input: Tensor, sections: tuple[int, ...], dim: int) -> tuple[Tensor, ...]:
+def split(input: Tensor, sections: tuple[int, ...], dim: int = 0) -> tuple[Tensor, ...]:
     """Ranges of one dim, end to end."""
     return input.split(sections, dim)
 
@@ -76,6 +76,11 @@ def einsum(equation: str, operands: Sequence[Any]) -> Tensor:
     return torch.einsum(equation, *operands)
 
 
+def pow(input: Any, exponent: Any) -> Tensor:
+    """A power; either may be a number."""
+    return torch.pow(input, exponent)
+
+
 def full_like(input: Tensor, fill_value: float, dtype: torch.dtype | None = None) -> Tensor:
     """One number in the shape of another tensor."""
     return torch.full_like(input, fill_value, dtype=dtype)
@@ -83,10 +88,15 @@ def full_like(input: Tensor, fill_value: float, dtype: torch.dtype | None = None
 
 def new(name: str) -> Callable[..., Tensor]:
     """A factory that takes its dtype and device from a tensor."""
-    def call(input: Tensor, size: Sequence[int], *fill: float, dtype: torch.dtype | None = None) -> Tensor:
-        return getattr(input, name)(tuple(size), *fill, dtype=dtype)
+    def call(input: Tensor, size: Sequence[int], dtype: torch.dtype | None = None, **fill: float) -> Tensor:
+        return getattr(input, name)(tuple(size), dtype=dtype, **fill)
     call.__name__ = name
     return call
+
+
+def scatter(input: Tensor, dim: int, index: Tensor, src: Any) -> Tensor:
+    """A copy with entries of src, or one number, at positions along a dim."""
+    return torch.scatter(input, dim, index, src)
 
 
 def repeat(input: Tensor, repeats: Sequence[int]) -> Tensor:
@@ -226,7 +236,9 @@ op("baddbmm",    torch.baddbmm,     "input:T, batch1:T, batch2:T, *, beta=1, alp
 op("einsum",     einsum,            "equation, operands:T", (torch.einsum, "equation, *operands"))
 op("grouped_mm", F.grouped_mm,      "mat_a:T, mat_b:T, *, offs:T=None, bias:T=None, out_dtype=None", (torch._grouped_mm, "mat_a, mat_b, offs=None, bias=None, out_dtype=None"))
 op("bilinear",   F.bilinear,        "input1:T, input2:T, weight:T, bias:T=None")
-each("mv dot outer", "input:T, other:T")
+op("mv",         torch.mv,          "input:T, vec:T", T.mv)
+op("dot",        torch.dot,         "input:T, tensor:T", T.dot)
+op("outer",      torch.outer,       "input:T, vec2:T", T.outer)
 for n in (1, 2, 3):
     each(f"conv{n}d", "input:T, weight:T, bias:T=None, stride=1, padding=0, dilation=1, groups=1")
     each(f"conv_transpose{n}d", "input:T, weight:T, bias:T=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1")
@@ -237,7 +249,7 @@ op("sub",        torch.sub,         "input:T, other:T, *, alpha=1", T.sub, T.__s
 op("mul",        torch.mul,         "input:T, other:T", T.mul, T.__mul__, T.__rmul__, torch.multiply)
 op("div",        torch.div,         "input:T, other:T, *, rounding_mode=None", T.div, T.__truediv__, torch.divide)
 op("rsub",       torch.rsub,        "input:T, other:T, *, alpha=1")
-op("pow",        torch.pow,         "input:T, exponent:T", T.pow, T.__pow__)
+op("pow",        pow,               "input:T, exponent:T", torch.pow, T.pow, T.__pow__)
 op("neg",        torch.neg,         "input:T", T.neg, T.__neg__)
 op("abs",        torch.abs,         "input:T", T.abs, T.__abs__)
 op("bitwise_and", torch.bitwise_and, "input:T, other:T", T.bitwise_and, T.__and__, T.__rand__)
@@ -258,20 +270,23 @@ op("where",      torch.where,       "condition:T, input:T, other:T", (T.where, "
 op("masked_fill", torch.masked_fill, "input:T, mask:T, value:T", T.masked_fill)
 op("gelu",       F.gelu,            "input:T, approximate='none'")
 op("relu",       torch.relu,        "input:T", T.relu, (F.relu, "input, inplace=False"))
-each("silu hardswish hardsigmoid mish relu6 selu", "input:T, inplace=False")
+each("silu hardswish hardsigmoid mish relu6", "input:T, inplace=False")
+op("selu",       F.selu,            "input:T, inplace=False", (torch.selu, "input"))
 each("logsigmoid softsign")
 each("leaky_relu", "input:T, negative_slope=0.01, inplace=False")
-each("elu celu", "input:T, alpha=1.0, inplace=False")
+each("elu", "input:T, alpha=1.0, inplace=False")
+op("celu",       F.celu,            "input:T, alpha=1.0, inplace=False", (torch.celu, "input, alpha=1.0"))
 each("hardtanh", "input:T, min_val=-1.0, max_val=1.0, inplace=False")
 each("softplus", "input:T, beta=1, threshold=20")
-each("threshold", "input:T, threshold, value, inplace=False")
+op("threshold",  F.threshold,       "input:T, threshold, value, inplace=False", (torch.threshold, "input, threshold, value"))
 each("prelu", "input:T, weight:T")
 op("glu",        F.glu,             "input:T, dim=-1")
 each("tril triu", "input:T, diagonal=0")
 
 # randomness
 op("dropout",    F.dropout,         "input:T, p=0.5, training=True, inplace=False", (torch.dropout, "input, p, training"))
-each("dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", "input:T, p=0.5, training=True, inplace=False")
+for n in ("dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+    op(n, getattr(F, n),            "input:T, p=0.5, training=True, inplace=False")
 op("bernoulli",  bernoulli,         "input:T, p:T=None", (torch.bernoulli, "input, p=None"), (T.bernoulli, "input, p=None"))
 for n, defaults in (("uniform", "0.0, 1.0"), ("normal", "0.0, 1.0"), ("exponential", "1.0"), ("log_normal", "1.0, 2.0"), ("cauchy", "0.0, 1.0"), ("geometric", "")):
     op(f"{n}_like", drawn(f"{n}_"), "input:T, " + ", ".join(f"{a}={d}" if d else a for a, d in zip("ab", defaults.split(", "), strict=False)))
@@ -321,6 +336,7 @@ op("setitem",    setitem,           "input:T, index:T, value:T", T.__setitem__)
 op("copy",       copy,              "input:T, source:T")
 each("gather", "input:T, dim, index:T, *, sparse_grad=False")
 each("index_select", "input:T, dim, index:T")
+op("scatter",    scatter,           "input:T, dim, index:T, src:T", torch.scatter, T.scatter)
 each("scatter_add", "input:T, dim, index:T, src:T")
 each("one_hot", "input:T, num_classes=-1")
 each("slice_scatter", "input:T, src:T, dim=0, start=None, end=None, step=1")

@@ -1,0 +1,176 @@
+"""A Graph as JSON, and back: data only.
+
+Functions are written by name, and a name is only read back as what a tracer could have met: a canonical op, a function that torch lets one override,
+an op of torch.ops, an autograd.Function of a module that is already imported. Structures of inputs and outputs are torch's pytree specs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from autopar.letters import BadGraph
+from autopar.tracer.graph import Graph, Info, Leaf, TensorType, info
+from autopar.tracer.lookup import by_own_name, on_a_copy, own_name, torch_functions
+from autopar.tracer.vocabulary import OPS, Apply, Op
+
+VERSION = 1
+
+
+def to_json(graph: Graph) -> str:
+    """The graph as text that `from_json` reads."""
+    return json.dumps({
+        "autopar_graph": VERSION,
+        "nodes": [_node(n) for n in graph.nodes],
+        "input_spec": _spec(graph.input_spec), "input_leaves": [_value(v) for v in graph.input_leaves],
+        "output_spec": _spec(graph.output_spec), "output_leaves": [_value(v) for v in graph.output_leaves],
+        "output_names": graph.output_names, "updates": graph.updates, "assumptions": graph.assumptions, "training": graph.training,
+    })
+
+
+def from_json(text: str) -> Graph:
+    """The graph that `to_json` wrote. What does not read as one is a letter."""
+    try:
+        data = json.loads(text)
+        if data.get("autopar_graph") != VERSION:
+            raise BadGraph("this is no graph that autopar has written", seen=str(data.get("autopar_graph", "no version")), advice=f"version {VERSION}")
+        made, nodes = fx.Graph(), dict[str, fx.Node]()
+        for entry in data["nodes"]:
+            _read_node(made, nodes, entry)
+        return Graph(made, pytree.treespec_loads(data["input_spec"]), tuple(_read(v, nodes) for v in data["input_leaves"]),
+                     pytree.treespec_loads(data["output_spec"]), tuple(_read(v, nodes) for v in data["output_leaves"]), tuple(data["output_names"]),
+                     tuple((str(kind), str(name)) for kind, name in data["updates"]), tuple(map(str, data["assumptions"])), bool(data["training"]))
+    except BadGraph:
+        raise
+    except Exception as e:                                     # whatever is wrong with the text, it is the text
+        raise BadGraph("this text does not read as a graph", seen=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
+                       advice="a file that Graph.to_json wrote, and the classes of its inputs and outputs imported") from e
+
+
+def _spec(spec: pytree.TreeSpec) -> str:
+    try:
+        return pytree.treespec_dumps(spec)
+    except NotImplementedError as e:
+        raise BadGraph("the structure of inputs or outputs cannot be written", seen=str(e), advice="serialized_type_name= in torch.utils._pytree.register_pytree_node") from e
+
+
+def _node(node: fx.Node) -> dict[str, Any]:
+    target = node.target
+    if isinstance(target, Op):
+        target = {"op": target.name} if target.signature is not None else {"function": own_name(target.call)}
+    elif target is operator.getitem:
+        target = {"part": node.args[1]}
+    return {"name": node.name, "kind": node.op, "target": target, "args": _value(node.args if node.op == "output" else (node.args[0],) if "part" in target else ()),
+            "kwargs": _value(dict(node.kwargs)), "info": asdict(info(node))}
+
+
+def _value(value: Any) -> Any:
+    """What JSON has no word for is an object with one key."""
+    if value is None or isinstance(value, (bool, str)) or (isinstance(value, int) and not hasattr(value, "name")):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, fx.Node):
+        return {"node": value.name}
+    if isinstance(value, Leaf):
+        return {"leaf": value.position}
+    if isinstance(value, tuple):
+        return {"tuple": [_value(v) for v in value]}
+    if isinstance(value, list):
+        return [_value(v) for v in value]
+    if isinstance(value, dict):
+        return {"dict": [[_value(k), _value(v)] for k, v in value.items()]}
+    if isinstance(value, slice):
+        return {"slice": [_value(v) for v in (value.start, value.stop, value.step)]}
+    if value is ...:
+        return {"ellipsis": True}
+    if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, (np.ndarray, np.generic)):
+        return {"array": [value.tolist(), str(value.dtype)]}
+    raise BadGraph(f"a {type(value).__name__} cannot be written", seen=repr(value)[:80], advice="numbers, strings, and lists of them")
+
+
+def _read(value: Any, nodes: dict[str, fx.Node]) -> Any:
+    if isinstance(value, list):
+        return [_read(v, nodes) for v in value]
+    if not isinstance(value, dict):
+        return value
+    (kind, content), = value.items()
+    if kind == "node":
+        return nodes[content]
+    if kind == "leaf":
+        return Leaf(int(content))
+    if kind == "tuple":
+        return tuple(_read(v, nodes) for v in content)
+    if kind == "dict":
+        return {_read(k, nodes): _read(v, nodes) for k, v in content}
+    if kind == "slice":
+        return slice(*(_read(v, nodes) for v in content))
+    if kind == "ellipsis":
+        return ...
+    if kind == "float":
+        return float(content)
+    if kind == "complex":
+        return complex(*content)
+    if kind == "array":
+        return np.array(content[0], dtype=content[1])[()]
+    if kind == "torch":
+        found = getattr(torch, content)
+        if isinstance(found, (torch.dtype, torch.memory_format, torch.layout)):
+            return found
+    raise BadGraph("this text does not read as a graph", seen=f"{kind}: {content!r}"[:80])
+
+
+def _read_node(made: fx.Graph, nodes: dict[str, fx.Node], entry: dict[str, Any]) -> None:
+    target, args, kwargs = entry["target"], _read(entry["args"], nodes), _read(entry["kwargs"], nodes)
+    if entry["kind"] == "output":
+        node = made.output(args[0])
+    elif entry["kind"] in ("placeholder", "get_attr"):
+        node = made.create_node(entry["kind"], str(target), name=entry["name"])
+    elif "part" in target:
+        node = made.create_node("call_function", operator.getitem, (*args, int(target["part"])), name=entry["name"])
+    else:
+        op = OPS[target["op"]] if "op" in target else _own(str(target["function"]))
+        node = made.create_node("call_function", op, (), kwargs, name=entry["name"])
+    about = entry["info"]
+    outputs = tuple(TensorType(tuple(o["shape"]), o["dtype"], o["requires_grad"]) for o in about.pop("outputs"))
+    node.meta["info"] = Info(**{**about, "outputs": outputs, "names": tuple(about["names"]), "checkpoint": tuple(about["checkpoint"])})
+    nodes[node.name] = node
+
+
+def _own(name: str) -> Op:
+    """The op of a function that is in no line of the vocabulary."""
+    function = _function(name)
+    return by_own_name(function, (), {})[0]
+
+
+def _function(name: str) -> Any:
+    if name.endswith(" on a copy"):
+        return on_a_copy(_function(name.removesuffix(" on a copy")))
+    if name.startswith("function "):
+        path = name.removeprefix("function ")
+        home = max((m for m in list(sys.modules) if path.startswith(m + ".")), key=len, default="")
+        cls = functools.reduce(getattr, path.removeprefix(home + ".").split("."), sys.modules[home]) if home else None
+        if isinstance(cls, type) and issubclass(cls, torch.autograd.Function):
+            return Apply(cls)
+        raise BadGraph(f"the autograd.Function {path} is not to be found", advice="import its module first")
+    if name.startswith("ops."):
+        found = functools.reduce(getattr, name.split("."), torch)
+        if isinstance(found, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            return found
+    if name in torch_functions():
+        return torch_functions()[name]
+    raise BadGraph(f"{name} is no function that a tracer meets", advice="for a custom op, import the module that defines it first")
