@@ -113,3 +113,34 @@ def mlp_pins(kind: str, mesh: DeviceMesh) -> dict[str, str]:
         },
         "sharded": {"x": everywhere, "y": everywhere, "*": f"{everywhere}; R; regathered"},
     }[kind]
+
+
+class Plain(nn.Module):
+    """What a user may write: tied weights, writes in place and by index, a counter, attention, a checkpoint, no_grad, branches on shapes."""
+
+    def __init__(self, words: int = 128, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True, dropout=0.1)
+        self.feed = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(width, width))
+        self.norm = nn.LayerNorm(width)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x, y):
+        self.steps += 1
+        h = self.embed(x)
+        h = self.norm(h + self.attention(h, h, h, need_weights=False)[0])
+        h = h + torch.utils.checkpoint.checkpoint(self.feed, h, use_reentrant=False)
+        shifted = torch.zeros_like(h)
+        shifted[:, 1:] = h[:, :-1]
+        shifted[:, 0] = 1.0
+        q, k = shifted.chunk(2, dim=-1)
+        with torch.no_grad():
+            scale = q.abs().mean()
+        out = torch.cat([k, q / scale], -1)
+        if x.shape[1] > 4:
+            out.mul_(0.5)
+        logits = self.head(out)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), y.flatten()), "logits": logits}

@@ -46,7 +46,7 @@ class ColoTracer(fx.Tracer):
         learn_dataclasses((args, kwargs))
         with LOCK, clean_room(), torch.enable_grad(), no_collection():
             recorder = Recorder(root, assume or Assume())
-            with recorder.below as fake_mode:
+            with contextlib.closing(recorder), recorder.below as fake_mode:
                 leaves, input_spec = pytree.tree_flatten((args, kwargs))
                 leaves = [Fakes(fake_mode)(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]    # one tensor given twice is two inputs
                 names = [recorder.add_input(leaf, name) if isinstance(leaf, Tensor) else leaf for leaf, name in zip(leaves, leaf_names(args, kwargs), strict=True)]

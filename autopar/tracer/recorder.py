@@ -130,6 +130,12 @@ class Recorder(TorchFunctionMode):
         node = self.graph.output(tuple(self.node(t) for t in tensors))
         node.meta["info"] = Info("out", "output", tuple(TensorType.of(t) for t in tensors))
 
+    def close(self) -> None:
+        """Fakes hold their mode, the mode the recorder, the recorder the fakes, and autograd holds them where no collector sees: the ring is opened here."""
+        for held in (self.values.alive, self.values.recipes, self.values._sharing, self.held, self.reassigned, self.modules_before, self.casts.cached, self.below.remembered):
+            held.clear()                                       # type: ignore[attr-defined]
+        del self.root
+
     # -- what happens between
 
     @contextlib.contextmanager
