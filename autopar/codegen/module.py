@@ -19,7 +19,7 @@ from autopar.runtime.random import RandomState
 from autopar.runtime.storage import Storage, dtensor_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 from autopar.solver.plan import Plan
-from autopar.tracer.graph import Graph, TensorType, build_outputs, info, type_of
+from autopar.tracer.graph import Graph, TensorType, build_outputs, info, type_of, write_buffer
 
 
 class Lowered:
@@ -143,9 +143,8 @@ class ParallelModule(nn.Module):
         state.calls += 1
         graph, program = state.lowered.graph, state.lowered.program
         outputs, changed = state.runner(inputs, [self.get_parameter(n) for n in program.parameters], [operator.attrgetter(n)(self) for n in program.buffers], state.random)
-        with torch.no_grad():
-            for (_, name), value in zip(graph.updates, changed, strict=True):
-                operator.attrgetter(name)(self).copy_(value)
+        for (_, name), value in zip(graph.updates, changed, strict=True):
+            write_buffer(self, name, value)
         return build_outputs(graph, outputs)
 
 

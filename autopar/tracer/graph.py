@@ -192,9 +192,12 @@ class Replay(torch.nn.Module):
         with torch.device(held.device):                        # what comes from nothing is made where the model is
             values = self._run(leaves)
         count = len(self.graph.output_names)
-        with torch.no_grad():
-            for (kind, name), value in zip(self.graph.updates, values[count:], strict=True):
-                (leaves[self.graph.inputs[name].target] if kind == "input" else operator.attrgetter(name)(self.model)).copy_(value)   # type: ignore[index]
+        for (kind, name), value in zip(self.graph.updates, values[count:], strict=True):
+            if kind == "input":
+                with torch.no_grad():
+                    leaves[self.graph.inputs[name].target].copy_(value)   # type: ignore[index]
+            else:
+                write_buffer(self.model, name, value)
         return build_outputs(self.graph, values[:count])
 
     def _run(self, leaves: dict[str, torch.Tensor]) -> list[Any]:
@@ -207,6 +210,18 @@ class Replay(torch.nn.Module):
             elif node.op == "call_function":
                 env[node] = run(node, env)                     # random ops draw from torch's own generator here
         return [env[n] for n in self.graph.output.args[0]]     # type: ignore[union-attr, index, misc]
+
+
+def write_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    """Give a buffer its new value; one that is made while running gets a new tensor."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    held = getattr(owner, last)
+    if isinstance(held, torch.Tensor) and held.shape == value.shape and held.dtype == value.dtype:
+        with torch.no_grad():
+            held.copy_(value)
+    else:
+        setattr(owner, last, value.detach())
 
 
 def run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:

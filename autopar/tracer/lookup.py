@@ -133,7 +133,7 @@ def _lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         names = canonical.signature.parameters
         if (shape := _local(canonical, SHAPE)) is not None:    # whatever was said, the shape of the result says it all
             return canonical, {n: tuple(result.shape) if n == shape else named[n] for n in names if n == shape or n in named}
-        if "bounds" in named:
+        if canonical.name == "arange":
             return _arange(canonical, named)
         if all(n in names or n in _LAYOUT or same(v, spelled.parameters[n].default) for n, v in named.items()):
             return canonical, {n: v for n, p in names.items() if n in named and not same(v := named[n], p.default)}
@@ -162,7 +162,7 @@ def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _arange(canonical: Op, named: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
-    bounds, how = list(named["bounds"]), named.get("how", {})
+    bounds, how = list(named.get("bounds", ())), named.get("how", {})
     if len(bounds) == 1 and "end" not in how:
         bounds = [0, *bounds]
     start = bounds[0] if bounds else how.get("start", 0)

@@ -43,11 +43,12 @@ QUERIES = frozenset({
 REFUSED = {
     **dict.fromkeys((_T.register_hook, _T.retain_grad, _T.register_post_accumulate_grad_hook), ("a hook on a tensor inside the model would be lost", "hooks on parameters of the parallel model")),
     **dict.fromkeys((_T.backward, torch.autograd.grad, torch.autograd.backward), ("a derivative is taken inside the model, which a graph of its forward cannot hold", "the loss as an output")),
-    **dict.fromkeys((_T.set_, _T.resize_, _T.resize_as_, _T.detach_, _T.as_strided_, _T.swapaxes_, _T.swapdims_, _T.transpose_, _T.t_, _T.squeeze_, _T.unsqueeze_, _T.data.__set__, _T.grad.__set__),
+    **dict.fromkeys((_T.set_, _T.resize_, _T.resize_as_, _T.detach_, _T.as_strided_, _T.data.__set__, _T.grad.__set__),
                     ("a tensor is given another shape or storage in place", "the form that returns a new tensor")),    # type: ignore[attr-defined]
     **dict.fromkeys((_T.as_strided, torch.as_strided), ("as_strided reads a tensor by its memory layout, which a plan may change", "narrow, view or index")),
     **dict.fromkeys((_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.storage), ("the model leaves torch with a tensor's memory", "torch functions")),
 }
+TURNED = frozenset({_T.swapaxes_, _T.swapdims_, _T.transpose_, _T.t_, _T.squeeze_, _T.unsqueeze_})    # another shape in place, the same numbers
 VALUES = frozenset({_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__})
 SHAPES = frozenset({_T.nonzero, torch.nonzero, torch.argwhere, _T.argwhere, torch.masked_select, _T.masked_select, torch.unique, _T.unique, torch.unique_consecutive, _T.unique_consecutive, torch.bincount, _T.bincount})
 _IN_PLACE = frozenset(f"__{n}__" for n in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod", "iand", "ior", "ixor", "ilshift", "irshift", "setitem", "idiv"))
@@ -106,8 +107,8 @@ class Recorder(TorchFunctionMode):
                 old = buffers.get(name)
                 if new is not old and isinstance(new, Tensor):
                     full = f"{path}.{name}" if path else name
-                    if old is None or old.shape != new.shape or old.dtype != new.dtype:
-                        raise self.letter(f"forward gives the buffer {full} another shape or dtype", (new,), "a buffer of fixed shape, written in place")
+                    if old is not None and (old.shape != new.shape or old.dtype != new.dtype) and self.values.node(old) is not None:
+                        raise self.letter(f"forward reads the buffer {full} and then gives it another shape or dtype", (new,), "a buffer of fixed shape, written in place")
                     self.reassigned.append((full, new))
             for name, value in vars(module).items():
                 old = attributes.get(name, attributes)
@@ -200,18 +201,22 @@ class Recorder(TorchFunctionMode):
         if any(out.device.type != "cpu" for out in outputs):   # fakes say cpu wherever the model is
             raise self.letter(f"{name_of(function)} gives a tensor on {outputs[0].device}: the model moves tensors between devices itself", args, "device=x.device, of a tensor at hand")
         made, arguments = lookup(function, args, kwargs, result)
-        written = [t for _, t in self.wrote if self.values.shares_storage(t)]
-        if written:
-            if made.name not in WRITES:
-                raise self.letter(f"{name_of(function)} writes to a tensor that it was given ({self.wrote[0][0]})", args, "the form that returns a new tensor")
-            made, written_to = WRITES[made.name]
+        if made.name in WRITES and self.writes(made, arguments):    # torch's schema of batch_norm does not say that it writes
+            made, written_to, _ = WRITES[made.name]
             node = self.emit(made, arguments, (*outputs, *(arguments[n] for n in written_to)))
             parts = self.split(node)
             self.values.bind(outputs[0], parts[0])
             for part, target in zip(parts[1:], written_to, strict=True):
                 self.values.write(arguments[target], part)
             return
+        if any(self.values.shares_storage(t) for _, t in self.wrote):
+            raise self.letter(f"{name_of(function)} writes to a tensor that it was given ({self.wrote[0][0]})", args, "the form that returns a new tensor")
         self.values.bind_all(result, self.emit(made, arguments, outputs), (made, arguments))
+
+    def writes(self, op: Any, arguments: dict[str, Any]) -> bool:
+        """Does this call write to its arguments?"""
+        _, written, flag = WRITES[op.name]
+        return arguments.get(flag, op.signature.parameters[flag].default) and all(arguments.get(n) is not None for n in written)
 
     def record_below(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, writes: bool) -> None:
         """An ATen op that ran outside any torch function: in TorchScript, under vmap, in a transform. It stands below autograd, which works it out anew at replay."""
@@ -431,6 +436,18 @@ def _in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
     return result
 
 
+def _turned(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.unsqueeze_(0): x stands for the view from here on. Nothing may look at its memory by another name, for then there are two shapes of one value."""
+    target = args[0]
+    if recorder.values.is_shared(target):
+        raise recorder.letter(f"{name_of(function)} gives another shape to a tensor that others are views of", args, f"{name_of(function)[:-1]}")
+    before = recorder.node(target)
+    result = recorder.execute(function, args, kwargs)
+    made, arguments = lookup(getattr(_T, name_of(function)[:-1]), args, kwargs, target)
+    recorder.values.rename(target, recorder.emit(made, {**arguments, "input": before}, (TensorType.of(target),)))
+    return result
+
+
 def _wants_gradient(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x.requires_grad = True on a tensor of forward's own gives it a .grad that nobody outside sees; on others it is a letter."""
     tensor, wanted = args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
@@ -465,7 +482,7 @@ def _refuse_generator(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[st
 
 
 TRAITS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(QUERIES, _query), **dict.fromkeys(REFUSED, _refused), **dict.fromkeys(VALUES, _value), **dict.fromkeys(SHAPES, _shape),
+    **dict.fromkeys(QUERIES, _query), **dict.fromkeys(REFUSED, _refused), **dict.fromkeys(VALUES, _value), **dict.fromkeys(SHAPES, _shape), **dict.fromkeys(TURNED, _turned),
     **dict.fromkeys((torch._assert, torch._assert_async), _assertion),
     **dict.fromkeys((_T.requires_grad_, _T.requires_grad.__set__), _wants_gradient),    # type: ignore[attr-defined]
 }

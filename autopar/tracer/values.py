@@ -80,6 +80,16 @@ class Values:
         """Is this the memory of a tensor of the model, its inputs, or a result so far?"""
         return bool(self._family(tensor)) or any(_storage(tensor) == _storage(held) for held in self.recorder.held)
 
+    def is_shared(self, tensor: Tensor) -> bool:
+        """Does another known tensor lie on this memory, or does it belong to the model or its inputs?"""
+        node = self.recorder.node(tensor)
+        return node.op != "call_function" or any(t is not tensor for t in self._family(tensor))
+
+    def rename(self, tensor: Tensor, node: fx.Node) -> None:
+        """The tensor stands for `node`, and its memory has no other name."""
+        self.nodes[id(tensor)] = node
+        self.recipes.pop(id(tensor), None)
+
     def _parent(self, tensor: Tensor) -> Tensor | None:
         """The tensor that this one is a view of."""
         if id(tensor) not in self.recipes:

@@ -94,6 +94,11 @@ def new(name: str) -> Callable[..., Tensor]:
     return call
 
 
+def where(condition: Tensor, input: Any, other: Any) -> Tensor:
+    """One or the other; either may be a number."""
+    return torch.where(condition, input, other)
+
+
 def scatter(input: Tensor, dim: int, index: Tensor, src: Any) -> Tensor:
     """A copy with entries of src, or one number, at positions along a dim."""
     return torch.scatter(input, dim, index, src)
@@ -197,7 +202,7 @@ class SIZES:
 
 OPS: dict[str, Op] = {}
 SPELLINGS: dict[Callable[..., Any], tuple[Op, inspect.Signature]] = {}
-WRITES: dict[str, tuple[Op, tuple[str, ...]]] = {}             # an op that writes to arguments: the pure form, and which
+WRITES: dict[str, tuple[Op, tuple[str, ...], str]] = {}        # an op that writes to arguments: the pure form, to which, and the flag that says so
 
 
 def op(name: str, call: Callable[..., Any], signature: str, *spellings: Callable[..., Any] | tuple[Callable[..., Any], str], writes: str = "") -> None:
@@ -208,8 +213,9 @@ def op(name: str, call: Callable[..., Any], signature: str, *spellings: Callable
         function, own = spelling if isinstance(spelling, tuple) else (spelling, signature)
         SPELLINGS[function] = made, _signature(own)
     if writes:
-        written = tuple(writes.split(", "))
-        WRITES[name] = OPS.setdefault(f"{name}_updating", Op(f"{name}_updating", updating(call, *written), _signature(signature))), written
+        names, _, flag = writes.partition(" if ")
+        written = tuple(names.split(", "))
+        WRITES[name] = OPS.setdefault(f"{name}_updating", Op(f"{name}_updating", updating(call, *written), _signature(signature))), written, flag
 
 
 def each(names: str, signature: str = "input:T") -> None:
@@ -266,7 +272,7 @@ each("clamp", "input:T, min:T=None, max:T=None")
 each("addcmul addcdiv", "input:T, tensor1:T, tensor2:T, *, value=1")
 each("lerp", "input:T, end:T, weight:T")
 each("nan_to_num", "input:T, nan=None, posinf=None, neginf=None")
-op("where",      torch.where,       "condition:T, input:T, other:T", (T.where, "input, condition, other"))
+op("where",      where,             "condition:T, input:T, other:T", torch.where, (T.where, "input, condition, other"))
 op("masked_fill", torch.masked_fill, "input:T, mask:T, value:T", T.masked_fill)
 op("gelu",       F.gelu,            "input:T, approximate='none'")
 op("relu",       torch.relu,        "input:T", T.relu, (F.relu, "input, inplace=False"))
@@ -313,9 +319,9 @@ each("norm", "input:T, p='fro', dim=None, keepdim=False, *, dtype=None")
 op("layer_norm", F.layer_norm,      "input:T, normalized_shape, weight:T=None, bias:T=None, eps=1e-05")
 op("rms_norm",   F.rms_norm,        "input:T, normalized_shape, weight:T=None, eps=None")
 op("group_norm", F.group_norm,      "input:T, num_groups, weight:T=None, bias:T=None, eps=1e-05")
-op("batch_norm", F.batch_norm,      "input:T, running_mean:T, running_var:T, weight:T=None, bias:T=None, training=False, momentum=0.1, eps=1e-05", writes="running_mean, running_var")
+op("batch_norm", F.batch_norm,      "input:T, running_mean:T, running_var:T, weight:T=None, bias:T=None, training=False, momentum=0.1, eps=1e-05", writes="running_mean, running_var if training")
 op("instance_norm", F.instance_norm, "input:T, running_mean:T=None, running_var:T=None, weight:T=None, bias:T=None, use_input_stats=True, momentum=0.1, eps=1e-05",
-   writes="running_mean, running_var")
+   writes="running_mean, running_var if use_input_stats")
 op("weight_norm", torch._weight_norm, "v:T, g:T, dim=0")
 op("normalize",  F.normalize,       "input:T, p=2.0, dim=1, eps=1e-12, out=None")
 op("scaled_dot_product_attention", F.scaled_dot_product_attention,

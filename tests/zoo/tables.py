@@ -136,12 +136,12 @@ COLOSSAL: dict[str, Entry] = {
         "OPTModel", "OPTForCausalLM", "OPTForQuestionAnswering",
         "T5Model", "T5ForConditionalGeneration", "T5EncoderModel", "T5ForTokenClassification")},
     **{f"tv {name}": tv_entry(name, size) for name, size in (
-        ("alexnet", 64), ("densenet121", 64), ("efficientnet_b0", 64), ("googlenet", 64), ("inception_v3", 192), ("mobilenet_v2", 64), ("mobilenet_v3_small", 64), ("mnasnet0_5", 64),
+        ("alexnet", 64), ("densenet121", 64), ("efficientnet_b0", 64), ("googlenet", 64), ("inception_v3", 299), ("mobilenet_v2", 64), ("mobilenet_v3_small", 64), ("mnasnet0_5", 64),
         ("resnet18", 64), ("regnet_x_16gf", 64), ("resnext50_32x4d", 64), ("shufflenet_v2_x0_5", 64), ("squeezenet1_0", 64), ("vgg11", 64), ("wide_resnet50_2", 64), ("vit_b_16", 224),
         ("convnext_base", 64), ("swin_s", 64), ("efficientnet_v2_s", 64))},
     **{f"timm {name}": timm_entry(name, size) for name, size in (
         ("resnest50d", 64), ("beit_base_patch16_224", 224), ("cait_s24_224", 224), ("convmixer_768_32", 64), ("efficientnetv2_m", 64), ("resmlp_12_224", 224), ("vit_base_patch16_224", 224),
-        ("deit_base_distilled_patch16_224", 224), ("beitv2_base_patch16_224", 224), ("coat_lite_mini", 64), ("deit3_base_patch16_224", 224), ("eca_nfnet_l0", 64), ("efficientformer_l1", 224),
+        ("deit_base_distilled_patch16_224", 224), ("beitv2_base_patch16_224", 224), ("coat_lite_mini", 224), ("deit3_base_patch16_224", 224), ("eca_nfnet_l0", 64), ("efficientformer_l1", 224),
         ("ese_vovnet19b_dw", 64), ("gmixer_12_224", 224), ("gmlp_b16_224", 224), ("hardcorenas_a", 64), ("hrnet_w18_small", 64), ("inception_v3", 96), ("mixer_b16_224", 224),
         ("nf_ecaresnet101", 64), ("nf_regnet_b0", 64), ("regnetv_040", 64), ("skresnet18", 64), ("tnt_b_patch16_224", 224), ("wide_resnet50_2", 64), ("convit_base", 224), ("dm_nfnet_f0", 64),
         ("convnext_base", 64), ("vgg11", 64), ("dpn68", 64), ("densenet121", 64), ("rexnet_100", 64), ("swin_base_patch4_window7_224", 224))},
