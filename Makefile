@@ -18,7 +18,13 @@ $(VENV)/.demo: $(VENV)/.torch-$(TORCH) pyproject.toml
 	$(PIP) --editable ".[hf]"
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.torch-$(TORCH) pyproject.toml
+# torchvision and timm are models to be traced; they live apart, because transformers will not import where it sees a torchvision that torch cannot load
+EXTRAS := $(VENV)-extras
+$(EXTRAS)/.done: $(VENV)/.torch-$(TORCH)
+	$(PIP) --no-deps --target $(EXTRAS) torchvision==0.28.0 timm==1.0.31 pillow
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.torch-$(TORCH) $(EXTRAS)/.done pyproject.toml
 	$(PIP) --editable ".[test,hf]"
 	@touch $@ $(VENV)/.demo
 
@@ -30,7 +36,7 @@ demo: $(VENV)/.demo            ## plan a model on a 2x2 mesh, train it on four l
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test            ## every test but the nightly ones
-	$(BIN)/python -m pytest
+	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest
 
 check: $(VENV)/.dev            ## lint, types, and the rings that need no processes
 	$(BIN)/ruff check .
@@ -38,7 +44,7 @@ check: $(VENV)/.dev            ## lint, types, and the rings that need no proces
 	$(BIN)/python -m pytest -m "not nightly and not machines"
 
 nightly: $(VENV)/.test         ## the long tests
-	$(BIN)/python -m pytest -m nightly --timeout 3600
+	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest -m nightly --timeout 3600
 
 nightly-oldest:                ## the tests on the oldest torch we support; the index may have it as a GPU build only (gigabytes)
 	$(MAKE) test TORCH=2.11.0 VENV=.venv-2.11
@@ -47,4 +53,4 @@ bench: $(VENV)/.test           ## the benchmarks; each prints a table
 	@for b in $(wildcard benchmarks/*.py); do $(BIN)/python $$b || exit 1; done
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(EXTRAS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -27,17 +27,12 @@ class Casts:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.noted: list[tuple[Any, ...]] | None = None
-        self.region = False                                    # autocast was on for the last op
         self.cached: dict[tuple[int, torch.dtype], Tensor] = {}    # parameters are cast once a region, as autocast does
 
     def on(self) -> bool:
-        enabled = torch.is_autocast_enabled("cpu")
-        if self.region and not enabled:
-            self.cached.clear()
-        self.region = enabled
         if torch.is_autocast_enabled("cuda"):
             raise self.recorder.letter("autocast for cuda is switched on inside the model, and its casts cannot be seen on a CPU", (), 'torch.autocast("cpu", ...) while tracing, or casts written out')
-        return enabled
+        return torch.is_autocast_enabled("cpu")
 
     def note(self, function: Any, args: Any) -> None:
         if function not in _HIDDEN:

@@ -117,6 +117,16 @@ def no_ops_leave(graph: Graph) -> None:
             node.replace_all_uses_with(given)
 
 
+def _basic_index(index: Any, rank: int) -> tuple[Any, ...] | None:
+    """One entry for each dim, and None for each new one; nothing, where the index holds tensors, lists or steps."""
+    index = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(i, (int, slice, type(None), type(...))) and not isinstance(i, bool) and (not isinstance(i, slice) or i.step in (None, 1)) for i in index):
+        return None
+    missing = rank - sum(i is not None and i is not ... for i in index)
+    where = index.index(...) if ... in index else len(index)
+    return (*index[:where], *[slice(None)] * missing, *index[where + (... in index):])
+
+
 def indexing_is_spelled_out(graph: Graph) -> None:
     """Basic indexing is a chain of narrow, select and view; whole slices vanish.
 
@@ -125,14 +135,10 @@ def indexing_is_spelled_out(graph: Graph) -> None:
     """
     with rewriting(graph, "index") as nodes:
         for node in nodes:
-            given, index = node.kwargs["input"], node.kwargs["index"]
-            index = index if isinstance(index, tuple) else (index,)
-            if not all(isinstance(i, (int, slice, type(None), type(...))) and not isinstance(i, bool) and (not isinstance(i, slice) or i.step in (None, 1)) for i in index):
+            given = node.kwargs["input"]
+            index = _basic_index(node.kwargs["index"], len(type_of(given).shape))   # type: ignore[arg-type]
+            if index is None:
                 continue
-            rank = len(type_of(given).shape)                   # type: ignore[arg-type]
-            missing = rank - sum(i is not None and i is not ... for i in index)
-            where = index.index(...) if ... in index else len(index)
-            index = (*index[:where], *[slice(None)] * missing, *index[where + (... in index):])
             value: Any = given
             dim = 0
             with graph.fx.inserting_before(node):
@@ -150,6 +156,51 @@ def indexing_is_spelled_out(graph: Graph) -> None:
                         value = emit(node, "view", input=value, size=(*shape[:dim], 1, *shape[dim:]))
                     dim += 1
             node.replace_all_uses_with(value)
+
+
+def assignments_are_spelled_out(graph: Graph) -> None:
+    """Assignment to ranges is a scatter for each dim that is not whole; one number under a mask is masked_fill.
+
+    before    y = setitem(x, (slice(None), slice(1, None)), v)     # x is f32[4, 16], v is f32[4, 15]
+    after     y = slice_scatter(x, v, dim=1, start=1, end=16)
+    """
+    with rewriting(graph, "setitem") as nodes:
+        for node in nodes:
+            given, index, value = (node.kwargs[k] for k in ("input", "index", "value"))
+            whole = type_of(given)                             # type: ignore[arg-type]
+            with graph.fx.inserting_before(node):
+                if isinstance(index, fx.Node) and type_of(index).dtype == "bool" and not isinstance(value, fx.Node):
+                    mask, shape = index, type_of(index).shape
+                    if len(shape) < len(whole.shape):
+                        mask = emit(node, "view", input=index, size=(*shape, *[1] * (len(whole.shape) - len(shape))))
+                    node.replace_all_uses_with(emit(node, "masked_fill", input=given, mask=mask, value=value))
+                    continue
+                basic = _basic_index(index, len(whole.shape))
+                if basic is None or None in basic:
+                    continue
+                node.replace_all_uses_with(_scattered(node, given, list(enumerate(basic)), value))
+
+
+def _scattered(node: fx.Node, given: Any, index: list[tuple[int, Any]], value: Any) -> fx.Node:
+    """`given` with `value` at the rest of an index, one dim at a time: the parts that lie inside are put back into those around them."""
+    shape = type_of(given).shape
+    while index and isinstance(index[0][1], slice) and index[0][1].indices(shape[index[0][0]])[:2] == (0, shape[index[0][0]]):
+        index = index[1:]
+    if not index:
+        if not isinstance(value, fx.Node):
+            return emit(node, "full_like", input=given, fill_value=value)
+        if type_of(value).shape != shape:
+            extra = len(type_of(value).shape) - len(shape)     # leading dims of size 1
+            value = emit(node, "view", input=value, size=type_of(value).shape[extra:]) if extra > 0 else value
+            value = emit(node, "expand", input=value, size=shape)
+        return value if type_of(value).dtype == type_of(given).dtype else emit(node, "to", input=value, dtype=type_of(given).torch_dtype)
+    (dim, at), rest = index[0], index[1:]
+    if isinstance(at, int):
+        inner = emit(node, "select", input=given, dim=dim, index=at % shape[dim])
+        return emit(node, "select_scatter", input=given, src=_scattered(node, inner, [(d - 1, i) for d, i in rest], value), dim=dim, index=at % shape[dim])
+    start, stop, _ = at.indices(shape[dim])
+    inner = emit(node, "narrow", input=given, dim=dim, start=start, length=max(0, stop - start))
+    return emit(node, "slice_scatter", input=given, src=_scattered(node, inner, rest, value), dim=dim, start=start, end=max(start, stop))
 
 
 def addmm_is_linear(graph: Graph) -> None:
@@ -267,7 +318,7 @@ def drop_dead(graph: Graph) -> None:
 
 
 PASSES: tuple[Callable[[Graph], None], ...] = (
-    drop_dead, indexing_is_spelled_out, no_ops_leave, addmm_is_linear, linears_keep_their_batch_dims, losses_are_means, cross_entropy_counts_its_targets, means_are_sums, drop_dead,
+    drop_dead, indexing_is_spelled_out, assignments_are_spelled_out, no_ops_leave, addmm_is_linear, linears_keep_their_batch_dims, losses_are_means, cross_entropy_counts_its_targets, means_are_sums, drop_dead,
     random_ops_are_numbered, one_name_per_fan_out,
 )
 

@@ -404,15 +404,34 @@ def _attribute(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs:
 
 def _op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _refuse_generator(recorder, args, kwargs)
+    if isinstance(kwargs.get("out"), Tensor):
+        return _into(recorder, function, args, kwargs)
     result = recorder.execute(function, args, kwargs)
     recorder.record(function, args, kwargs, result)
+    return result
+
+
+def _into(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.mul(x, y, out=z): z stands for the product from here on."""
+    target = kwargs["out"]
+    recorder.values.refuse_write(target, f"{name_of(function)} to out=")
+    before = TensorType.of(target)
+    result = recorder.execute(function, args, kwargs)
+    after = TensorType.of(target)
+    if before.shape != after.shape:
+        raise recorder.letter(f"{name_of(function)} gives out= another shape", args, "the form that returns a new tensor")
+    made, arguments = lookup(function, args, {k: v for k, v in kwargs.items() if k != "out"}, target)
+    node = recorder.emit(made, arguments, (after,))
+    if (made_type := recorder.type_of_run(made, arguments)).dtype != after.dtype:
+        node.meta["info"] = replace(node.meta["info"], outputs=(made_type,))
+        node = recorder.emit(OPS["to"], {"input": node, "dtype": target.dtype}, (after,))
+    recorder.values.write(target, node)
     return result
 
 
 def _in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x.add_(y): x stands for a new value from here on."""
     target = args[0] if args else kwargs["input"]
-    node = None
     _refuse_generator(recorder, args, kwargs)
     recorder.values.refuse_write(target, name_of(function))
     made, arguments = functional(function, args, kwargs)
@@ -477,8 +496,8 @@ def _assertion(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs:
 def _refuse_generator(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("generator") is not None:
         raise recorder.letter("random numbers from a generator of the model's own are not captured", args, "torch's default generator, seeded by torch.manual_seed")
-    if kwargs.get("out") is not None:
-        raise recorder.letter("a result is written to out=", args, "the form that returns a new tensor")
+    if isinstance(kwargs.get("out"), (tuple, list)):
+        raise recorder.letter("results are written to out=", args, "the form that returns new tensors")
 
 
 TRAITS: dict[Any, Callable[..., Any]] = {
@@ -512,8 +531,6 @@ def _find_trait(function: Any) -> Callable[..., Any]:
     if name == "__set__":
         REFUSED[function] = (f"the attribute {function.__self__.__name__} of a tensor is set", "")
         return _refused
-    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-        return _in_place
     if isinstance(function, types.FunctionType):
         parameters = list(function.__code__.co_varnames[:function.__code__.co_argcount])
         if function not in SPELLINGS and any(check in function.__code__.co_names for check in _CHECKS):
@@ -523,6 +540,8 @@ def _find_trait(function: Any) -> Callable[..., Any]:
             return _opened
         if "inplace" in parameters:
             _INPLACE_AT[function] = parameters.index("inplace")
+    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        return _in_place
     return _op
 
 

@@ -3,6 +3,7 @@
     autograd.Function.apply      one node, with its backward; checkpoints are opened and their ops tagged
     numpy.random, random         a draw would be frozen into the graph: a letter
     transformers                 with no_padding, its mask code is told that nobody traces, so that it looks at the masks and drops them
+    clear_autocast_cache         is heard
     TorchScript, torch.compile   run op by op, so that every op comes by
 
 Private parts: `torch.utils.checkpoint._checkpoint_without_reentrant_generator` and `CheckpointFunction` (torch 2.11 to 2.13),
@@ -34,6 +35,7 @@ def captured(recorder: Recorder) -> Iterator[None]:
         enter(torch.jit.optimized_execution(False))            # its autodiff would detach what it runs
         enter(torch.compiler.set_stance("force_eager"))
         enter(_patched(torch.autograd.Function, "apply", classmethod(_apply(recorder, torch.autograd.Function.__dict__["apply"].__func__))))
+        enter(_patched(torch, "clear_autocast_cache", _clearing(recorder, torch.clear_autocast_cache)))
         enter(_patched(checkpoints, _GENERATOR, _region(recorder, getattr(checkpoints, _GENERATOR))))
         if recorder.assume.no_padding and "transformers.masking_utils" in sys.modules:
             enter(_patched(sys.modules["transformers.masking_utils"], "is_tracing", lambda *_: False))
@@ -65,6 +67,15 @@ def _apply(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., An
         return recorder.apply(cls, lambda *a, **k: original(cls, *a, **k), args, kwargs)
 
     return apply
+
+
+def _clearing(recorder: Recorder, original: Callable[[], None]) -> Callable[[], None]:
+    """Autocast forgets its casts of parameters when its outermost region ends; so does the graph."""
+    def clear() -> None:
+        recorder.casts.cached.clear()
+        original()
+
+    return clear
 
 
 def _region(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:

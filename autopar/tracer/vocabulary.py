@@ -291,11 +291,14 @@ each("tril triu", "input:T, diagonal=0")
 
 # randomness
 op("dropout",    F.dropout,         "input:T, p=0.5, training=True, inplace=False", (torch.dropout, "input, p, training"))
-for n in ("dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+for n in ("dropout1d", "dropout2d", "dropout3d"):
     op(n, getattr(F, n),            "input:T, p=0.5, training=True, inplace=False")
+for n in ("alpha_dropout", "feature_alpha_dropout"):
+    op(n, getattr(F, n),            "input:T, p=0.5, training=False, inplace=False")
 op("bernoulli",  bernoulli,         "input:T, p:T=None", (torch.bernoulli, "input, p=None"), (T.bernoulli, "input, p=None"))
-for n, defaults in (("uniform", "0.0, 1.0"), ("normal", "0.0, 1.0"), ("exponential", "1.0"), ("log_normal", "1.0, 2.0"), ("cauchy", "0.0, 1.0"), ("geometric", "")):
-    op(f"{n}_like", drawn(f"{n}_"), "input:T, " + ", ".join(f"{a}={d}" if d else a for a, d in zip("ab", defaults.split(", "), strict=False)))
+for n in ("uniform", "normal", "exponential", "log_normal", "cauchy"):
+    op(f"{n}_like", drawn(f"{n}_"), "input:T, a=None, b=None")
+op("geometric_like", drawn("geometric_"), "input:T, a")
 for n in ("rand", "randn"):
     op(n, getattr(torch, n),        "size:SHAPE, *, dtype=None", (getattr(torch, n), "*size, dtype=None, **how"))
     op(f"{n}_like", getattr(torch, f"{n}_like"), "input:T, *, dtype=None", (getattr(torch, f"{n}_like"), "input, *, dtype=None, **how"))

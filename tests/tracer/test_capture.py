@@ -133,9 +133,6 @@ def test_the_loss_is_found():
     (lambda m, x: x * x.sum().item(), "value of a tensor"),
     (lambda m, x: x if x.sum() > 0 else -x, "value of a tensor"),
     (lambda m, x: x[x > 0], "values of a tensor"),
-    (lambda m, x: (x + m.weight).add_(1), "in place"),
-    (lambda m, x: F.relu(x + m.weight, inplace=True), "in place"),
-    (lambda m, x: x + m.weight + torch.rand_like(x), "random numbers"),
     (lambda m, x: x + torch.ones(4), None),
     (lambda m, x: x + OUTSIDE, "constant"),
 ])

@@ -146,3 +146,10 @@ COLOSSAL: dict[str, Entry] = {
         ("nf_ecaresnet101", 64), ("nf_regnet_b0", 64), ("regnetv_040", 64), ("skresnet18", 64), ("tnt_b_patch16_224", 224), ("wide_resnet50_2", 64), ("convit_base", 224), ("dm_nfnet_f0", 64),
         ("convnext_base", 64), ("vgg11", 64), ("dpn68", 64), ("densenet121", 64), ("rexnet_100", 64), ("swin_base_patch4_window7_224", 224))},
 }
+
+# `python -m tests.zoo.lot 2026 20` with transformers 5.23.0
+DRAWN = (
+    "FalconForTokenClassification", "MptModel", "GraniteSWAForCausalLM", "AltCLIPModel", "BlenderbotForConditionalGeneration", "ErnieForNextSentencePrediction", "BertLMHeadModel",
+    "ElectraForQuestionAnswering", "Emu3ForCausalLM", "Gemma2ForSequenceClassification", "CLIPTextModel", "JetMoeForCausalLM", "Qwen3MoeForQuestionAnswering", "PersimmonForTokenClassification",
+    "ExaoneMoeForCausalLM", "MiniMaxForTokenClassification", "VoxtralEncoder", "DogeForCausalLM", "Dinov2WithRegistersForImageClassification", "ZayaModel")
+DRAWN_REFUSED = {"JetMoeForCausalLM": "value of a tensor.*item"}      # the number of tokens of each expert, as a list

@@ -1,0 +1,50 @@
+"""A function as a model, and its graph held against eager."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autopar.tracer import ColoTracer
+from autopar.tracer.graph import Graph
+from tests.zoo.replay import compare, run
+
+
+class Of(nn.Module):
+    """A function as a model with parameters, buffers and a plain tensor attribute."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.weight, self.linear = function, nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4, 4))
+        self.register_buffer("made", None, persistent=False)
+        self.table = torch.arange(16.0).view(4, 4)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def traced(function, x=None, **how) -> Graph:
+    return ColoTracer().trace(Of(function), (torch.randn(4, 4) if x is None else x,), **how)
+
+
+def check(function, assume=None) -> Graph:
+    """Graph and eager agree in outputs, gradients, buffers, the input, and the generator."""
+    model, x = Of(function).train(), torch.randn(4, 4)
+    graph = ColoTracer().trace(model, (x,), assume=assume)
+    start = {n: None if b is None else b.clone() for n, b in model._buffers.items()}
+    seen = []
+
+    def on_fresh(forward):
+        def call(given):
+            for n, b in start.items():
+                model._buffers[n] = None if b is None else b.clone()
+            seen.append(given.clone())
+            return forward(seen[-1])
+        return call
+
+    expected = run(on_fresh(model), model, (x,), {})
+    compare(run(on_fresh(graph.module(model)), model, (x,), {}), expected)
+    torch.testing.assert_close(seen[1], seen[0])
+    return graph

@@ -1,0 +1,57 @@
+"""Models that people have, unmodified, in train mode with dropout on: captured and equal to eager, or refused with a letter."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from autopar.letters import NotCaptured
+from autopar.tracer.graph import Graph, info
+from tests.zoo.families import any_hf, any_inputs, has_extras
+from tests.zoo.replay import check
+from tests.zoo.tables import COLOSSAL, DRAWN, DRAWN_REFUSED, ZOO, Entry
+
+SAMPLE = random.Random(4).sample(sorted(COLOSSAL), 8)           # of what runs nightly as a whole
+
+
+def capture(name: str, entry: Entry) -> Graph | None:
+    if entry.extras and not has_extras():
+        pytest.skip("torchvision and timm are not installed beside the tests: make test does")
+    if entry.refused:
+        with pytest.raises(NotCaptured, match=entry.refused) as letter:
+            check(entry.build, entry.inputs, entry.assume, name)
+        assert ".py:" in letter.value.at
+        return None
+    return check(entry.build, entry.inputs, entry.assume, name)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_zoo(name):
+    graph = capture(name, ZOO[name])
+    if graph is not None:
+        again = Graph.from_json(graph.to_json())
+        assert str(again) == str(graph) and [info(n) for n in again.nodes] == [info(n) for n in graph.nodes]
+        assert (again.input_spec, again.output_spec, again.output_leaves) == (graph.input_spec, graph.output_spec, graph.output_leaves)
+        assert bool(graph.assumptions) <= bool(ZOO[name].assume) or all("not kept" in a or "whatever is drawn" in a or "no input" in a for a in graph.assumptions)
+
+
+def test_the_zoo_has_sixty_of_sixty_three():
+    assert len(ZOO) == 63 and sum(not e.refused for e in ZOO.values()) >= 60
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_of_the_lists_of_colossal_auto(name):
+    capture(name, COLOSSAL[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", COLOSSAL)
+def test_the_lists_of_colossal_auto(name):
+    capture(name, COLOSSAL[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DRAWN)
+def test_classes_drawn_by_lot(name):
+    capture(name, Entry(any_hf(name), any_inputs(name), refused=DRAWN_REFUSED.get(name, "")))
