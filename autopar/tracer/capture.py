@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import os
 import threading
 import traceback
@@ -117,7 +118,7 @@ def refuse_shared_memory(root: torch.nn.Module) -> None:
         spans.setdefault(parameter.untyped_storage()._cdata, []).append((parameter.storage_offset(), parameter.storage_offset() + reach, name))
     for shared in spans.values():
         shared.sort()
-        for (_, end, one), (start, _, other) in zip(shared, shared[1:], strict=False):
+        for (_, end, one), (start, _, other) in itertools.pairwise(shared):
             if start < end:
                 raise NotCaptured(f"the parameters {one} and {other} are two on the same memory", advice="one Parameter under both names")
 

@@ -71,8 +71,8 @@ def functional(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return OPS["bernoulli"], {"input": args[0], "p": args[1] if len(args) > 1 else kwargs.get("p", 0.5)}
     if name in _DRAWS:
         made, names = _DRAWS[name]
-        given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
-        return OPS[made], {"input": args[0], **{letter: given[n] for letter, n in zip("ab", names, strict=False) if n in given}}
+        said = {**dict(zip(names, args[1:], strict=False)), **kwargs}
+        return OPS[made], {"input": args[0], **{letter: said[n] for letter, n in zip("ab", names, strict=False) if n in said}}
     if pure is None:
         bare = name[3:-2] if name.startswith("__i") else name.rstrip("_")
         bare = {"truediv": "div", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "mod": "remainder", "floordiv": "floor_divide"}.get(bare, bare)

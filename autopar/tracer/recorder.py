@@ -23,15 +23,15 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.letters import NotCaptured
 from autopar.tracer import branches
 from autopar.tracer.casts import Casts
 from autopar.tracer.graph import Assume, Info, TensorType
+from autopar.tracer.lookup import functional, lookup
 from autopar.tracer.values import Values
-from autopar.tracer.lookup import functional, lookup, own_name
 from autopar.tracer.vocabulary import OPS, SPELLINGS, WRITES, Apply
 
 _T = Tensor
@@ -119,8 +119,8 @@ class Recorder(TorchFunctionMode):
     def updates(self, inputs: list[Any]) -> list[tuple[str, str, Tensor]]:
         """The buffers and inputs that stand for another value than at the start."""
         found = [("buffer", names[0], t) for t in self.held if (names := self.attributes.get(id(t))) and self.kinds[id(t)] == "buffer" and self._has_changed(t)]
-        names = [n.meta["info"].key for n in self.graph.nodes if n.op == "placeholder"]
-        found += [("input", name, t) for name, t in zip(names, (leaf for leaf in inputs if isinstance(leaf, Tensor)), strict=True) if self._has_changed(t)]
+        given = [n.meta["info"].key for n in self.graph.nodes if n.op == "placeholder"]
+        found += [("input", name, t) for name, t in zip(given, (leaf for leaf in inputs if isinstance(leaf, Tensor)), strict=True) if self._has_changed(t)]
         return [*found, *(("buffer", name, t) for name, t in self.reassigned)]
 
     def _has_changed(self, tensor: Tensor) -> bool:
@@ -584,7 +584,7 @@ class Below(FakeTensorMode):
         if function in _LENIENT:
             return _LENIENT[function](*args, **kwargs)
         kind = _NATURE[function][2]
-        if kind == "view":
+        if kind == "view" and type(args[0]) is FakeTensor:
             with in_kernel_invocation_manager(self):
                 made = function(*args, **kwargs)
             return FakeTensor(self, made, torch.device("cpu"))

@@ -245,9 +245,9 @@ op("bilinear",   F.bilinear,        "input1:T, input2:T, weight:T, bias:T=None")
 op("mv",         torch.mv,          "input:T, vec:T", T.mv)
 op("dot",        torch.dot,         "input:T, tensor:T", T.dot)
 op("outer",      torch.outer,       "input:T, vec2:T", T.outer)
-for n in (1, 2, 3):
-    each(f"conv{n}d", "input:T, weight:T, bias:T=None, stride=1, padding=0, dilation=1, groups=1")
-    each(f"conv_transpose{n}d", "input:T, weight:T, bias:T=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1")
+for d in (1, 2, 3):
+    each(f"conv{d}d", "input:T, weight:T, bias:T=None, stride=1, padding=0, dilation=1, groups=1")
+    each(f"conv_transpose{d}d", "input:T, weight:T, bias:T=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1")
 
 # pointwise
 op("add",        torch.add,         "input:T, other:T, *, alpha=1", T.add, T.__add__, T.__radd__)
@@ -353,9 +353,9 @@ each("select_scatter", "input:T, src:T, dim, index")
 each("diagonal_scatter", "input:T, src:T, offset=0, dim1=0, dim2=1")
 
 # pictures
-for n in (1, 2, 3):
-    op(f"max_pool{n}d", getattr(F, f"max_pool{n}d"), "input:T, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False")
-    op(f"adaptive_avg_pool{n}d", getattr(F, f"adaptive_avg_pool{n}d"), "input:T, output_size")
+for d in (1, 2, 3):
+    op(f"max_pool{d}d", getattr(F, f"max_pool{d}d"), "input:T, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False")
+    op(f"adaptive_avg_pool{d}d", getattr(F, f"adaptive_avg_pool{d}d"), "input:T, output_size")
 each("avg_pool1d", "input:T, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True")
 each("avg_pool2d avg_pool3d", "input:T, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None")
 op("interpolate", F.interpolate,    "input:T, size=None, scale_factor=None, mode='nearest', align_corners=None, recompute_scale_factor=None, antialias=False")

@@ -27,6 +27,8 @@ class Of(nn.Module):
     def __init__(self, function, *shape):
         super().__init__()
         self.function, self.weight = function, nn.Parameter(torch.randn(*shape).double())
+        self.register_buffer("mean", torch.zeros(shape[-1]).double())
+        self.register_buffer("var", torch.ones(shape[-1]).double())
 
     def forward(self, x):
         return self.function(self, x)
@@ -53,6 +55,34 @@ def blind_attention(m, x):
     return F.scaled_dot_product_attention(q, q, q, attn_mask=mask & (q.detach().sum(-1, keepdim=True) > -1e9)).sum()
 
 
+def writes(m, x):
+    h = x @ m.weight
+    h.add_(1)
+    h[:, 1:] = h[:, :-1] * 1
+    h[x > 0] = 0.5
+    m.mean.add_(h.detach().sum(0))
+    return (h.relu_() * m.mean).sum()
+
+
+def through_views(m, x):
+    z = torch.zeros_like(x)
+    a, b = z.view(3, 12), z.t()
+    a[1].copy_((x @ m.weight).view(-1)[:12])
+    return (z * x).sum() + (b @ m.weight).sum()
+
+
+class Scale(torch.autograd.Function):
+    """Its backward is not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 3
+
+
 FUNCTIONS = {
     "a pad that shifts": lambda m, x: (F.pad(x @ m.weight, (1, -1)) * x).sum() + (F.pad(x @ m.weight, (0, 0, 1, -1)) * x).sum(),
     "a sum of truth values": lambda m, x: (((x > 0) + (x > 1) + (x > 0)).to(torch.float64) * (x @ m.weight)).sum(),
@@ -66,6 +96,12 @@ FUNCTIONS = {
     "sums over no dims are sums over all": lambda m, x: (x @ m.weight).mean(dim=()) + (x * m.weight).sum(dim=[]),
     "an empty part": lambda m, x: (x @ m.weight).split([0, 6], 1)[1].sum(),
     "masked attention": blind_attention,
+    "writes in place": writes,
+    "a write through views": through_views,
+    "its own backward": lambda m, x: Scale.apply(x @ m.weight).sum(),
+    "running statistics": lambda m, x: (F.batch_norm(x @ m.weight, m.mean, m.var, training=True) * x).sum(),
+    "a checkpoint": lambda m, x: torch.utils.checkpoint.checkpoint(lambda y: (y @ m.weight).tanh(), x @ m.weight, use_reentrant=False).sum(),
+    "vmap": lambda m, x: torch.vmap(lambda r: r.sin() * r.sum())(x @ m.weight).sum(),
 }
 
 
@@ -76,13 +112,13 @@ def test_it_is_right_under_random_plans(name, threads):
     reference = copy.deepcopy(model)
     loss = reference(**batch)
     loss.backward()
-    expected = {"loss": loss.detach(), "weight": reference.weight.grad}
+    expected = {"loss": loss.detach(), "weight": reference.weight.grad, "mean": reference.mean + 1, "var": reference.var}
 
     def body(rank, plan):
         mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
         loss = mine(**batch)
         loss.backward()
-        return {"loss": loss.detach(), "weight": whole(mine.weight.grad)}
+        return {"loss": loss.detach(), "weight": whole(mine.weight.grad), "mean": mine.mean + 1, "var": mine.var}
 
     for mesh in MESHES:
         for seed in range(4):
@@ -105,11 +141,6 @@ def hooked(m, x):
     h = x @ m.weight
     h.register_hook(lambda g: g * 10)
     return h.sum()
-
-
-def under_autocast(m, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return (x @ m.weight).sum()
 
 
 @pytest.mark.parametrize("function, match", [(hooked, "register_hook")])

@@ -92,7 +92,7 @@ def test_the_casts_of_autocast_are_in_the_graph():
     graph = check(mixed)
     products = [n for n in graph.nodes if op_name(n) in ("matmul", "linear", "einsum", "scaled_dot_product_attention")]
     assert [info(n).outputs[0].dtype for n in products] == ["bfloat16", "bfloat16", "bfloat16", "float32", "bfloat16", "bfloat16"]
-    casts = [n for n in graph.nodes if op_name(n) == "to" and info(n.kwargs["input"]).kind == "parameter" or info(n).key.startswith("linear.weight")]
+    casts = [n for n in graph.nodes if (op_name(n) == "to" and info(n.kwargs["input"]).kind == "parameter") or info(n).key.startswith("linear.weight")]
     assert len([n for n in casts if op_name(n) == "to" and info(n.kwargs["input"]).key == "linear.weight"]) == 1      # once a region
 
 
@@ -167,7 +167,7 @@ def asks(m, x):
 
 def test_the_caller_may_answer_a_branch_by_its_line():
     line = f"test_regions.py:{asks.__code__.co_firstlineno + 1}"
-    with pytest.raises(NotCaptured, match="value of a tensor.*input 0") as letter:
+    with pytest.raises(NotCaptured, match=r"value of a tensor.*input 0") as letter:
         traced(asks)
     assert f'Assume(branches={{"{line}": True}})' in letter.value.advice
     graph = check(asks, Assume(branches={line: True}))

@@ -157,7 +157,7 @@ def small_config(cls):
 
     known = cls.config_class().to_dict()
     try:
-        made = cls.config_class(**{k: v for k, v in SMALL.items() if isinstance(known.get(k), int) and not isinstance(known[k], bool) or (k == "use_cache" and k in known)})
+        made = cls.config_class(**{k: v for k, v in SMALL.items() if (isinstance(known.get(k), int) and not isinstance(known[k], bool)) or (k == "use_cache" and k in known)})
     except Exception:
         made = cls.config_class()
     return shrink(made, SMALL)

@@ -70,6 +70,6 @@ if __name__ == "__main__":
                 graph = check(any_hf(drawn), any_inputs(drawn), what=drawn)
                 print(f"{drawn:45} captured and equal, {len(list(graph.nodes))} nodes", *graph.assumptions[:3], sep="  ", flush=True)
             except Letter as e:
-                print(f"{drawn:45} refused: {str(e)}", flush=True)
+                print(f"{drawn:45} refused: {e!s}", flush=True)
             except Exception as e:
                 print(f"{drawn:45} FAILED {type(e).__name__}: {str(e)[:300]}", flush=True)

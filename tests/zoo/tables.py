@@ -10,8 +10,36 @@ import torch
 
 from autopar.tracer.graph import Assume
 from tests.models import Plain
-from tests.zoo.families import (BART, DECODER, ENCODER, GPT, HEADS, LAYERS, SPEECH, T5, VISION, VOCABULARY, WHISPER, WIDTH, any_hf, any_inputs, classes, clip, detr, hf, image, language, pairs,
-                                picture, speech, text_and_picture, timm, tokens, tv, without)
+from tests.zoo.families import (
+    BART,
+    DECODER,
+    ENCODER,
+    GPT,
+    HEADS,
+    LAYERS,
+    SPEECH,
+    T5,
+    VISION,
+    VOCABULARY,
+    WHISPER,
+    WIDTH,
+    any_hf,
+    any_inputs,
+    classes,
+    clip,
+    detr,
+    hf,
+    image,
+    language,
+    pairs,
+    picture,
+    speech,
+    text_and_picture,
+    timm,
+    tokens,
+    tv,
+    without,
+)
 
 
 @dataclass(frozen=True)
