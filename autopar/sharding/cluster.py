@@ -25,6 +25,7 @@ class Device:
     memory_bytes: int
     memory_bytes_per_s: float
     launch_s: float
+    kernels: str = "cuda"                                      # whose kernels run there, "cuda" or "cpu": they keep other things for backward
 
     def rate(self, dtype: str) -> float:
         """FLOP/s for a dtype; one the table lacks runs at the slowest rate it has."""

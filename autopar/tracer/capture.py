@@ -45,7 +45,8 @@ class ColoTracer(fx.Tracer):
         refuse_hooks(root)
         refuse_shared_memory(root)
         learn_dataclasses((args, kwargs))
-        with LOCK, clean_room(), torch.enable_grad(), no_collection():
+        elsewhere = torch.get_default_device().type != "cpu"   # the caller builds under torch.device("meta"), say
+        with LOCK, clean_room(), torch.device("cpu") if elsewhere else contextlib.nullcontext(), torch.enable_grad(), no_collection():
             recorder = Recorder(root, assume or Assume())
             with contextlib.closing(recorder), recorder.below as fake_mode:
                 leaves, input_spec = pytree.tree_flatten((args, kwargs))

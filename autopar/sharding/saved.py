@@ -1,0 +1,234 @@
+"""What an op keeps for its backward, by device and dtype: which operands, which outputs, and what it makes besides.
+
+    keeps("layer_norm", "input weight", cuda="4*2*rows", cpu="2*rows*itemsize")     # mean and reciprocal deviation of each row
+
+Operands and outputs are values of the graph and are counted once, by the memory they lie on; what is made besides is in bytes, a sympy expression in named quantities. Where the
+kernel depends on the call (attention), a function chooses the line. This is how a laptop knows what a GPU will keep. Sources: the derivative formulas and kernels of torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import sympy as sp
+
+from autopar.sharding.cluster import Cluster
+
+if TYPE_CHECKING:
+    import torch.fx as fx
+
+    from autopar.tracer.graph import Graph, TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What one op keeps."""
+
+    values: tuple[str, ...]                                    # names of arguments, and "out"
+    extra: tuple[tuple[str, str], ...] = ()                    # device kind -> bytes of what it makes besides
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One entry of the table: a value of the graph that stays, or what an op makes besides."""
+
+    node: str
+    what: str
+    shape: tuple[int, ...] | None                              # None: made besides
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.node:<48} {self.what:<24} {'' if self.shape is None else list(self.shape)!s:<24} {self.nbytes:>16,}"
+
+
+LINES: dict[str, Line | Callable[[fx.Node, str], Line]] = {}
+
+
+def keeps(ops: str, values: str = "", **extra: str) -> None:
+    """Add a line for some ops."""
+    for op in ops.split():
+        LINES[op] = Line(tuple(values.split()), tuple(extra.items()))
+
+
+keeps("add sub rsub neg view reshape transpose permute t expand narrow select split cat stack unbind identity detach to sum contiguous slice_scatter select_scatter diagonal "
+      "repeat roll flip pad floor ceil round trunc sign eq ne lt le gt ge isfinite isnan bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not arange full zeros ones tensor "
+      "zeros_like ones_like full_like empty_like new_zeros new_ones new_full cumsum tril triu copy maximum_of_none argmax argmin any all one_hot rand randn")
+keeps("linear", "input weight")
+keeps("matmul", "input other")
+keeps("mm", "input mat2")
+keeps("addmm", "mat1 mat2")
+keeps("baddbmm", "batch1 batch2")
+keeps("einsum", "operands")
+keeps("grouped_mm", "mat_a mat_b offs")
+keeps("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", "input weight")
+keeps("mul", "input other")
+keeps("div", "input other")
+keeps("pow", "input exponent")
+keeps("exp sqrt rsqrt tanh sigmoid relu softmax log_softmax reciprocal hardtanh", "out")
+keeps("abs log cos sin gelu silu elu leaky_relu hardswish hardsigmoid mish softplus relu6 square erf log1p clamp logsumexp", "input")
+keeps("maximum minimum", "input other")
+keeps("where", "condition")
+keeps("masked_fill", "mask")
+keeps("dropout", "", cuda="points", cpu="points*itemsize")     # a mask of bytes; on a CPU the scaled noise itself
+keeps("layer_norm", "input weight", cuda="8*rows", cpu="2*rows*itemsize")
+keeps("rms_norm", "input weight", cuda="4*rows", cpu="rows*itemsize + points*itemsize")
+keeps("group_norm", "input weight", cuda="8*groups", cpu="2*groups*itemsize")
+keeps("batch_norm batch_norm_updating", "input weight", cuda="8*channels", cpu="8*channels")
+keeps("cross_entropy", "target", cuda="points*itemsize", cpu="points*itemsize")            # the log-probabilities
+keeps("mse_loss", "input target")
+keeps("embedding", "input")
+keeps("gather index_select", "index")
+keeps("index", "index")
+keeps("setitem", "index")
+keeps("scatter_add scatter", "index")
+keeps("topk sort", "out")
+keeps("max_pool1d max_pool2d max_pool3d", "input", cuda="8*out_points", cpu="8*out_points")     # with the indices
+keeps("avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", "input")
+
+
+def _attention(node: fx.Node, kind: str) -> Line:
+    """Flash keeps one number a row; so does the memory-efficient kernel, and the mask that only it takes; torch's plain form keeps the probabilities."""
+    from autopar.tracer.graph import type_of
+
+    query: Any = node.kwargs["query"]
+    masked, dropped = node.kwargs.get("attn_mask") is not None, node.kwargs.get("dropout_p", 0.0)
+    plain = bool(dropped) and kind == "cpu"
+    wide = type_of(query).shape[-1] > 256 and kind == "cuda"
+    if plain or (wide and type_of(query).dtype == "float32"):
+        return Line(("query", "key", "value"), ((kind, "pairs*itemsize" + ("*2" if dropped else "")),))
+    mask: Any = node.kwargs.get("attn_mask")
+    boolean = masked and type_of(mask).dtype == "bool"         # turned into numbers of the query's dtype, anew in each call
+    formula = ("4*rows" if kind == "cuda" else "rows*accumulate") + ("+ mask*itemsize" if boolean else "")
+    return Line(("query", "key", "value", "out", *(["attn_mask"] if masked and not boolean else [])), ((kind, formula),))
+
+
+LINES["scaled_dot_product_attention"] = _attention
+
+
+def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
+    """The table: what the backward of the whole graph keeps on one device that runs all of it. Parameters, buffers and inputs are there anyway."""
+    from autopar.tracer.graph import info, op_name
+
+    kind = Cluster.of(cluster).device.kernels
+    memory = _memories(graph)
+    rows: list[Saved] = []
+    counted: set[Any] = {memory[n] for n in graph.nodes if info(n).kind in ("parameter", "buffer", "input")}
+
+    def count(node: fx.Node, why: str) -> None:
+        type_ = info(node).outputs[0]
+        if memory[node] not in counted:
+            counted.add(memory[node])
+            whole = _owner[memory[node]]
+            rows.append(Saved(whole.name, f"for {why}", info(whole).outputs[0].shape, info(whole).outputs[0].nbytes or type_.nbytes))
+
+    _owner = _owners(graph, memory)
+    for node in graph.nodes:
+        about = info(node)
+        if about.kind != "op" or not any(t.requires_grad for t in about.outputs):
+            continue
+        line = LINES.get(op_name(node))
+        if callable(line):
+            line = line(node, kind)
+        if line is None:                                       # no line: it may keep everything
+            line = Line((*node.kwargs, "out"))
+        for name in line.values:
+            for value in _nodes((node if not any(info(u).kind == "part" for u in node.users) else list(node.users)) if name == "out" else node.kwargs.get(name)):
+                if _is_needed(node, name, value):
+                    count(value, op_name(node))
+        formula = dict(line.extra).get(kind)
+        if formula and (besides := int(_bytes(formula)(**_quantities(node)))):
+            rows.append(Saved(node.name, f"besides, {op_name(node)}", None, besides))
+    return tuple(rows)
+
+
+def saved_bytes(graph: Graph, cluster: Any = None) -> int:
+    """Bytes of the table."""
+    return sum(row.nbytes for row in saved(graph, cluster))
+
+
+_PRODUCTS = {"linear": ("input", "weight"), "matmul": ("input", "other"), "mm": ("input", "mat2"), "mul": ("input", "other"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"),
+             **{f"conv{n}d": ("input", "weight") for n in (1, 2, 3)}}
+
+
+def _is_needed(node: fx.Node, name: str, value: fx.Node) -> bool:
+    """An operand of a product is kept for the gradient of the other."""
+    from autopar.tracer.graph import op_name, type_of
+
+    pair = _PRODUCTS.get(op_name(node))
+    if pair and name in pair:
+        other = node.kwargs[pair[1 - pair.index(name)]]
+        return hasattr(other, "meta") and type_of(other).requires_grad     # type: ignore[arg-type]
+    if op_name(node) == "div":
+        return (type_of(node.kwargs["other"]).requires_grad if hasattr(node.kwargs["other"], "meta") else False) or name == "other"     # type: ignore[arg-type, union-attr]
+    return True
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    if isinstance(value, (tuple, list)):
+        return [n for v in value for n in _nodes(v)]
+    return [value] if hasattr(value, "meta") else []
+
+
+def _memories(graph: Graph) -> dict[fx.Node, Any]:
+    """On which memory each value lies: found by running the graph on meta tensors, where a view is a view."""
+    import torch
+    import torch.fx as fx
+
+    from autopar.tracer.graph import info, op_name, run, type_of
+
+    env: dict[fx.Node, Any] = {}
+    found: dict[fx.Node, Any] = {}
+    with torch.no_grad(), torch.device("meta"):
+        for node in graph.nodes:
+            if node.op == "output":
+                continue
+            if info(node).kind in ("parameter", "buffer", "input"):
+                env[node] = torch.empty(type_of(node).shape, dtype=type_of(node).torch_dtype)
+            elif op_name(node) == "scaled_dot_product_attention":
+                query = env[node.kwargs["query"]]              # type: ignore[index]
+                env[node] = torch.empty_like(query[..., :1].expand(info(node).outputs[0].shape) if query.shape != info(node).outputs[0].shape else query)    # its kernels lay it out as the query
+            else:
+                try:
+                    env[node] = run(node, env)
+                except (RuntimeError, NotImplementedError):    # an op that meta tensors cannot run makes a new one
+                    env[node] = tuple(torch.empty(t.shape, dtype=t.torch_dtype) for t in info(node).outputs)
+                    env[node] = env[node][0] if len(env[node]) == 1 else env[node]
+            if isinstance(env[node], torch.Tensor):
+                found[node] = env[node].untyped_storage()._cdata
+    _memories.alive = env                                      # type: ignore[attr-defined]   # storages stay apart while they live
+    return {n: found.get(n, n) for n in graph.nodes}
+
+
+def _owners(graph: Graph, memory: dict[fx.Node, Any]) -> dict[Any, fx.Node]:
+    """The first value on each memory: the one whose size it has."""
+    owner: dict[Any, Any] = {}
+    for node in graph.nodes:
+        owner.setdefault(memory[node], node)
+    return owner
+
+
+def _quantities(node: fx.Node) -> dict[str, Any]:
+    """The numbers that formulas name."""
+    from autopar.tracer.graph import info
+
+    operand: Any = next(iter(_nodes(tuple(node.kwargs.values()))))
+    given: TensorType = info(operand).outputs[0]
+    out = info(node).outputs[0]
+    points, last = math.prod(given.shape), given.shape[-1] if given.shape else 1
+    key: Any = node.kwargs.get("key")
+    shape = node.kwargs.get("normalized_shape", (last,))
+    width = math.prod(shape if isinstance(shape, (tuple, list)) else (shape,))     # type: ignore[arg-type]
+    return {"points": points, "out_points": math.prod(out.shape), "rows": points // max(1, width), "itemsize": given.itemsize, "channels": given.shape[1] if len(given.shape) > 1 else 1,
+            "groups": given.shape[0] * node.kwargs.get("num_groups", 1) if given.shape else 1, "accumulate": max(4, given.itemsize),     # type: ignore[operator]
+            "mask": math.prod(info(mask).outputs[0].shape) if (mask := node.kwargs.get("attn_mask")) is not None else 0,    # type: ignore[arg-type]
+            "pairs": points // max(1, last) * (info(key).outputs[0].shape[-2] if key is not None else 1)}
+
+
+@functools.cache
+def _bytes(formula: str) -> Callable[..., Any]:
+    names = ("points", "out_points", "rows", "itemsize", "channels", "groups", "accumulate", "mask", "pairs")
+    return sp.lambdify(names, sp.sympify(formula, locals={n: sp.Symbol(n) for n in names}), "math")
