@@ -145,15 +145,18 @@ def indexing_is_spelled_out(graph: Graph) -> None:
                 for i in index:
                     size = type_of(value).shape[dim] if i is not None else 1
                     if isinstance(i, int):
-                        value = emit(node, "select", input=value, dim=dim, index=i % size)
+                        shape = type_of(value).shape
+                        value = emit(node, "select", replace(type_of(value), shape=(*shape[:dim], *shape[dim + 1:])), input=value, dim=dim, index=i % size)
                         continue
                     if isinstance(i, slice):
                         start, stop, _ = i.indices(size)
                         if (start, stop) != (0, size):
-                            value = emit(node, "narrow", input=value, dim=dim, start=start, length=max(0, stop - start))
+                            shape, length = type_of(value).shape, max(0, stop - start)
+                            value = emit(node, "narrow", replace(type_of(value), shape=(*shape[:dim], length, *shape[dim + 1:])), input=value, dim=dim, start=start, length=length)
                     else:
                         shape = type_of(value).shape
-                        value = emit(node, "view", input=value, size=(*shape[:dim], 1, *shape[dim:]))
+                        wider = (*shape[:dim], 1, *shape[dim:])
+                        value = emit(node, "view", replace(type_of(value), shape=wider), input=value, size=wider)
                     dim += 1
             node.replace_all_uses_with(value)
 
@@ -215,8 +218,9 @@ def addmm_is_linear(graph: Graph) -> None:
             if len(type_of(bias).shape) != 1 or node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1:
                 continue
             with graph.fx.inserting_before(node):
-                turned = emit(node, "t", input=node.kwargs["mat2"])
-                node.replace_all_uses_with(emit(node, "linear", input=node.kwargs["mat1"], weight=turned, bias=bias))
+                given: Any = node.kwargs["mat2"]
+                turned = emit(node, "t", replace(type_of(given), shape=type_of(given).shape[::-1]), input=given)
+                node.replace_all_uses_with(emit(node, "linear", type_of(node), input=node.kwargs["mat1"], weight=turned, bias=bias))
 
 
 def linears_keep_their_batch_dims(graph: Graph) -> None:
@@ -234,7 +238,7 @@ def linears_keep_their_batch_dims(graph: Graph) -> None:
             if type_of(before).shape[:-1] != type_of(node).shape[:-1] or type_of(before).shape[-1] != type_of(inner.kwargs["input"]).shape[-1]:
                 continue
             with graph.fx.inserting_before(node):
-                whole = emit(inner, "linear", **{**inner.kwargs, "input": before})
+                whole = emit(inner, "linear", type_of(node), **{**inner.kwargs, "input": before})
                 whole.meta["info"], inner.meta["info"] = inner.meta["info"], whole.meta["info"]
                 whole.meta["info"] = replace(whole.meta["info"], outputs=inner.meta["info"].outputs)
                 node.replace_all_uses_with(whole)

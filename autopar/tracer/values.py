@@ -33,6 +33,7 @@ class Values:
         self.stale: set[int] = set()                           # views of memory that has been written since
         self._sharing: dict[int, list[Tensor]] = {}            # storage -> its tensors
         self._indexed = 0
+        self._held: set[int] | None = None                     # the storages of the module's tensors
 
     def bind(self, tensor: Tensor, node: fx.Node, about: Info | None = None) -> None:
         if about is not None:
@@ -78,7 +79,9 @@ class Values:
 
     def shares_storage(self, tensor: Tensor) -> bool:
         """Is this the memory of a tensor of the model, its inputs, or a result so far?"""
-        return bool(self._family(tensor)) or any(_storage(tensor) == _storage(held) for held in self.recorder.held)
+        if self._held is None:
+            self._held = {_storage(held) for held in self.recorder.held}
+        return _storage(tensor) in self._held or bool(self._family(tensor))
 
     def is_shared(self, tensor: Tensor) -> bool:
         """Does another known tensor lie on this memory, or does it belong to the model or its inputs?"""
