@@ -50,7 +50,7 @@ nightly-oldest:                ## the tests on the oldest torch we support; the 
 	$(MAKE) test TORCH=2.11.0 VENV=.venv-2.11
 
 bench: $(VENV)/.test           ## the benchmarks; each prints a table
-	@for b in $(wildcard benchmarks/*.py); do $(BIN)/python $$b || exit 1; done
+	@for b in $(wildcard benchmarks/*.py); do PYTHONPATH=. AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python $$b || exit 1; done
 
 clean:
 	rm -rf $(VENV) $(EXTRAS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
