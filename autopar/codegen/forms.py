@@ -86,5 +86,17 @@ def _attention(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
     return forms.attention_by_position, {**kwargs, "random_key": at.random_key, "op": info(node).random, "shape": (*query[:-1], key[-2]), "cuts": where}
 
 
+def _grouped(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    """Where groups of channels are cut, a device has fewer of them."""
+    name = "groups" if "groups" in node.kwargs else "num_groups"
+    groups = node.kwargs.get(name, 1)
+    given = type_of(node.kwargs["input"]).shape                                                              # type: ignore[arg-type]
+    here = local_shape(given, at.operand(node, 0), at.mesh, at.coordinate)
+    if groups == 1 or here[1] == given[1]:
+        return None
+    return node.target, {**kwargs, name: groups * here[1] // given[1]}                                       # type: ignore[operator, return-value]
+
+
 _BY_POSITION = ("dropout", "scaled_dot_product_attention")
-FORMS: dict[str, Callable[..., Form]] = {"embedding": _embedding, "cross_entropy": _cross_entropy, "dropout": _dropout, "scaled_dot_product_attention": _attention}
+FORMS: dict[str, Callable[..., Form]] = {"embedding": _embedding, "cross_entropy": _cross_entropy, "dropout": _dropout, "scaled_dot_product_attention": _attention,
+                                         **dict.fromkeys(("conv1d", "conv2d", "conv3d", "group_norm"), _grouped)}

@@ -4,6 +4,7 @@
                              in the output it stays cut; missing from every output it is a sum and leaves P(sum)
     "b s! -> b s!"           `!` may not be cut
     "..., v~ d -> ... d"     `~` may be cut behind a mask: lowering has a local form of the op for it
+    "1 b -> a* b"            `*` is made here: an output has it, no operand does, and each device makes its own part
     "a b -> a 1"             `1` is a dim of size one that is no factor
     "(h d) -> h d"           a dim that is a product of factors, major first: only the major one is cut
     "q|k|v -> q, k, v"       a dim that is several put end to end: they are cut together, each block of the dim by itself
@@ -30,7 +31,7 @@ from autopar.letters import BadRule
 
 NAMES = "xyzuvwabcdefgh"                                       # what `linear=` calls the operands
 ELLIPSIS, ONE = "...", "1"
-_TOKEN = re.compile(r"\(([^()]*)\)(!?)|(\S+?)([!~]?)(?=\s|$)")
+_TOKEN = re.compile(r"\(([^()]*)\)(!?)|(\S+?)([!~*]?)(?=\s|$)")
 _FACTOR = re.compile(r"(\.\.\.|1|[A-Za-z_]\w*)(?::(\d+))?")
 
 Shape = tuple[int, ...]
@@ -157,12 +158,13 @@ def parse(text: str, linear: str = "") -> Rule:
         raise BadRule(f"the rule {text!r} has no arrow", advice='"m k, k n -> m n"')
     whole: set[str] = set()
     given: dict[str, int] = {}
-    operands = tuple(_operand(piece, text, whole, given) for piece in left.split(","))
-    outputs = tuple(_operand(piece, text, whole, given) for piece in right.split(","))
-    known = {f for row in operands for d in row for f in d.factors}
+    operands = tuple(_operand(piece, text, whole, given) for piece in left.split(",")) if left.strip() else ()
+    made: set[str] = set()
+    outputs = tuple(_operand(piece, text, whole, given, made) for piece in right.split(","))
+    known = made | {f for row in operands for d in row for f in d.factors}
     for f in (f for row in outputs for d in row for f in d.factors):
         if f not in known and f not in whole and f != ONE:
-            raise BadRule(f"the rule {text!r} has the factor {f} in an output only", advice=f"{f}!, where it stays whole")
+            raise BadRule(f"the rule {text!r} has the factor {f} in an output only", advice=f"{f}!, where it stays whole, or {f}*, where each device makes its part")
     groups = []
     for joint in filter(None, (g.strip() for g in linear.split(","))):
         members = [NAMES.find(name.strip()) for name in joint.split("+")]
@@ -172,16 +174,18 @@ def parse(text: str, linear: str = "") -> Rule:
     return Rule(text, linear, operands, outputs, tuple(groups), frozenset(whole), tuple(given.items()))
 
 
-def _operand(piece: str, text: str, whole: set[str], given: dict[str, int]) -> tuple[Dim, ...]:
+def _operand(piece: str, text: str, whole: set[str], given: dict[str, int], made: set[str] | None = None) -> tuple[Dim, ...]:
     dims, names = [], []
     for inside, keep, token, mark in _TOKEN.findall(piece):
         pieces = inside.split() if inside else token.split("|")
         matches = [_FACTOR.fullmatch(p) for p in pieces]
         if not all(matches):
-            raise BadRule(f"{token or inside!r} in the rule {text!r} is not a dim", advice="a word, a word with ! (stays whole) or ~ (behind a mask), (a b), a|b, 1, or ...")
+            raise BadRule(f"{token or inside!r} in the rule {text!r} is not a dim", advice="a word, a word with ! (stays whole), ~ (behind a mask) or * (made here), (a b), a|b, 1, or ...")
         factors = tuple(m[1] for m in matches if m)
         given.update({m[1]: int(m[2]) for m in matches if m and m[2]})
         whole.update(factors if "!" in (keep, mark) else ())
+        if mark == "*" and made is not None:
+            made.update(factors)
         names += [f for f in factors if f != ONE]
         dims.append(Dim(factors, "" if len(factors) == 1 else "*" if inside else "|"))
     if len(set(names)) < len(names):

@@ -47,26 +47,37 @@ def rule_of(op: str, arguments: Mapping[str, Any]) -> Rule | None:
     return found(arguments) if callable(found) else found
 
 
-# contractions; the bias is added once per sum, so where k is cut it must be P(sum) too
+# contractions; what is added to the sum is P(sum) where k is cut
 rule("linear",     "... k, n k, n -> ... n",  linear="x+z, y+z")
 rule("mm",         "m k, k n -> m n",         linear="x, y")
-rule("detach",     "... -> ...",              linear="x")
+rule("mv",         "m k, k -> m",             linear="x, y")
+rule("dot",        "k, k -> ",                linear="x, y")
+rule("outer",      "m, n -> m n",             linear="x, y")
+rule("baddbmm",    "b m n, b m k, b k n -> b m n",           linear="x+y, x+z")
+rule("bilinear",   "... i, ... j, n i j, n -> ... n",        linear="x+u, y+u, z+u")
+rule("grouped_mm", "s! k, e! k n, e!, e! n -> s! n",         linear="x+u, y+u")
 
 # pointwise, linear
-rule("identity",   "... -> ...",              linear="x")
-rule("contiguous", "... -> ...",              linear="x")
-rule("dropout",    "... -> ...",              linear="x")      # its draws depend on positions alone
-rule("neg",        "... -> ...",              linear="x")
-rule("add",        "..., ... -> ...",         linear="x+y")
-rule("sub",        "..., ... -> ...",         linear="x+y")
+for name in ("identity", "contiguous", "detach", "dropout", "neg"):    # the draws of dropout depend on positions alone
+    rule(name,     "... -> ...",              linear="x")
+for name in ("add", "sub", "rsub"):
+    rule(name,     "..., ... -> ...",         linear="x+y")
 rule("mul",        "..., ... -> ...",         linear="x, y")
+rule("where",      "..., ..., ... -> ...",    linear="y+z")
+rule("lerp",       "..., ..., ... -> ...",    linear="x+y")
+rule("addcmul",    "..., ..., ... -> ...",    linear="x+y, x+z")
+rule("addcdiv",    "..., ..., ... -> ...",    linear="x+y")
 
 # pointwise, not linear
-for name in ("gelu", "relu", "silu", "tanh", "sigmoid", "exp", "log", "sqrt", "rsqrt", "abs", "cos", "sin"):
+for name in ("gelu relu silu tanh sigmoid exp log sqrt rsqrt abs cos sin tan floor ceil round trunc sign square reciprocal erf erfc log1p log2 log10 expm1 exp2 acos asin atan cosh sinh atanh "
+             "isfinite isinf isnan logical_not bitwise_not nan_to_num hardswish hardsigmoid mish relu6 selu logsigmoid softsign leaky_relu elu celu hardtanh softplus threshold").split():
     rule(name,     "... -> ...")
-for name in ("pow", "eq", "ne"):
+for name in ("pow eq ne lt le gt ge maximum minimum fmod remainder floor_divide atan2 logaddexp bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor "
+             "mse_loss l1_loss smooth_l1_loss kl_div").split():       # losses: reduction="none", the canonical form
     rule(name,     "..., ... -> ...")
-rule("mse_loss",   "..., ... -> ...")          # reduction="none": the canonical form
+rule("clamp",      "..., ..., ... -> ...")
+rule("binary_cross_entropy",             "..., ..., ... -> ...")
+rule("binary_cross_entropy_with_logits", "..., ..., ..., ... -> ...")
 
 
 @rule_for("div")
@@ -90,11 +101,123 @@ def layer_norm(arguments: Mapping[str, Any]) -> Rule:
 
 
 @rule_for("matmul")
-def matmul(arguments: Mapping[str, Any]) -> Rule | None:
-    """Vectors have no line of their own yet."""
-    if min(len(arguments[x].shape) for x in ("input", "other")) < 2:
+def matmul(arguments: Mapping[str, Any]) -> Rule:
+    """A vector is a row on the left and a column on the right."""
+    left, right = (len(arguments[x].shape) for x in ("input", "other"))
+    if left == 1:
+        return parse("k, k -> " if right == 1 else "k, ... k n -> ... n", linear="x, y")
+    return parse("... m k, k -> ... m" if right == 1 else "... m k, ... k n -> ... m n", linear="x, y")
+
+
+@rule_for("addmm")
+def addmm(arguments: Mapping[str, Any]) -> Rule:
+    """What is added may be a vector, or one number."""
+    rank = len(arguments["input"].shape)
+    return parse(f"{' '.join(['m', 'n'][2 - rank:])}, m k, k n -> m n", linear="x+y, x+z")
+
+
+@rule_for("einsum")
+def einsum(arguments: Mapping[str, Any]) -> Rule | None:
+    """The equation is the rule. A letter twice in one operand (a diagonal), dots and lists of numbers have none."""
+    left, arrow, right = arguments["equation"].replace(" ", "").partition("->")
+    pieces = left.split(",")
+    if "." in left or any(len(set(p)) < len(p) for p in pieces) or len(pieces) != len(arguments["operands"]):
         return None
-    return parse("... m k, ... k n -> ... m n", linear="x, y")
+    if not arrow:
+        right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
+    line = f"{', '.join(map(' '.join, pieces))} -> {' '.join(right)}"
+    return parse(line, linear=", ".join(NAMES[: len(pieces)]))
+
+
+@rule_for("masked_fill")
+def masked_fill(arguments: Mapping[str, Any]) -> Rule:
+    """Filling with zeros is linear."""
+    return parse("..., ..., ... -> ...", linear="x" if arguments["value"] in (0, 0.0, False) else "")
+
+
+def _spatial(rank: int, first: int, letter: str) -> str:
+    return " ".join(f"{letter}{i}!" for i in range(rank - first))
+
+
+@rule_for("conv1d", "conv2d", "conv3d")
+def convolution(arguments: Mapping[str, Any]) -> Rule | None:
+    """Batch, input channels (a sum) and output channels are cut; with groups, batch and groups. Positions stay whole."""
+    given, weight, groups = arguments["input"], arguments["weight"], arguments.get("groups", 1)
+    if len(given.shape) != len(weight.shape):                  # no batch dim
+        return None
+    here, kernel, there = (_spatial(len(given.shape), 2, x) for x in "skt")
+    if groups == 1:
+        return parse(f"n c {here}, o c {kernel}, o -> n o {there}", linear="x+z, y+z")
+    inside, outside = given.shape[1] // groups, weight.shape[0] // groups
+    c, o = f"(g c:{inside})", f"(g o:{outside})"
+    return parse(f"n {c} {here}, {o} c! {kernel}, {o} -> n {o} {there}", linear="x+z, y+z")
+
+
+@rule_for("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed_convolution(arguments: Mapping[str, Any]) -> Rule | None:
+    given, weight = arguments["input"], arguments["weight"]
+    if len(given.shape) != len(weight.shape) or arguments.get("groups", 1) != 1:
+        return None
+    here, kernel, there = (_spatial(len(given.shape), 2, x) for x in "skt")
+    return parse(f"n c {here}, c o {kernel}, o -> n o {there}", linear="x+z, y+z")
+
+
+@rule_for("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "interpolate")
+def mean_of_positions(arguments: Mapping[str, Any]) -> Rule:
+    return pooling(arguments, "x")
+
+
+@rule_for("max_pool1d", "max_pool2d", "max_pool3d")
+def pooling(arguments: Mapping[str, Any], linear: str = "") -> Rule:
+    """Batch and channels are cut, positions stay whole."""
+    before, outputs = arguments["input"].shape, arguments["outputs"]
+    same = next((i for i, (a, b) in enumerate(zip(before, outputs[0].shape, strict=True)) if a != b), len(before))
+    leading = " ".join(f"a{i}" for i in range(min(same, 2, len(before) - 1)))
+    taken = len(leading.split())
+    row = f"{leading} {_spatial(len(before), taken, 't')}"
+    return parse(f"{leading} {_spatial(len(before), taken, 's')} -> {', '.join([row] * len(outputs))}", linear=linear)
+
+
+@rule_for("prelu")
+def prelu(arguments: Mapping[str, Any]) -> Rule:
+    """One slope, or one for each channel."""
+    letters = _letters(arguments["input"])
+    slope = "one!" if arguments["weight"].shape in ((), (1,)) else letters[1]
+    return parse(f"{' '.join(letters)}, {slope if arguments['weight'].shape else ''} -> {' '.join(letters)}")
+
+
+@rule_for("group_norm")
+def group_norm(arguments: Mapping[str, Any]) -> Rule:
+    """Rows and groups are cut; the channels of a group and positions stay whole."""
+    inside = arguments["input"].shape[1] // arguments["num_groups"]
+    c, s = f"(g c:{inside})", _spatial(len(arguments["input"].shape), 2, "s")
+    return parse(f"n {c} {s}, {c}, {c} -> n {c} {s}", linear="y+z")
+
+
+@rule_for("batch_norm", "batch_norm_updating")
+def batch_norm(arguments: Mapping[str, Any]) -> Rule:
+    """Statistics of the batch are those of the whole batch, so only channels are cut; with running statistics it is a scale of each channel."""
+    training = arguments.get("training", False)
+    rank, stop = len(arguments["input"].shape), "!" if training else ""
+    rest = " ".join(f"s{i}{stop}" for i in range(rank - 2))
+    row = f"n{stop} c {rest}"
+    return parse(f"{row}, c, c, c, c -> {', '.join([row, 'c', 'c'][: len(arguments['outputs'])])}", linear="u+v" if len(arguments["outputs"]) == 1 else "")
+
+
+@rule_for("instance_norm", "instance_norm_updating")
+def instance_norm(arguments: Mapping[str, Any]) -> Rule:
+    """Each row by itself; running statistics are of all rows."""
+    s, updates = _spatial(len(arguments["input"].shape), 2, "s"), len(arguments["outputs"]) > 1
+    row = f"{'n!' if updates else 'n'} c {s}"
+    return parse(f"{row}, c, c, c, c -> {', '.join([row, 'c', 'c'][: len(arguments['outputs'])])}", linear="" if updates else "u+v")
+
+
+@rule_for("weight_norm")
+def weight_norm(arguments: Mapping[str, Any]) -> Rule:
+    """The dim that keeps its own length is cut."""
+    dim, rank = arguments.get("dim", 0), len(arguments["v"].shape)
+    rows = [" ".join("o" if i == dim % rank else f"{x}{i}!" for i in range(rank)) for x in "ag"]
+    return parse(f"{rows[0]}, {rows[1]} -> {rows[0]}", linear="y")
 
 
 @rule_for("rms_norm")
@@ -103,11 +226,57 @@ def rms_norm(arguments: Mapping[str, Any]) -> Rule:
     return parse(f"... {whole}, {whole} -> ... {whole}", linear="y")
 
 
-@rule_for("softmax")
-def softmax(arguments: Mapping[str, Any]) -> Rule:
-    """Every dim may be cut but the one being normalised."""
-    letters, whole = _letters(arguments["input"]), arguments["dim"]
-    return _same_dims(letters, {whole % len(letters)} if whole is not None else set(range(len(letters))))
+@rule_for("softmax", "log_softmax", "cumprod", "normalize")
+def along(arguments: Mapping[str, Any]) -> Rule:
+    """Every dim may be cut but the one that it runs along."""
+    return _same_dims(_letters(arguments["input"]), _dims_of(arguments, 1 if "p" in arguments or "eps" in arguments else None))
+
+
+@rule_for("cumsum", "roll", "flip")
+def along_and_linear(arguments: Mapping[str, Any]) -> Rule:
+    """The same, where sums pass."""
+    return _same_dims(_letters(arguments["input"]), _dims_of(arguments), "x")
+
+
+@rule_for("tril", "triu")
+def triangle(arguments: Mapping[str, Any]) -> Rule:
+    """Which entries stay depends on both of the last dims."""
+    rank = len(arguments["input"].shape)
+    return _same_dims(_letters(arguments["input"]), {rank - 2, rank - 1}, "x")
+
+
+@rule_for("amax", "amin", "logsumexp", "all", "any", "argmax", "argmin", "norm")
+def reduction(arguments: Mapping[str, Any]) -> Rule:
+    """What is reduced stays whole: these are no sums."""
+    letters, gone = _letters(arguments["input"]), _dims_of(arguments)
+    left = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
+    return parse(f"{left} -> {' '.join('1' if i in gone else a for i, a in enumerate(letters) if i not in gone or arguments.get('keepdim'))}")
+
+
+@rule_for("topk", "sort", "argsort", "glu")
+def changed_along(arguments: Mapping[str, Any]) -> Rule:
+    """One dim stays whole, and may come out with another size."""
+    letters, gone = _letters(arguments["input"]), arguments.get("dim", -1) % len(arguments["input"].shape)
+    row = " ".join("out!" if i == gone else a for i, a in enumerate(letters))
+    left = " ".join("in!" if i == gone else a for i, a in enumerate(letters))
+    return parse(f"{left} -> {', '.join([row] * len(arguments['outputs']))}")
+
+
+@rule_for("diff")
+def diff(arguments: Mapping[str, Any]) -> Rule:
+    """Neighbours are needed; what is put before or after is put there whole."""
+    letters, gone = _letters(arguments["input"]), arguments.get("dim", -1) % len(arguments["input"].shape)
+    rows = [" ".join(f"{x}!" if i == gone else a for i, a in enumerate(letters)) for x in ("in", "before", "after", "out")]
+    return parse(f"{', '.join(rows[:3])} -> {rows[3]}", linear="x+y+z" if "float" in arguments["input"].dtype else "")
+
+
+def _dims_of(arguments: Mapping[str, Any], default: int | None = None) -> set[int]:
+    """The dims that a call names; all, where it names none."""
+    rank = len(arguments["input"].shape)
+    named = arguments.get("dim", arguments.get("dims", default))
+    if named is None:
+        return set(range(rank))
+    return {d % rank for d in ((named,) if isinstance(named, int) else named)} if rank else set()
 
 
 @rule_for("embedding")
@@ -249,3 +418,134 @@ def sum_(arguments: Mapping[str, Any]) -> Rule:
     letters = [f"a{i}" for i in range(rank)]
     kept = ["1" if i in summed else letters[i] for i in range(rank) if i not in summed or arguments.get("keepdim")]
     return parse(f"{' '.join(letters)} -> {' '.join(kept)}", linear="x")
+
+
+@rule_for("expand")
+def expand(arguments: Mapping[str, Any]) -> Rule:
+    """What is repeated is made here: each device repeats as often as it needs."""
+    before, after = arguments["input"].shape, arguments["size"]
+    extra = len(after) - len(before)
+    left = ["1" if n == 1 and after[extra + i] != 1 else f"a{extra + i}" for i, n in enumerate(before)]
+    right = [f"a{i}" if i >= extra and left[i - extra] != "1" else f"a{i}*" for i in range(len(after))]
+    return parse(f"{' '.join(left)} -> {' '.join(right)}", linear="x")
+
+
+for name in ("full_like", "zeros_like", "ones_like", "empty_like"):
+    rule(name,     "... -> ...")
+
+
+@rule_for("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")
+def filled(arguments: Mapping[str, Any]) -> Rule:
+    """The same number everywhere: each device makes its own part."""
+    made = " ".join(f"a{i}*" for i in range(len(arguments["size"])))
+    unused = " ".join(f"x{i}!" for i in range(len(arguments["input"].shape))) if "input" in arguments else None
+    return parse(f"{unused or ''} -> {made}")
+
+
+@rule_for("stack")
+def stack(arguments: Mapping[str, Any]) -> Rule:
+    """A new dim, which stays whole."""
+    tensors = arguments["tensors"]
+    letters, rank = _letters(tensors[0]), len(tensors[0].shape) + 1
+    dim = arguments.get("dim", 0) % rank
+    return parse(f"{', '.join([' '.join(letters)] * len(tensors))} -> {' '.join([*letters[:dim], 'new!', *letters[dim:]])}", linear="+".join(NAMES[: len(tensors)]))
+
+
+@rule_for("unbind")
+def unbind(arguments: Mapping[str, Any]) -> Rule:
+    letters, dim = _letters(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
+    row = " ".join(a for i, a in enumerate(letters) if i != dim)
+    return parse(f"{' '.join(f'{a}!' if i == dim else a for i, a in enumerate(letters))} -> {', '.join([row] * len(arguments['outputs']))}", linear="x")
+
+
+@rule_for("repeat", "repeat_interleave")
+def repeat(arguments: Mapping[str, Any]) -> Rule | None:
+    """A dim that is repeated stays whole."""
+    before, after = arguments["input"].shape, arguments["outputs"][0].shape
+    if not isinstance(arguments["repeats"], (int, tuple, list)) or (isinstance(arguments["repeats"], int) and arguments.get("dim") is None):
+        return None
+    extra = len(after) - len(before)
+    letters = [f"a{extra + i}" if n == after[extra + i] else f"a{extra + i}_in!" for i, n in enumerate(before)]
+    right = [letters[i - extra] if i >= extra and not letters[i - extra].endswith("!") else f"a{i}_out!" for i in range(len(after))]
+    operands = " ".join(letters) + (", " if isinstance(arguments["repeats"], int) else "")
+    return parse(f"{operands} -> {' '.join(right)}", linear="x")
+
+
+@rule_for("diagonal")
+def diagonal(arguments: Mapping[str, Any]) -> Rule:
+    letters, rank = _letters(arguments["input"]), len(arguments["input"].shape)
+    gone = {arguments.get("dim1", 0) % rank, arguments.get("dim2", 1) % rank}
+    left = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
+    return parse(f"{left} -> {' '.join(a for i, a in enumerate(letters) if i not in gone)} diagonal!", linear="x")
+
+
+@rule_for("slice_scatter", "select_scatter")
+def put(arguments: Mapping[str, Any]) -> Rule:
+    """The dim along which something is put stays whole."""
+    letters, dim = _letters(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
+    row = [f"{a}!" if i == dim else a for i, a in enumerate(letters)]
+    source = [a for i, a in enumerate(letters) if i != dim] if "index" in arguments else ["put!" if i == dim else a for i, a in enumerate(letters)]
+    return parse(f"{' '.join(row)}, {' '.join(source)} -> {' '.join(row)}", linear="x+y")
+
+
+@rule_for("gather")
+def gather(arguments: Mapping[str, Any]) -> Rule:
+    """What is looked along stays whole; where it is looked up may be cut."""
+    given, index = arguments["input"].shape, arguments["index"].shape
+    dim = arguments["dim"] % len(given)
+    rows: tuple[list[str], list[str]] = ([], [])
+    for i, (a, b) in enumerate(zip(given, index, strict=True)):
+        rows[0].append(f"in{i}!" if i == dim or a != b else f"a{i}")
+        rows[1].append(f"a{i}" if i == dim or a == b else f"out{i}!")
+    return parse(f"{' '.join(rows[0])}, {' '.join(rows[1])} -> {' '.join(rows[1])}", linear="x")
+
+
+@rule_for("index_select")
+def index_select(arguments: Mapping[str, Any]) -> Rule:
+    letters, dim = _letters(arguments["input"]), arguments["dim"] % len(arguments["input"].shape)
+    left = " ".join("in!" if i == dim else a for i, a in enumerate(letters))
+    return parse(f"{left}, out -> {' '.join('out' if i == dim else a for i, a in enumerate(letters))}", linear="x")
+
+
+@rule_for("scatter", "scatter_add")
+def scatter(arguments: Mapping[str, Any]) -> Rule:
+    """Other dims are cut where all agree in size."""
+    given, index, source = arguments["input"].shape, arguments["index"].shape, getattr(arguments["src"], "shape", None)
+    dim = arguments["dim"] % len(given)
+    agree = [i != dim and a == b and (source is None or source[i] == b) for i, (a, b) in enumerate(zip(given, index, strict=True))]
+    rows = [" ".join(f"a{i}" if same else f"{x}{i}!" for i, same in enumerate(agree)) for x in ("in", "at", "from")]
+    return parse(f"{rows[0]}, {rows[1]}, {rows[2] if source is not None else ''} -> {rows[0]}", linear="x+z" if source is not None else "")
+
+
+@rule_for("one_hot")
+def one_hot(arguments: Mapping[str, Any]) -> Rule:
+    return parse("... -> ... classes!")
+
+
+@rule_for("nll_loss")
+def nll_loss(arguments: Mapping[str, Any]) -> Rule | None:
+    """A sum over rows of log-probabilities looked up by class."""
+    if arguments.get("reduction", "mean") != "sum" or len(arguments["input"].shape) < 2:
+        return None
+    rest = " ".join(f"a{i}" for i in range(len(arguments["input"].shape) - 2))
+    return parse(f"n c! {rest}, n {rest}, c! -> ", linear="x")
+
+
+@rule_for("index")
+def index(arguments: Mapping[str, Any]) -> Rule | None:
+    """x[:, i]: dims that are looked into stay whole, those beside them and those of the indices may be cut."""
+    given = arguments["input"].shape
+    said = list(arguments["index"]) if isinstance(arguments["index"], (tuple, list)) else [arguments["index"]]
+    entries = list(said)
+    tensors = [e for e in entries if hasattr(e, "dtype")]
+    if any(e.dtype == "bool" for e in tensors) or any(not (hasattr(e, "dtype") or e is ... or (isinstance(e, slice) and e == slice(None))) for e in entries) or len(tensors) != 1:
+        return None
+    if ... in [e for e in entries if not hasattr(e, "dtype")]:
+        at = next(i for i, e in enumerate(entries) if e is ...)
+        entries[at : at + 1] = [slice(None)] * (len(given) - len(entries) + 1)
+    entries += [slice(None)] * (len(given) - len(entries))
+    at = next(i for i, e in enumerate(entries) if hasattr(e, "dtype"))
+    looked = [f"i{k}" for k in range(len(tensors[0].shape))]
+    left = ["in!" if i == at else f"a{i}" for i in range(len(given))]
+    operands = ", ".join(" ".join(looked) if hasattr(e, "dtype") else "" for e in said)    # what is no tensor is a number
+    return parse(f"{' '.join(left)}, {operands} -> {' '.join([*left[:at], *looked, *left[at + 1:]])}", linear="x")

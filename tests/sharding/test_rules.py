@@ -9,74 +9,13 @@ import torch
 
 from autopar.letters import BadRule
 from autopar.sharding.notation import parse
-from autopar.sharding.placement import R, flow, part
+from autopar.sharding.placement import R, every_part_holds_something, flow, part
 from autopar.sharding.rules import RULES, rule_of
 from autopar.sharding.shardings import _without_numbers
 from autopar.sharding.strategies import Strategy, strategies_on_one_axis
 from autopar.tracer.graph import TensorType
-from autopar.tracer.vocabulary import OPS
-
-
-def normal(*shape):
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-
-
-def positive(*shape):
-    return (torch.rand(*shape, dtype=torch.float64) + 0.5).requires_grad_()
-
-
-SAMPLES = {
-    "linear": [dict(input=normal(5, 7, 4), weight=normal(6, 4), bias=normal(6)), dict(input=normal(5, 4), weight=normal(6, 4))],
-    "mm": [dict(input=normal(5, 4), mat2=normal(4, 7))],
-    "add": [dict(input=normal(5, 4), other=normal(5, 4)), dict(input=normal(5, 4), other=normal(4), alpha=0.5), dict(input=normal(5, 4), other=2.0), dict(input=normal(5, 1), other=normal(5, 4))],
-    "mul": [dict(input=normal(5, 4), other=normal(5, 1)), dict(input=normal(5, 4), other=2.0)],
-    "div": [dict(input=normal(5, 4), other=positive(4)), dict(input=normal(5, 4), other=positive(4), rounding_mode="floor")],
-    "pow": [dict(input=positive(5, 4), exponent=2), dict(input=positive(5, 4), exponent=positive(5, 4))],
-    "to": [dict(input=normal(5, 4), dtype=torch.float32), dict(input=normal(5, 4), dtype=torch.int64)],
-    "sum": [dict(input=normal(5, 4)), dict(input=normal(5, 4, 3), dim=1), dict(input=normal(5, 4, 3), dim=(0, -1), keepdim=True)],
-    "layer_norm": [dict(input=normal(5, 4, 6), normalized_shape=(6,), weight=normal(6), bias=normal(6)), dict(input=normal(5, 4, 6), normalized_shape=(4, 6))],
-    "mse_loss": [dict(input=normal(5, 4), target=normal(5, 4), reduction="none")],
-    **{op: [dict(input=positive(5, 4))] for op in ("log", "sqrt", "rsqrt")},
-}
-SAMPLES["sub"] = SAMPLES["add"]
-
-
-def whole_numbers(high, *shape):
-    return torch.randint(0, high, shape)
-
-
-def ignoring(targets, *rows):
-    targets[list(rows)] = -100
-    return targets
-
-
-SAMPLES |= {
-    "matmul": [dict(input=normal(5, 4), other=normal(4, 7)), dict(input=normal(3, 1, 5, 4), other=normal(6, 4, 7))],
-    "eq": [dict(input=whole_numbers(3, 5, 4), other=whole_numbers(3, 4)), dict(input=whole_numbers(3, 5, 4), other=1)],
-    "dropout": [dict(input=normal(5, 4), p=0.0)],
-    "softmax": [dict(input=normal(5, 4, 6), dim=1)],
-    "rms_norm": [dict(input=normal(5, 4, 6), normalized_shape=(6,), weight=normal(6))],
-    "embedding": [dict(input=whole_numbers(6, 5, 4), weight=normal(6, 8)), dict(input=whole_numbers(6, 5), weight=normal(6, 8), padding_idx=2),
-                  dict(input=torch.tensor([1, 1, 1, 2, 2, 0]), weight=normal(6, 8), scale_grad_by_freq=True)],
-    "cross_entropy": [dict(input=normal(6, 7), target=ignoring(whole_numbers(7, 6), 0, 1, 2), reduction="sum"), dict(input=normal(6, 7, 3), target=whole_numbers(7, 6, 3), reduction="sum"),
-                      dict(input=normal(6, 7), target=whole_numbers(7, 6), weight=positive(7).detach(), reduction="sum", label_smoothing=0.1)],
-    "scaled_dot_product_attention": [dict(query=normal(2, 6, 5, 4), key=normal(2, 6, 7, 4), value=normal(2, 6, 7, 3)), dict(query=normal(2, 6, 5, 4), key=normal(2, 6, 5, 4), value=normal(2, 6, 5, 4), is_causal=True),
-                                     dict(query=normal(2, 6, 5, 4), key=normal(2, 6, 5, 4), value=normal(2, 6, 5, 4), attn_mask=normal(2, 1, 5, 5).detach()),
-                                     dict(query=normal(2, 12, 5, 4), key=normal(2, 6, 5, 4), value=normal(2, 6, 5, 4), enable_gqa=True)],
-    "view": [dict(input=normal(6, 4), size=s) for s in ((24,), (6, 2, 2), (6, 1, 4), (1, 6, 4), (3, 8), (4, 6))] + [dict(input=normal(6, 2, 12), size=s) for s in ((12, 12), (6, 24), (6, 2, 6, 2), (3, 2, 24))],
-    "transpose": [dict(input=normal(5, 4, 6), dim0=-1, dim1=0)],
-    "permute": [dict(input=normal(5, 4, 6), dims=(2, 0, 1))],
-    "split": [dict(input=normal(5, 12), sections=(6, 6), dim=1), dict(input=normal(5, 24), sections=(12, 6, 6), dim=1)],
-    "cat": [dict(tensors=[normal(5, 6), normal(5, 12)], dim=1)],
-    "narrow": [dict(input=normal(5, 4), dim=1, start=1, length=2)],
-    "select": [dict(input=normal(5, 4, 6), dim=1, index=2)],
-    "pad": [dict(input=normal(5, 4), pad=(0, 1)), dict(input=normal(5, 4), pad=(1, 0), value=3.0)],
-}
-SAMPLES["ne"] = SAMPLES["eq"]
-
-
-def samples(op):
-    return SAMPLES.get(op, [dict(input=normal(5, 4))])
+from autopar.tracer.vocabulary import OPS, SHAPE
+from tests.sharding.samples import samples
 
 
 def leaves(arguments):
@@ -85,7 +24,10 @@ def leaves(arguments):
 
 
 def with_leaves(arguments, tensors):
-    return {k: [tensors[k, i] for i in range(len(v))] if isinstance(v, list) else tensors.get((k, 0), v) for k, v in arguments.items()}
+    def rebuilt(k, v):
+        return type(v)(tensors.get((k, i), e) for i, e in enumerate(v)) if isinstance(v, (list, tuple)) else tensors.get((k, 0), v)
+
+    return {k: rebuilt(k, v) for k, v in arguments.items()}
 
 
 def tupled(result):
@@ -94,7 +36,10 @@ def tupled(result):
 
 def strategies_of(op, arguments):
     """Strategies with the cut of each; a cut behind a mask needs the local form, which other tests run."""
-    typed_ = {k: [TensorType.of(t) for t in v] if isinstance(v, list) else TensorType.of(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    def typed(v):
+        return type(v)(map(typed, v)) if isinstance(v, (list, tuple)) else TensorType.of(v) if isinstance(v, torch.Tensor) else v
+
+    typed_ = {k: typed(v) for k, v in arguments.items()}
     outputs = tupled(OPS[op].run(arguments))
     operands = OPS[op].operands(arguments)
     types = tuple(TensorType.of(o) for o in outputs)
@@ -151,19 +96,23 @@ def prove(op, arguments, strategy, n):
     for i in range(n):
         mine = {k: held[k][i].clone().requires_grad_(k in trained) for k in given}
         here = with_leaves(arguments, mine)
-        if op == "view":
-            here["size"] = tuple(local[0][i].shape)
+        if shape := OPS[op].local(SHAPE):
+            here[shape] = tuple(local[0][i].shape)
         if op == "split":
             here["sections"] = tuple(part_[i].shape[arguments.get("dim", 0)] for part_ in local)
+        if arguments.get("groups", 1) > 1:
+            here["groups"] = here["input"].shape[1] // here["weight"].shape[1]
+        if op == "group_norm":
+            here["num_groups"] = arguments["num_groups"] * here["input"].shape[1] // arguments["input"].shape[1]
         outputs.append(tupled(OPS[op].run(here)))
         if expected[0].requires_grad:
-            gradients.append(torch.autograd.grad(outputs[-1], [mine[k] for k in trained], [p[i] for p in pulled]))
+            gradients.append(torch.autograd.grad([o for o in outputs[-1] if o.requires_grad], [mine[k] for k in trained], [p[i] for p, o in zip(pulled, outputs[-1]) if o.requires_grad], materialize_grads=True))
     close = {"rtol": 1e-5, "atol": 1e-5} if op == "to" else {}            # float32 is one of its sides
     for j, (e, f) in enumerate(zip(expected, strategy.outputs)):
         torch.testing.assert_close(gather([o[j].detach() for o in outputs], f.value), e.detach(), **close, msg=lambda m: f"{op} {strategy}: output\n{m}")
     if gradients:
         flows = dict(zip(given, strategy.operands))
-        for k, parts, e in zip(trained, zip(*gradients), torch.autograd.grad(expected, [whole[k] for k in trained], cotangents)):
+        for k, parts, e in zip(trained, zip(*gradients), torch.autograd.grad([e for e in expected if e.requires_grad], [whole[k] for k in trained], [c for c, e in zip(cotangents, expected) if e.requires_grad], materialize_grads=True)):
             torch.testing.assert_close(gather(list(parts), flows[k].gradient), e, **close, msg=lambda m, k=k: f"{op} {strategy}: gradient of {k}\n{m}")
 
 
@@ -171,7 +120,7 @@ def run_all(op, count=None):
     for arguments, n in itertools.product(samples(op)[:count], (2, 3)):
         strategies, sizes = strategies_of(op, arguments)
         for strategy in strategies:
-            if strategy.cut is None or not strategy.cut.even or all(sizes[f] % n == 0 for f in strategy.cut.factors):
+            if strategy.cut is None or all(sizes[f] % n == 0 if strategy.cut.even else every_part_holds_something(sizes[f], [n]) for f in strategy.cut.factors):
                 prove(op, arguments, strategy, n)
 
 
