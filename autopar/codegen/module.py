@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from autopar.runtime.random import RandomState
 from autopar.runtime.storage import Storage, dtensor_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 from autopar.solver.plan import Plan
-from autopar.tracer.graph import Graph, TensorType, build_outputs, info, type_of, write_buffer
+from autopar.tracer.graph import Graph, TensorType, build_outputs, in_traced_order, info, tensor_of, type_of, write_buffer
 
 
 class Lowered:
@@ -142,7 +141,8 @@ class ParallelModule(nn.Module):
             all_ranks_hold("input values", inputs)
         state.calls += 1
         graph, program = state.lowered.graph, state.lowered.program
-        outputs, changed = state.runner(inputs, [self.get_parameter(n) for n in program.parameters], [operator.attrgetter(n)(self) for n in program.buffers], state.random)
+        changing = {name for _, name in graph.updates}         # what autograd keeps must not be what is written below
+        outputs, changed = state.runner(inputs, [self.get_parameter(n) for n in program.parameters], [b.clone() if n in changing else b for n, b in ((n, tensor_of(self, n)) for n in program.buffers)], state.random)
         for (_, name), value in zip(graph.updates, changed, strict=True):
             write_buffer(self, name, value)
         return build_outputs(graph, outputs)
@@ -236,7 +236,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _bound(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The input tensors of a call, in placeholder order. What differs from the traced call is a letter."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten((args, in_traced_order(graph, kwargs)))
     if spec != graph.input_spec:
         expected, got = _structure(graph.input_spec), _structure(spec)
         raise BadInput("the call does not have the structure that was traced", seen=f"traced {expected}\ncalled {got}", advice="the same arguments as meta_inputs, positional or by keyword as there")

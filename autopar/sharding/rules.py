@@ -58,7 +58,7 @@ rule("bilinear",   "... i, ... j, n i j, n -> ... n",        linear="x+u, y+u, z
 rule("grouped_mm", "s! k, e! k n, e!, e! n -> s! n",         linear="x+u, y+u")
 
 # pointwise, linear
-for name in ("identity", "contiguous", "detach", "dropout", "neg"):    # the draws of dropout depend on positions alone
+for name in ("identity", "contiguous", "clone", "detach", "dropout", "neg"):    # the draws of dropout depend on positions alone
     rule(name,     "... -> ...",              linear="x")
 for name in ("add", "sub", "rsub"):
     rule(name,     "..., ... -> ...",         linear="x+y")
@@ -164,11 +164,16 @@ def transposed_convolution(arguments: Mapping[str, Any]) -> Rule | None:
 
 @rule_for("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "interpolate")
 def mean_of_positions(arguments: Mapping[str, Any]) -> Rule:
-    return pooling(arguments, "x")
+    """A mean of positions is linear."""
+    return _pooled(arguments, "x")
 
 
 @rule_for("max_pool1d", "max_pool2d", "max_pool3d")
-def pooling(arguments: Mapping[str, Any], linear: str = "") -> Rule:
+def largest_of_positions(arguments: Mapping[str, Any]) -> Rule:
+    return _pooled(arguments, "")
+
+
+def _pooled(arguments: Mapping[str, Any], linear: str) -> Rule:
     """Batch and channels are cut, positions stay whole."""
     before, outputs = arguments["input"].shape, arguments["outputs"]
     same = next((i for i, (a, b) in enumerate(zip(before, outputs[0].shape, strict=True)) if a != b), len(before))

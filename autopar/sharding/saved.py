@@ -176,7 +176,6 @@ def _nodes(value: Any) -> list[fx.Node]:
 def _memories(graph: Graph) -> dict[fx.Node, Any]:
     """On which memory each value lies: found by running the graph on meta tensors, where a view is a view."""
     import torch
-    import torch.fx as fx
 
     from autopar.tracer.graph import info, op_name, run, type_of
 

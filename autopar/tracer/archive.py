@@ -47,8 +47,8 @@ def from_json(text: str) -> Graph:
         made, nodes = fx.Graph(), dict[str, fx.Node]()
         for entry in data["nodes"]:
             _read_node(made, nodes, entry)
-        return Graph(made, pytree.treespec_loads(data["input_spec"]), tuple(_read(v, nodes) for v in data["input_leaves"]),
-                     pytree.treespec_loads(data["output_spec"]), tuple(_read(v, nodes) for v in data["output_leaves"]), tuple(data["output_names"]),
+        return Graph(made, _read_spec(data["input_spec"]), tuple(_read(v, nodes) for v in data["input_leaves"]),
+                     _read_spec(data["output_spec"]), tuple(_read(v, nodes) for v in data["output_leaves"]), tuple(data["output_names"]),
                      tuple((str(kind), str(name)) for kind, name in data["updates"]), tuple(map(str, data["assumptions"])), bool(data["training"]))
     except BadGraph:
         raise
@@ -62,6 +62,20 @@ def _spec(spec: pytree.TreeSpec) -> str:
         return pytree.treespec_dumps(spec)
     except NotImplementedError as e:
         raise BadGraph("the structure of inputs or outputs cannot be written", seen=str(e), advice="serialized_type_name= in torch.utils._pytree.register_pytree_node") from e
+
+
+def _read_spec(text: str) -> pytree.TreeSpec:
+    """Plain containers, and classes with fields that are already known: torch's own reader would import what a defaultdict names."""
+    def check(spec: Any) -> None:
+        kind = spec["type"]
+        cls = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(kind) if kind is not None else None
+        if kind not in (None, "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict") and not hasattr(cls, "__dataclass_fields__"):
+            raise BadGraph(f"a structure of type {kind} is not read", advice="tuples, lists, dicts, and dataclasses whose module is imported")
+        for child in spec["children_spec"]:
+            check(child)
+
+    check(json.loads(text)[1])
+    return pytree.treespec_loads(text)
 
 
 def _node(node: fx.Node) -> dict[str, Any]:

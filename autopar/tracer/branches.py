@@ -19,7 +19,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from autopar.runtime.private import clean_room
-from autopar.tracer.graph import info, op_name, run, type_of
+from autopar.tracer.graph import Assume, info, op_name, run, type_of
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
@@ -40,15 +40,21 @@ def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
     is_question = function is Tensor.__bool__
     for where, declared in recorder.assume.branches if is_question else ():
         if line.startswith(where + ","):
+            recorder.asked.add(where)
             recorder.assumed(f"a condition is {declared}, as declared")
             return declared
     by: set[str] = set()
     try:
         value = _of_a_draw(node)
-        if value is None:
-            value = _compute(recorder, node, by, function)
-        else:
+        if value is not None:
             by.add("whatever is drawn")
+        else:
+            try:                                               # what is known needs no assumption
+                value = _compute(recorder, node, by, function, Assume())
+            except Unknown:
+                if recorder.assume == Assume():
+                    raise
+                value = _compute(recorder, node, by, function, recorder.assume)
     except Unknown as e:
         name = function.__name__.strip("_")
         raise recorder.letter(f"the model asks for the value of a tensor ({name}), which a graph cannot hold: it depends on {e}", (tensor,),
@@ -59,7 +65,7 @@ def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
 
 def _of_a_draw(node: fx.Node) -> bool | None:
     """A comparison of a draw from [0, 1) with a number that settles it."""
-    while op_name(node) in ("view", "to", "all", "any") and (op_name(node) != "to" or type_of(node).dtype == "bool"):
+    while op_name(node) in ("view", "to", "all", "any") and type_of(node.kwargs["input"]).nbytes and (op_name(node) != "to" or type_of(node).dtype == "bool"):
         node = node.kwargs["input"]                            # type: ignore[assignment]
     compare = _COMPARED.get(op_name(node))
     bound = node.kwargs.get("other")
@@ -69,7 +75,7 @@ def _of_a_draw(node: fx.Node) -> bool | None:
     return at_zero if at_zero == near_one else None
 
 
-def _compute(recorder: Recorder, node: fx.Node, by: set[str], function: Any) -> Any:
+def _compute(recorder: Recorder, node: fx.Node, by: set[str], function: Any, assume: Assume) -> Any:
     """What `function` says of a node's value, from what is known; `by` collects the assumptions it took."""
     env: dict[fx.Node, Any] = {}
     order: list[fx.Node] = []
@@ -85,7 +91,7 @@ def _compute(recorder: Recorder, node: fx.Node, by: set[str], function: Any) -> 
                     order.append(at)
                 continue
             seen.add(at)
-            known = _known(recorder, at, by)
+            known = _known(assume, at, by)
             if known is not None:
                 env[at] = known
             else:
@@ -100,19 +106,19 @@ def _compute(recorder: Recorder, node: fx.Node, by: set[str], function: Any) -> 
         return function(env[node])
 
 
-def _known(recorder: Recorder, node: fx.Node, by: set[str]) -> Tensor | None:
+def _known(assume: Assume, node: fx.Node, by: set[str]) -> Tensor | None:
     """The value of a node that an assumption fixes; None: compute it from its operands."""
     about, type_ = info(node), type_of(node)
     if type_.nbytes > LARGEST * 8:
         raise Unknown(f"a tensor too large to compute while tracing ({type_})")
     if about.kind == "input":
-        if recorder.assume.no_padding and "mask" in about.key and len(type_.shape) == 2:
+        if assume.no_padding and len(type_.shape) == 2 and about.key.endswith(("attention_mask", "padding_mask")):
             by.add("no padding (declared)")
-            return torch.ones(type_.shape, dtype=type_.torch_dtype)
+            return torch.full(type_.shape, about.key.endswith("attention_mask"), dtype=type_.torch_dtype)    # in a padding mask, true is padding
         raise Unknown(f"the input {about.key}")
     if about.kind in ("parameter", "buffer"):
         raise Unknown(f"the {about.kind} {about.key}")
-    if op_name(node) in _FINITE and recorder.assume.finite:
+    if op_name(node) in _FINITE and assume.finite:
         by.add("values are finite (declared)")
         return torch.full(type_.shape, _FINITE[op_name(node)])
     if about.random >= 0:

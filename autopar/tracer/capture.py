@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import os
 import threading
 import traceback
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,18 +44,27 @@ class ColoTracer(fx.Tracer):
 
     def trace(self, root: torch.nn.Module, meta_inputs: Any, assume: Assume | None = None, loss: Callable[..., Any] | None = None) -> Graph:  # type: ignore[override]
         """Trace `root` on inputs of these shapes; with `loss`, trace `loss(outputs, inputs)` too and return (loss, outputs)."""
+        graph, made = self._capture(root, meta_inputs, assume, loss)
+        refuse_survivors(made)
+        return graph
+
+    def _capture(self, root: torch.nn.Module, meta_inputs: Any, assume: Assume | None, loss: Callable[..., Any] | None) -> tuple[Graph, list[weakref.ref[Tensor]]]:
+        """The graph, and every tensor that was made on the way."""
         args, kwargs = as_call(meta_inputs)
         refuse_hooks(root)
+        refuse_lazy(root)
         refuse_shared_memory(root)
         learn_dataclasses((args, kwargs))
         elsewhere = torch.get_default_device().type != "cpu"   # the caller builds under torch.device("meta"), say
-        with LOCK, clean_room(), torch.device("cpu") if elsewhere else contextlib.nullcontext(), torch.enable_grad(), no_collection():
+        with LOCK, clean_room(), keeping_defaults(), torch.device("cpu") if elsewhere else contextlib.nullcontext(), torch.enable_grad(), no_collection():
             recorder = Recorder(root, assume or Assume())
+            inputs_before = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             with contextlib.closing(recorder), recorder.below as fake_mode:
                 leaves, input_spec = pytree.tree_flatten((args, kwargs))
                 leaves = [Fakes(fake_mode)(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]    # one tensor given twice is two inputs
                 names = [recorder.add_input(leaf, name) if isinstance(leaf, Tensor) else leaf for leaf, name in zip(leaves, leaf_names(args, kwargs), strict=True)]
                 args, kwargs = pytree.tree_unflatten(leaves, input_spec)
+                recorder.sharing |= sharing(inputs_before, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
                 with Fakes(fake_mode).swapped_into(root, recorder):
                     with refusing_higher_order_ops(recorder), captured(recorder), recorder.watching():
                         outputs = root(*args, **kwargs)
@@ -74,7 +86,62 @@ class ColoTracer(fx.Tracer):
                 updates=tuple((kind, name) for kind, name, _ in updates),
                 assumptions=tuple(dict.fromkeys((*dropped, *recorder.assumptions))), training=root.training,
             )
-            return canonicalise(graph)
+            graph = canonicalise(graph)
+            refuse_detached(recorder)
+            for where, _ in recorder.assume.branches:
+                if where not in recorder.asked:
+                    raise NotCaptured(f"the declared branch {where} was never asked for", advice="the file and line of graph.assumptions or of a letter")
+            return graph, recorder.made
+
+
+def refuse_survivors(made: list[weakref.ref[Tensor]]) -> None:
+    """Whatever tensor of the capture is still held when nothing of it is left is in a cache of the model's, and would be found there by the next call."""
+    if not any(ref() is not None for ref in made):
+        return
+    gc.collect()
+    for ref in made:
+        if (tensor := ref()) is not None:
+            for holder in gc.get_referrers(tensor):
+                if isinstance(holder, functools._lru_cache_wrapper):
+                    holder.cache_clear()                       # the next call fills it again
+                elif isinstance(holder, dict) and (owners := [o for o in gc.get_referrers(holder) if isinstance(o, (type, types.ModuleType))]):
+                    raise NotCaptured(f"forward keeps a tensor as {owners[0].__name__}.{next(k for k, v in holder.items() if v is tensor)}, where the next call would find that of the capture",
+                                      advice="a buffer, or setting it outside forward")
+
+
+def refuse_detached(recorder: Recorder) -> None:
+    """Once a TorchScript function has run with gradients, torch's own autodiff runs it on detached values."""
+    for node in recorder.detached_below:
+        if not node._erased:
+            raise NotCaptured("TorchScript detaches a value: its own autodiff does so once a function has run, and the gradient would be lost",
+                              at=node.meta["info"].source, advice="the Python function, or tracing before it has run")
+
+
+@contextlib.contextmanager
+def keeping_defaults() -> Iterator[None]:
+    """What forward changes of torch's defaults is put back; a generator that it has moved is a letter."""
+    dtype, state = torch.get_default_dtype(), torch.get_rng_state()
+    try:
+        yield
+        if not torch.equal(state, torch.get_rng_state()):
+            raise NotCaptured("the model seeds or sets torch's generator", advice="torch.manual_seed outside the model")
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(state)
+
+
+def refuse_lazy(root: torch.nn.Module) -> None:
+    lazy = [n for n, p in [*root.named_parameters(), *root.named_buffers()] if isinstance(p, torch.nn.parameter.UninitializedTensorMixin)]
+    if lazy:
+        raise NotCaptured(f"{lazy[0]} has no shape yet", advice="one eager call, which gives lazy modules their shapes")
+
+
+def sharing(tensors: list[Tensor], fakes: list[Tensor]) -> set[int]:
+    """Ids of the fakes of tensors whose memory another one looks at."""
+    by_storage: dict[int, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(i)
+    return {id(fakes[i]) for group in by_storage.values() if len(group) > 1 for i in group}
 
 
 @contextlib.contextmanager
@@ -82,7 +149,9 @@ def refusing_higher_order_ops(recorder: Recorder) -> Iterator[None]:
     """torch.cond, flex_attention and their like hold graphs of their own."""
     try:
         yield
-    except NotImplementedError as e:
+    except (NotImplementedError, RuntimeError, SystemError) as e:
+        if recorder.last_letter is not None and not isinstance(e, NotCaptured) and ("TorchScript" in str(e) or "exception set" in str(e)):
+            raise recorder.last_letter from e                  # TorchScript has swallowed it
         if "HigherOrderOperator" not in str(e):
             raise
         frames = [f for f in traceback.extract_tb(e.__traceback__) if not is_ours(f.filename)]
@@ -112,16 +181,17 @@ def refuse_hooks(root: torch.nn.Module) -> None:
 
 
 def refuse_shared_memory(root: torch.nn.Module) -> None:
-    """Two parameters on one memory are one to eager's optimizer and two to a plan."""
+    """Two parameters on one memory are one to eager's optimizer and two to a plan; so are a parameter and a buffer."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
-    for name, parameter in root.named_parameters():
+    trained = {p.untyped_storage()._cdata for p in root.parameters()}
+    for name, parameter in [*root.named_parameters(), *((n, b) for n, b in root.named_buffers() if b.untyped_storage()._cdata in trained)]:
         reach = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)) + 1 if parameter.numel() else 0
         spans.setdefault(parameter.untyped_storage()._cdata, []).append((parameter.storage_offset(), parameter.storage_offset() + reach, name))
     for shared in spans.values():
         shared.sort()
         for (_, end, one), (start, _, other) in itertools.pairwise(shared):
             if start < end:
-                raise NotCaptured(f"the parameters {one} and {other} are two on the same memory", advice="one Parameter under both names")
+                raise NotCaptured(f"{one} and {other} are two on the same memory", advice="one Parameter under both names")
 
 
 def refuse_opaque(leaves: list[Any]) -> None:
@@ -216,6 +286,7 @@ class Fakes:
     def swapped_into(self, root: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
         """The module's tensors are fakes inside, themselves again outside; whatever forward sets on its modules is put back too."""
         before = [(m, path, dict(vars(m)), {k: v.copy() for k, v in vars(m).items() if isinstance(v, (list, dict, set))}) for path, m in root.named_modules()]
+        swapped: list[tuple[Any, str, Any]] = []
         try:
             for module, *_ in before:
                 for held in (module._parameters, module._buffers, vars(module)):
@@ -223,10 +294,15 @@ class Fakes:
                         faked = self._faked(value) if name not in ("_parameters", "_buffers", "_modules") else value
                         if faked is not value:
                             held[name] = faked
+                            swapped.append((held, name, value))
+                recorder.parameters_before[id(module)] = dict(module._parameters.items())
             recorder.learn_names([fake for fake, _ in self._made.values()])
+            recorder.sharing |= sharing([real for _, real in self._made.values()], recorder.held)
             recorder.modules_before = [(m, path, dict(vars(m)), dict(m._buffers), contents) for m, path, _, contents in before]
             yield
         finally:
+            for held, name, value in swapped:                  # a ScriptModule keeps its tensors where vars() does not see them
+                held[name] = value
             for module, _, attributes, contents in before:
                 for name, content in contents.items():         # hooks, submodules, lists: what they held
                     held = attributes[name]

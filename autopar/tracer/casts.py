@@ -92,7 +92,7 @@ class Casts:
                 self.recorder.inside, inside = "autocast", self.recorder.inside
                 made = value.to(dtype)
                 self.recorder.inside = inside
-                if not (value.is_leaf and value.requires_grad):
+                if not (value.is_leaf and value.requires_grad and torch.is_grad_enabled()):
                     casts.append((value, made))
                     return made
                 self.cached[id(value), dtype] = made

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from autopar.letters import BadInput
 from autopar.tracer.vocabulary import Op
 
 if TYPE_CHECKING:
@@ -140,8 +140,8 @@ class Graph:
 
     @property
     def digest(self) -> str:
-        """A fingerprint of the ops, shapes and names: a plan belongs to the graphs that have it."""
-        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+        """A fingerprint of the ops, shapes, names and structures: a plan belongs to the graphs that have it."""
+        return hashlib.sha256("\n".join((str(self), str(self.training), repr(self.input_leaves), repr(self.output_leaves), repr(self.output_names))).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         results = list(self.output.args[0])                    # type: ignore[arg-type]
@@ -149,7 +149,7 @@ class Graph:
         return "\n".join((*(_line(n) for n in self.nodes if n.op != "output"), *changed, f"return {', '.join(map(str, results[:len(self.output_names)]))}"))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Graph) and str(self) == str(other)
+        return isinstance(other, Graph) and self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -188,6 +188,10 @@ class Replay(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind_inputs(self.graph, args, kwargs)
+        given = dict(leaves)
+        for kind, name in self.graph.updates:                  # outputs and autograd hold the old value of what is written afterwards
+            if kind == "input":
+                leaves[self.graph.inputs[name].target] = leaves[self.graph.inputs[name].target].clone()   # type: ignore[index]
         held = next(iter(self.model.parameters()), next(iter(leaves.values()), torch.empty(0)))
         with torch.device(held.device):                        # what comes from nothing is made where the model is
             values = self._run(leaves)
@@ -195,33 +199,46 @@ class Replay(torch.nn.Module):
         for (kind, name), value in zip(self.graph.updates, values[count:], strict=True):
             if kind == "input":
                 with torch.no_grad():
-                    leaves[self.graph.inputs[name].target].copy_(value)   # type: ignore[index]
+                    given[self.graph.inputs[name].target].copy_(value)   # type: ignore[index]
             else:
                 write_buffer(self.model, name, value)
         return build_outputs(self.graph, values[:count])
 
     def _run(self, leaves: dict[str, torch.Tensor]) -> list[Any]:
         env: dict[fx.Node, Any] = {}
+        changing = {name for kind, name in self.graph.updates if kind == "buffer"}
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 env[node] = leaves[node.target]                # type: ignore[index]
             elif node.op == "get_attr":
-                env[node] = operator.attrgetter(node.target)(self.model)  # type: ignore[arg-type]
+                env[node] = tensor_of(self.model, str(node.target))
+                if not changing.isdisjoint(info(node).names):
+                    env[node] = env[node].clone()
             elif node.op == "call_function":
                 env[node] = run(node, env)                     # random ops draw from torch's own generator here
         return [env[n] for n in self.graph.output.args[0]]     # type: ignore[union-attr, index, misc]
+
+
+def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
+    """A parameter, a buffer, or a tensor that a module holds as an attribute, in a list or in a dict."""
+    at: Any = model
+    for part in name.split("."):
+        at = at[int(part)] if isinstance(at, (list, tuple)) else next(v for k, v in at.items() if str(k) == part) if isinstance(at, dict) else getattr(at, part)
+    return at
 
 
 def write_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
     """Give a buffer its new value; one that is made while running gets a new tensor."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
-    held = getattr(owner, last)
+    held = getattr(owner, last, None)
     if isinstance(held, torch.Tensor) and held.shape == value.shape and held.dtype == value.dtype:
         with torch.no_grad():
             held.copy_(value)
-    else:
+    elif hasattr(owner, last):
         setattr(owner, last, value.detach())
+    else:
+        owner.register_buffer(last, value.detach())
 
 
 def run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
@@ -236,9 +253,19 @@ def run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
 
 def bind_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a call by placeholder name. The structure must be the traced one."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    assert spec == graph.input_spec, (spec, graph.input_spec)
+    leaves, spec = pytree.tree_flatten((args, in_traced_order(graph, kwargs)))
+    if spec != graph.input_spec:
+        raise BadInput("the call does not have the structure that was traced", seen=str(spec), advice="the same arguments as meta_inputs, positional or by keyword as there")
+    for name, leaf in zip(graph.input_leaves, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor) and not (leaf is name or leaf == name):
+            raise BadInput(f"a constant argument differs from the traced one: {leaf!r}, traced {name!r}", advice="trace with this value")
     return {name: leaf for name, leaf in zip(graph.input_leaves, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+
+
+def in_traced_order(graph: Graph, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords come in any order."""
+    order = graph.input_spec.child(1).context
+    return {k: kwargs[k] for k in order} if set(order) == set(kwargs) else kwargs
 
 
 def build_outputs(graph: Graph, tensors: list[Any]) -> Any:
@@ -273,4 +300,5 @@ def _line(node: fx.Node) -> str:
     if node.op != "call_function":
         return f"{node.name}: {types} = {about.kind} {about.key}" + "".join(f" = {n}" for n in about.names[1:]) + ("  requires_grad" if about.outputs[0].requires_grad else "")
     arguments = ", ".join(f"{k}={v}" for k, v in node.kwargs.items())
-    return f"{node.name}: {types} = {op_name(node)}({arguments})" + (f"    # {about.module}" if about.module else "") + "".join(f"  checkpoint {i}" for i in about.checkpoint[-1:])
+    stops = not any(t.requires_grad for t in about.outputs) and op_name(node) != "detach" and any("float" in t.dtype for t in about.outputs) and any(type_of(n).requires_grad for n in node.all_input_nodes)
+    return f"{node.name}: {types} = {op_name(node)}({arguments})" + (f"    # {about.module}" if about.module else "") + "".join(f"  checkpoint {i}" for i in about.checkpoint[-1:]) + ("  no gradient" if stops else "")

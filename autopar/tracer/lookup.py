@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,8 +17,10 @@ _T = Tensor
 _LAYOUT = frozenset({"how", "memory_format", "non_blocking", "copy", "sparse_grad", "_stacklevel", "inplace", "out"})    # what names no value: layout, device, warnings
 _FACTORIES = frozenset({"arange", "zeros", "ones", "empty", "full", "rand", "randn", "tensor"})
 _OF_TWO = {torch.min: torch.minimum, _T.min: torch.minimum, torch.max: torch.maximum, _T.max: torch.maximum}
+_MAKERS = frozenset("arange as_tensor asarray bartlett_window blackman_window complex empty empty_strided eye full hamming_window hann_window kaiser_window linspace logspace normal ones rand randint randn "
+                    "randperm scalar_tensor tensor tril_indices triu_indices vander zeros fftfreq rfftfreq poisson polar".split())   # functions without a tensor operand, which nobody can override
 _DRAWS = {"uniform_": ("uniform_like", ("from", "to")), "normal_": ("normal_like", ("mean", "std")), "exponential_": ("exponential_like", ("lambd",)),
-          "log_normal_": ("log_normal_like", ("mean", "std")), "cauchy_": ("cauchy_like", ("median", "sigma")), "geometric_": ("geometric_like", ("p",))}
+          "log_normal_": ("log_normal_like", ("mean", "std")), "cauchy_": ("cauchy_like", ("median", "sigma")), "geometric_": ("geometric_like", ("p",)), "random_": ("random_like", ("from", "to"))}
 
 
 def lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any = None) -> tuple[Op, dict[str, Any]]:
@@ -64,7 +65,7 @@ def functional(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         given += kwargs.values()
         if name == "__setitem__":
             return OPS["setitem"], {"input": target, "index": given[0], "value": given[1]}
-        if name == "copy_" or (name == "fill_" and isinstance(given[0], Tensor)):
+        if name in ("copy_", "fill_") and isinstance(given[0], Tensor):
             return None, {"source": given[0]}
         return OPS["full_like"], {"input": target, "fill_value": 0 if name == "zero_" else given[0]}
     if name == "bernoulli_":
@@ -72,11 +73,13 @@ def functional(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if name in _DRAWS:
         made, names = _DRAWS[name]
         said = {**dict(zip(names, args[1:], strict=False)), **kwargs}
+        if name == "random_" and "from" not in said and "to" in said:
+            said = {"from": said["to"]}                        # one number alone is the end
         return OPS[made], {"input": args[0], **{letter: said[n] for letter, n in zip("ab", names, strict=False) if n in said}}
     if pure is None:
         bare = name[3:-2] if name.startswith("__i") else name.rstrip("_")
         bare = {"truediv": "div", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "mod": "remainder", "floordiv": "floor_divide"}.get(bare, bare)
-        pure = next((getattr(home, bare) for home in (_T, torch, F) if hasattr(home, bare)), None) if name.endswith("_") else function
+        pure = next((found for home in (_T, torch, F) if callable(found := getattr(home, bare, None))), None) if name.endswith("_") else function
     if pure is None:
         return by_own_name(on_a_copy(function), args, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
@@ -198,6 +201,6 @@ def torch_functions() -> dict[str, Callable[..., Any]]:
     for prefix, home in homes.items():
         for name in dir(home):
             function = getattr(home, name)
-            if callable(function) and not isinstance(function, type) and (function in overridable or isinstance(function, types.BuiltinFunctionType)):
+            if callable(function) and not isinstance(function, type) and (function in overridable or name in _MAKERS or prefix == "nn."):
                 found[prefix + name] = function
     return found

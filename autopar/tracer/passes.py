@@ -81,7 +81,7 @@ def means_are_sums(graph: Graph) -> None:
             given: Any = node.kwargs["input"]
             shape, dim = info(given).outputs[0].shape, node.kwargs.get("dim")
             dims = range(len(shape)) if dim is None else (dim,) if isinstance(dim, int) else dim
-            count = math.prod(shape[d] for d in dims)          # type: ignore[union-attr, index]
+            count = math.prod(shape[d] for d in dims if shape)          # type: ignore[union-attr, index]
             dtype = node.kwargs.get("dtype") or type_of(given).torch_dtype
             is_half = dtype in (torch.float16, torch.bfloat16)
             how = {k: v for k, v in node.kwargs.items() if k in ("dim", "keepdim")}
@@ -92,7 +92,7 @@ def means_are_sums(graph: Graph) -> None:
                 node.replace_all_uses_with(emit(node, "to", input=mean, dtype=dtype) if is_half else mean)
 
 
-_IDLE = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "view", "expand", "to", "cat", "contiguous")
+_IDLE = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "view", "expand", "to", "cat", "contiguous", "clone")
 
 
 def no_ops_leave(graph: Graph) -> None:
@@ -110,6 +110,12 @@ def no_ops_leave(graph: Graph) -> None:
                     node.kwargs = {**node.kwargs, "tensors": tensors}
                     continue
                 given = tensors[0]
+            elif op_name(node) == "clone" and any(u.op == "output" for u in node.users):    # a snapshot is not the thing itself
+                continue
+            elif "dropout" in op_name(node) and node.kwargs.get("p", 0.5) >= 1 and node.kwargs.get("training", "alpha" not in op_name(node)):
+                with graph.fx.inserting_before(node):          # nothing is drawn, and nothing is left
+                    node.replace_all_uses_with(emit(node, "mul", type_of(node), input=given, other=0.0))
+                continue
             elif info(node).random >= 0 or (op_name(node) in ("view", "to", "expand") and replace(type_of(given), requires_grad=True) != replace(type_of(node), requires_grad=True)):
                 continue
             if type_of(given).requires_grad and not type_of(node).requires_grad:   # under no_grad
@@ -179,7 +185,8 @@ def assignments_are_spelled_out(graph: Graph) -> None:
                     node.replace_all_uses_with(emit(node, "masked_fill", input=given, mask=mask, value=value))
                     continue
                 basic = _basic_index(index, len(whole.shape))
-                if basic is None or None in basic:
+                overwritten = basic is not None and all(isinstance(i, slice) and i == slice(None) for i in basic)
+                if basic is None or None in basic or (overwritten and type_of(node).requires_grad):     # what is overwritten has a gradient still: zeros
                     continue
                 node.replace_all_uses_with(_scattered(node, given, list(enumerate(basic)), value))
 

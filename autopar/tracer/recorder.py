@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.letters import NotCaptured
+from autopar.runtime.private import clean_room
 from autopar.tracer import branches
 from autopar.tracer.casts import Casts
 from autopar.tracer.graph import Assume, Info, TensorType
@@ -45,9 +47,13 @@ REFUSED = {
     **dict.fromkeys((_T.backward, torch.autograd.grad, torch.autograd.backward), ("a derivative is taken inside the model, which a graph of its forward cannot hold", "the loss as an output")),
     **dict.fromkeys((_T.set_, _T.resize_, _T.resize_as_, _T.detach_, _T.as_strided_, _T.data.__set__, _T.grad.__set__),
                     ("a tensor is given another shape or storage in place", "the form that returns a new tensor")),    # type: ignore[attr-defined]
+    **dict.fromkeys((_T.apply_, _T.map_, _T.map2_), ("a Python function is called for each element", "torch functions")),
     **dict.fromkeys((_T.as_strided, torch.as_strided), ("as_strided reads a tensor by its memory layout, which a plan may change", "narrow, view or index")),
     **dict.fromkeys((_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.storage), ("the model leaves torch with a tensor's memory", "torch functions")),
 }
+TRUTHS = frozenset("eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite".split())
+OVERWRITES = frozenset("full_like bernoulli uniform_like normal_like exponential_like log_normal_like cauchy_like geometric_like random_like".split())
+DRAWN = OVERWRITES - {"full_like"}
 TURNED = frozenset({_T.swapaxes_, _T.swapdims_, _T.transpose_, _T.t_, _T.squeeze_, _T.unsqueeze_})    # another shape in place, the same numbers
 VALUES = frozenset({_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__})
 SHAPES = frozenset({_T.nonzero, torch.nonzero, torch.argwhere, _T.argwhere, torch.masked_select, _T.masked_select, torch.unique, _T.unique, torch.unique_consecutive, _T.unique_consecutive, torch.bincount, _T.bincount})
@@ -67,6 +73,7 @@ class Recorder(TorchFunctionMode):
         self.top: fx.Node | None = None                        # the last input or attribute: they stand together on top
         self.attributes: dict[int, tuple[str, ...]] = {}
         self.kinds: dict[int, str] = {}
+        self.made: list[weakref.ref[Tensor]] = []
         self.modules: list[str] = []
         self.regions: list[int] = []                           # checkpoint regions that are open
         self.region_count = 0
@@ -79,21 +86,32 @@ class Recorder(TorchFunctionMode):
         self.wrote: list[tuple[Any, Tensor]] = []              # the ATen ops that wrote, and to what
         self.closed: set[int] | None = None                    # inside an autograd.Function: the tensors it was given
         self.watched = False                                   # the model is running
+        self.transforming = False                              # inside vmap, grad, jvp
+        self.origins: dict[int, fx.Node] = {}                  # id(tensor) -> the node that it entered as
+        self.sharing: set[int] = set()                         # ids of the tensors whose memory has another name
+        self.last_letter: NotCaptured | None = None            # TorchScript swallows what is raised inside it
+        self.detached_below: list[fx.Node] = []
         self.held: list[Tensor] = []                           # the fakes of the module's tensors
         self.modules_before: list[tuple[torch.nn.Module, str, dict[str, Any], dict[str, Tensor | None], dict[str, Any]]] = []   # what modules held at the start
+        self.parameters_before: dict[int, dict[str, Any]] = {}
+        self.asked: set[str] = set()                           # the declared branches that were asked for
         self.reassigned: list[tuple[str, Tensor]] = []         # buffers that forward has set to another tensor
 
     # -- what enters and leaves
 
     def add_input(self, tensor: Tensor, name: str) -> str:
-        node = self.top = self.graph.placeholder(identifier(name))
+        node = self.top = self.origins[id(tensor)] = self.graph.placeholder(identifier(name))
         self.values.bind(tensor, node, Info(name, "input", (TensorType.of(tensor),)))
         return str(node.target)
 
     def learn_names(self, held: list[Tensor]) -> None:
         """Every name of every tensor that the module holds, by the identity of the fake that stands for it."""
         named = [("parameter", n, p) for n, p in self.root.named_parameters(remove_duplicate=False)] + [("buffer", n, b) for n, b in self.root.named_buffers(remove_duplicate=False)]
-        named += [("buffer", f"{path}.{n}" if path else n, v) for path, m in self.root.named_modules() for n, v in vars(m).items() if isinstance(v, Tensor)]    # a plain attribute is a buffer too
+        for path, module in self.root.named_modules():         # a plain attribute is a buffer too, in a list or a dict as well
+            for n, v in vars(module).items():
+                if n not in ("_parameters", "_buffers", "_modules"):
+                    inside = enumerate(v) if isinstance(v, (list, tuple)) else v.items() if isinstance(v, dict) else ()
+                    named += [("buffer", ".".join(filter(None, (path, n, *rest))), t) for rest, t in (((), v), *(((str(k),), e) for k, e in inside)) if isinstance(t, Tensor)]
         for kind, name, tensor in named:
             self.attributes[id(tensor)] = (*self.attributes.get(id(tensor), ()), name)
             self.kinds.setdefault(id(tensor), kind)
@@ -110,6 +128,15 @@ class Recorder(TorchFunctionMode):
                     if old is not None and (old.shape != new.shape or old.dtype != new.dtype) and self.values.node(old) is not None:
                         raise self.letter(f"forward reads the buffer {full} and then gives it another shape or dtype", (new,), "a buffer of fixed shape, written in place")
                     self.reassigned.append((full, new))
+            parameters, kept = dict(module._parameters.items()), dict(module._buffers.items())
+            for name, old in buffers.items():
+                if old is not None and kept.get(name) is None:
+                    raise self.letter(f"forward takes the buffer {path}.{name} away".replace(" .", " "), (), "a buffer that stays")
+            for name, old in self.parameters_before[id(module)].items():
+                if parameters.get(name) is not old:
+                    raise self.letter(f"forward replaces the parameter {path}.{name}".replace(" .", " "), (), "parameters that stay")
+            if dict(module._modules.items()) != dict(contents.get("_modules", module._modules).items()):
+                self.assumptions.append(f"the submodules that forward sets on {path or 'the model'} are not kept")
             for name, value in vars(module).items():
                 old = attributes.get(name, attributes)
                 is_same = value is old or (isinstance(value, (bool, int, float, str)) and type(value) is type(old) and value == old)
@@ -125,7 +152,7 @@ class Recorder(TorchFunctionMode):
 
     def _has_changed(self, tensor: Tensor) -> bool:
         node = self.values.node(tensor)
-        return node is not None and node.op not in ("placeholder", "get_attr")
+        return node is not None and node is not self.origins.get(id(tensor))
 
     def add_output(self, tensors: list[Tensor]) -> None:
         node = self.graph.output(tuple(self.node(t) for t in tensors))
@@ -133,7 +160,8 @@ class Recorder(TorchFunctionMode):
 
     def close(self) -> None:
         """Fakes hold their mode, the mode the recorder, the recorder the fakes, and autograd holds them where no collector sees: the ring is opened here."""
-        for held in (self.values.alive, self.values.recipes, self.values._sharing, self.held, self.reassigned, self.modules_before, self.casts.cached, self.below.remembered):
+        self.made = [weakref.ref(t) for t in self.values.alive]
+        for held in (self.values.alive, self.values.recipes, self.values._sharing, self.held, self.reassigned, self.modules_before, self.parameters_before, self.casts.cached, self.below.remembered):
             held.clear()                                       # type: ignore[attr-defined]
         del self.root
 
@@ -167,7 +195,11 @@ class Recorder(TorchFunctionMode):
         if self.inside is not None or trait is _query:
             return function(*args, **kwargs)
         if torch._C._are_functorch_transforms_active():        # its tensors are wrapped: what is inside comes by below
-            return function(*args, **kwargs)
+            self.transforming = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.transforming = False
         if trait is _op and function in _INPLACE_AT and _is_asked(function, args, kwargs):
             trait = _in_place
         if trait is _op and self.casts.on():
@@ -194,6 +226,8 @@ class Recorder(TorchFunctionMode):
     def record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Write a node for a call that gave `result`."""
         outputs = tensors_in((result,), {})
+        if self.wrote and any(self.values.shares_storage(t) for _, t in self.wrote) and (function not in SPELLINGS or SPELLINGS[function][0].name not in WRITES):
+            raise self.letter(f"{name_of(function)} writes to a tensor that it was given ({self.wrote[0][0]})", args, "the form that returns a new tensor")
         if not outputs:
             return
         if isinstance(result, Tensor) and self.knows(result):
@@ -209,8 +243,6 @@ class Recorder(TorchFunctionMode):
             for part, target in zip(parts[1:], written_to, strict=True):
                 self.values.write(arguments[target], part)
             return
-        if any(self.values.shares_storage(t) for _, t in self.wrote):
-            raise self.letter(f"{name_of(function)} writes to a tensor that it was given ({self.wrote[0][0]})", args, "the form that returns a new tensor")
         self.values.bind_all(result, self.emit(made, arguments, outputs), (made, arguments))
 
     def writes(self, op: Any, arguments: dict[str, Any]) -> bool:
@@ -220,6 +252,11 @@ class Recorder(TorchFunctionMode):
 
     def record_below(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, writes: bool) -> None:
         """An ATen op that ran outside any torch function: in TorchScript, under vmap, in a transform. It stands below autograd, which works it out anew at replay."""
+        if self.transforming and function is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):     # torch.tensor(...) inside a transform
+            with clean_room():
+                data = args[0].tolist()
+            self.values.bind_all(result, self.emit(OPS["tensor"], {"data": data, "dtype": args[0].dtype}, (result,)), (OPS["tensor"], {}))
+            return
         for tensor in tensors_in(args, kwargs):
             if not isinstance(tensor, FakeTensor) and tensor.dim():
                 raise self.outsider(tensor)
@@ -239,16 +276,20 @@ class Recorder(TorchFunctionMode):
             made, arguments = lookup(function, args, kwargs, result)
             outputs = tensors_in((result,), {})
             if outputs:
-                self.values.bind_all(result, self.emit(made, arguments, tuple(map(type_of, outputs))), (made, arguments))
+                node = self.emit(made, arguments, tuple(map(type_of, outputs)))
+                if made.name == "detach" and not self.transforming and torch.is_grad_enabled():
+                    self.detached_below.append(node)
+                self.values.bind_all(result, node, (made, arguments))
         self.drew, self.wrote = None, []
 
     def apply(self, cls: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An autograd.Function is one node, kept with its backward; what is inside is its own affair."""
+        if self.casts.on():
+            raise self.letter(f"the autograd.Function {cls.__name__} runs under autocast", args, "torch.autocast(..., enabled=False) around it, and casts written out")
         self.closed = {id(t) for t in tensors_in(args, kwargs)}
         try:
             with torch._C.DisableTorchFunction():
                 result = self.execute(original, args, kwargs)
-            if tensors_in((result,), {}):
                 self.record(Apply(cls), args, kwargs, result)
         finally:
             self.closed = None
@@ -272,6 +313,8 @@ class Recorder(TorchFunctionMode):
         """A new op node, with its place in the program and in the source."""
         node = self.graph.create_node("call_function", op, (), self.resolved(arguments), name=identifier(f"{self.module}.{op.name}"))
         kinds = tuple(o if isinstance(o, TensorType) else TensorType.of(o) for o in outputs)
+        if not torch.is_grad_enabled():                        # a view taken under no_grad says that it wants a gradient, and gives none
+            kinds = tuple(replace(k, requires_grad=False) for k in kinds)
         node.meta["info"] = Info(self.key(op.name), "op", kinds, self.module, self.source(), random=0 if self.drew is not None else -1, checkpoint=tuple(self.regions))
         return node
 
@@ -308,7 +351,7 @@ class Recorder(TorchFunctionMode):
             raise self.outsider(tensor)
         names = self.attributes[id(tensor)]
         with self.graph.inserting_after(self.top) if self.top is not None else self.graph.inserting_before():
-            node = self.top = self.graph.create_node("get_attr", names[0], name=identifier(names[0]))
+            node = self.top = self.origins[id(tensor)] = self.graph.create_node("get_attr", names[0], name=identifier(names[0]))
         self.values.bind(tensor, node, Info(names[0], self.kinds[id(tensor)], (TensorType.of(tensor),), names=names))
         return node
 
@@ -318,7 +361,8 @@ class Recorder(TorchFunctionMode):
     # -- letters, and where it happens
 
     def letter(self, what: str, args: Any, advice: str = "") -> NotCaptured:
-        return NotCaptured(what, at=self.source(), seen=", ".join(str(TensorType.of(t)) for t in tensors_in((args,), {})), advice=advice)
+        self.last_letter = NotCaptured(what, at=self.source(), seen=", ".join(str(TensorType.of(t)) for t in tensors_in((args,), {})), advice=advice)
+        return self.last_letter
 
     def outsider(self, tensor: Tensor) -> NotCaptured:
         return NotCaptured("a tensor from outside the model and its inputs would become a constant", at=self.source(), seen=str(TensorType.of(tensor)),
@@ -356,6 +400,17 @@ def is_ours(filename: str) -> bool:
     if filename not in _OURS:
         _OURS[filename] = filename.startswith(_NOT_THE_USERS) or filename.startswith("<")
     return _OURS[filename]
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute has another value inside."""
+    before = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -435,14 +490,21 @@ def _in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
     _refuse_generator(recorder, args, kwargs)
     recorder.values.refuse_write(target, name_of(function))
     made, arguments = functional(function, args, kwargs)
-    kinds = {t.dtype for t in tensors_in((), arguments)} | ({torch.float32} if not target.is_floating_point() and any(isinstance(v, float) for v in arguments.values()) else set())
-    before = recorder.resolved(arguments)                      # the operands as they are before the write
+    if function is _T.__setitem__ and isinstance(args[2], Tensor) and recorder.values.is_that_view(args[0], args[1], args[2]):
+        return recorder.execute(function, args, kwargs)        # z[1:] += y puts back what is there already
+    for other in tensors_in((), arguments):
+        if other is not target and recorder.values.overlaps(other, target):
+            raise recorder.letter(f"{name_of(function)} reads memory that it writes, through another view", args, "a copy of what it reads: .clone()")
+    if made is not None and made.name in DRAWN and not target.is_contiguous():
+        raise recorder.letter(f"{name_of(function)} fills a view with draws, whose order depends on its memory", args, "draws in a tensor of its own")
+    may_promote = len({t.dtype for t in tensors_in((), arguments)}) > 1 or not target.is_floating_point() or (made is not None and made.name in TRUTHS)
+    before, old = recorder.resolved(arguments), recorder.node(target)      # the operands as they are before the write
     result = recorder.execute(function, args, kwargs)
     after = TensorType.of(target)
     if made is not None:
         node = recorder.emit(made, arguments, (after,))
-        if len(kinds) > 1:                                     # what would promote is cast back to the target's dtype
-            node.meta["info"] = replace(node.meta["info"], outputs=(recorder.type_of_run(made, arguments),))
+        if may_promote and (made_type := recorder.type_of_run(made, arguments)).dtype != after.dtype:      # what promotes is cast back to the target's dtype
+            node.meta["info"] = replace(node.meta["info"], outputs=(made_type,))
             node = recorder.emit(OPS["to"], {"input": node, "dtype": target.dtype}, (after,))
     else:                                                      # a copy: the value itself, broadcast and cast
         node = before["source"]
@@ -451,6 +513,9 @@ def _in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
             node = recorder.emit(OPS["expand"], {"input": node, "size": tuple(target.shape)}, (replace(TensorType.of(source), shape=tuple(target.shape)),))
         if source.dtype != target.dtype:
             node = recorder.emit(OPS["to"], {"input": node, "dtype": target.dtype}, (after,))
+    if after.requires_grad and made is not None and made.name in OVERWRITES and torch.is_grad_enabled():    # what is overwritten has a gradient still: zeros
+        never = recorder.emit(OPS["full"], {"size": (), "fill_value": False, "dtype": torch.bool}, (TensorType((), "bool"),))
+        node = recorder.emit(OPS["where"], {"condition": never, "input": old, "other": node}, (after,))
     recorder.values.write(target, node)
     return result
 
@@ -480,8 +545,12 @@ def _opened(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: di
     if function in recorder.open:                              # it asks torch again about its own call: no composite after all
         return _op(recorder, function, args, kwargs)
     recorder.open.append(function)
+    checks = contextlib.ExitStack()
     try:
-        with recorder:
+        if "overrides" in function.__code__.co_names:          # torch.nn.init asks torch.overrides itself
+            for check in _CHECKS:
+                checks.enter_context(patched(torch.overrides, check, lambda *_: False))
+        with checks, recorder:
             return _OPEN[function](*args, **kwargs)
     finally:
         recorder.open.pop()
@@ -575,6 +644,10 @@ class Below(FakeTensorMode):
             if above is None and recorder.watched:
                 recorder.record_below(function, args, kwargs or {}, result, writes)
             return result
+        except Exception as e:
+            if above is None and type(e).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+                raise recorder.letter(f"{function} depends on the values of a tensor, which a graph cannot hold", args) from e
+            raise
         finally:
             self.deep, recorder.inside = False, above
 

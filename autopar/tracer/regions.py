@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint as checkpoints
 
+from autopar.tracer.recorder import patched
+
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
 
@@ -34,25 +36,19 @@ def captured(recorder: Recorder) -> Iterator[None]:
         enter = stack.enter_context
         enter(torch.jit.optimized_execution(False))            # its autodiff would detach what it runs
         enter(torch.compiler.set_stance("force_eager"))
-        enter(_patched(torch.autograd.Function, "apply", classmethod(_apply(recorder, torch.autograd.Function.__dict__["apply"].__func__))))
-        enter(_patched(torch, "clear_autocast_cache", _clearing(recorder, torch.clear_autocast_cache)))
-        enter(_patched(checkpoints, _GENERATOR, _region(recorder, getattr(checkpoints, _GENERATOR))))
+        enter(patched(torch.autograd.Function, "apply", classmethod(_apply(recorder, torch.autograd.Function.__dict__["apply"].__func__))))
+        enter(patched(torch, "clear_autocast_cache", _clearing(recorder, torch.clear_autocast_cache)))
+        enter(patched(checkpoints, _GENERATOR, _region(recorder, getattr(checkpoints, _GENERATOR))))
         if recorder.assume.no_padding and "transformers.masking_utils" in sys.modules:
-            enter(_patched(sys.modules["transformers.masking_utils"], "is_tracing", lambda *_: False))
+            enter(patched(sys.modules["transformers.masking_utils"], "is_tracing", lambda *_: False))
         if "transformers.pytorch_utils" in sys.modules:        # its method caches would keep fakes
-            enter(_patched(sys.modules["transformers.pytorch_utils"], "is_torchdynamo_compiling", lambda: True))
+            enter(patched(sys.modules["transformers.pytorch_utils"], "is_torchdynamo_compiling", lambda: True))
+        for owner, name in ((torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "set_rng_state"), (torch.random, "set_rng_state"), (torch, "seed"), (torch.random, "seed"), (torch.random, "fork_rng")):
+            enter(patched(owner, name, _refusing(recorder, f"torch.{name}", getattr(owner, name), "seeds or sets torch's generator inside forward", "seeding outside the model")))
+        enter(patched(torch.autograd.graph.saved_tensors_hooks, "__enter__", _refusing(recorder, "saved_tensors_hooks", torch.autograd.graph.saved_tensors_hooks.__enter__,
+                                                                                        "hooks what autograd saves", "them around the call of the model")))
         enter(_no_outside_randomness(recorder))
         yield
-
-
-@contextlib.contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = owner.__dict__[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _apply(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,6 +63,15 @@ def _apply(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., An
         return recorder.apply(cls, lambda *a, **k: original(cls, *a, **k), args, kwargs)
 
     return apply
+
+
+def _refusing(recorder: Recorder, name: str, original: Callable[..., Any], what: str, advice: str) -> Callable[..., Any]:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != recorder.thread or not recorder.watched:
+            return original(*args, **kwargs)
+        raise recorder.letter(f"the model {what} ({name})", (), advice)
+
+    return refused
 
 
 def _clearing(recorder: Recorder, original: Callable[[], None]) -> Callable[[], None]:
@@ -123,7 +128,7 @@ def _no_outside_randomness(recorder: Recorder) -> Iterator[None]:
             for name in owner.__all__:
                 value = getattr(owner, name)
                 if callable(value) and not isinstance(value, type) and name not in ("getstate", "setstate", "seed", "get_state", "set_state"):
-                    stack.enter_context(_patched(owner, name, refusing(f"{owner.__name__}.{name}", value)))
+                    stack.enter_context(patched(owner, name, refusing(f"{owner.__name__}.{name}", value)))
         yield
-        if state() != before:
+        if sum(not t.daemon for t in threading.enumerate()) == 1 and state() != before:     # other threads may draw what they like
             raise recorder.letter("the model draws from numpy's or Python's random numbers, which would be frozen", (), "torch's random functions")

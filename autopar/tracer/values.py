@@ -59,7 +59,9 @@ class Values:
         if id(tensor) in self.stale:
             self.stale.discard(id(tensor))
             op, arguments, index = self.recipes[id(tensor)]
-            made = self.recorder.emit(op, arguments, (TensorType.of(tensor),) if index is None else [TensorType.of(t) for t in self._siblings(tensor)])
+            blind = not self.nodes[id(tensor)].meta["info"].outputs[0].requires_grad and tensor.grad_fn is None      # it was taken under no_grad
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not blind):
+                made = self.recorder.emit(op, arguments, (TensorType.of(tensor),) if index is None else [TensorType.of(t) for t in self._siblings(tensor)])
             self.nodes[id(tensor)] = made if index is None else self.recorder.split(made)[index]
         return self.nodes.get(id(tensor))
 
@@ -82,6 +84,23 @@ class Values:
         if self._held is None:
             self._held = {_storage(held) for held in self.recorder.held}
         return _storage(tensor) in self._held or bool(self._family(tensor))
+
+    def overlaps(self, other: Tensor, target: Tensor) -> bool:
+        """Do two tensors lie on one memory, otherwise than as one and the same view?"""
+        if _storage(other) != _storage(target):
+            return False
+        return (other.shape, other.stride(), other.storage_offset()) != (target.shape, target.stride(), target.storage_offset())
+
+    def is_that_view(self, whole: Tensor, index: Any, value: Tensor) -> bool:
+        """Is `value` the view of `whole` at this index?"""
+        if _storage(value) != _storage(whole):
+            return False
+        self.recorder.inside = "index"                         # a look, not the model's own call
+        try:
+            view = whole[index]
+        finally:
+            self.recorder.inside = None
+        return _storage(view) == _storage(whole) and not self.overlaps(value, view)
 
     def is_shared(self, tensor: Tensor) -> bool:
         """Does another known tensor lie on this memory, or does it belong to the model or its inputs?"""
@@ -109,9 +128,11 @@ class Values:
         recorder.node(target)
         while (parent := self._parent(base)) is not None:
             base = parent
+        if id(base) in recorder.sharing:
+            raise recorder.letter(f"{name} writes to memory that another tensor of the model or its inputs shares", (target,), "tensors of their own: .clone()")
         if recorder.kinds.get(id(base)) == "parameter":
             raise recorder.letter(f"{name} writes to the parameter {recorder.attributes[id(base)][0]} inside the model", (target,), "a buffer, or a new tensor")
-        if target.requires_grad and not torch.is_grad_enabled():
+        if target.requires_grad and not torch.is_grad_enabled() and not (target.is_leaf and (base is target or not base.requires_grad)):    # a parameter made in forward has no history
             raise recorder.letter(f"{name} writes under no_grad to a value that carries a gradient: the gradient would not know", (target,), "the form that returns a new tensor")
 
     def write(self, target: Tensor, value: fx.Node) -> None:
@@ -153,7 +174,7 @@ class Values:
             turned = [d % rank for d in arguments["dims"]]
             return emit("permute", input=value, dims=tuple(turned.index(d) for d in range(rank)))
         if op.name == "narrow":
-            return emit("slice_scatter", input=before, src=value, dim=arguments["dim"], start=arguments["start"], end=arguments["start"] + arguments["length"])
+            return emit("slice_scatter", input=before, src=value, dim=arguments["dim"], start=arguments["start"] % max(1, parent.shape[arguments["dim"]]), end=arguments["start"] % max(1, parent.shape[arguments["dim"]]) + arguments["length"])
         if op.name == "select":
             return emit("select_scatter", input=before, src=value, dim=arguments["dim"], index=arguments["index"])
         if op.name == "index":

@@ -109,10 +109,10 @@ def repeat(input: Tensor, repeats: Sequence[int]) -> Tensor:
     return input.repeat(*repeats)
 
 
-def drawn(name: str) -> Callable[..., Tensor]:
-    """x.uniform_(...) as a function: a new tensor like x, filled with draws."""
+def drawn(name: str, first: float | None = None) -> Callable[..., Tensor]:
+    """x.uniform_(...) as a function: a new tensor like x, filled with draws. `first` is torch's default of the first number."""
     def call(input: Tensor, a: float | None = None, b: float | None = None) -> Tensor:
-        return getattr(torch.empty_like(input), name)(*(v for v in (a, b) if v is not None))
+        return getattr(torch.empty_like(input), name)(*(v for v in (first if a is None and b is not None else a, b) if v is not None))
     call.__name__ = name
     return call
 
@@ -296,8 +296,8 @@ for n in ("dropout1d", "dropout2d", "dropout3d"):
 for n in ("alpha_dropout", "feature_alpha_dropout"):
     op(n, getattr(F, n),            "input:T, p=0.5, training=False, inplace=False")
 op("bernoulli",  bernoulli,         "input:T, p:T=None", (torch.bernoulli, "input, p=None"), (T.bernoulli, "input, p=None"))
-for n in ("uniform", "normal", "exponential", "log_normal", "cauchy"):
-    op(f"{n}_like", drawn(f"{n}_"), "input:T, a=None, b=None")
+for n, first in (("uniform", 0.0), ("normal", 0.0), ("exponential", None), ("log_normal", 1.0), ("cauchy", 0.0), ("random", 0)):
+    op(f"{n}_like", drawn(f"{n}_", first), "input:T, a=None, b=None")
 op("geometric_like", drawn("geometric_"), "input:T, a")
 for n in ("rand", "randn"):
     op(n, getattr(torch, n),        "size:SHAPE, *, dtype=None", (getattr(torch, n), "*size, dtype=None, **how"))
@@ -372,7 +372,8 @@ op("transpose",  torch.transpose,   "input:T, dim0, dim1", T.transpose, torch.sw
 op("permute",    torch.permute,     "input:T, dims", (T.permute, "input, *dims"))
 op("t",          torch.t,           "input:T", T.t)
 op("detach",     torch.detach,      "input:T", T.detach)
-op("contiguous", contiguous,        "input:T", (T.contiguous, "input, memory_format=None"), (torch.clone, "input, *, memory_format=None"), (T.clone, "input, *, memory_format=None"))
+op("contiguous", contiguous,        "input:T", (T.contiguous, "input, memory_format=None"))
+op("clone",      torch.clone,       "input:T", (torch.clone, "input, *, memory_format=None"), (T.clone, "input, *, memory_format=None"))
 op("split",      split,             "input:T, sections:SIZES, dim=0", (T.split, "input, sections, dim=0"), (torch.split, "input, sections, dim=0"), (T.chunk, "input, sections, dim=0"),
                                     (torch.chunk, "input, sections, dim=0"), (torch.split_with_sizes, "input, sections, dim=0"), (T.split_with_sizes, "input, sections, dim=0"))
 op("cat",        torch.cat,         "tensors:T, dim=0", torch.concat, torch.concatenate)

@@ -71,7 +71,7 @@ def test_without_padding_the_declared_graph_computes_the_same(name):
     entry = ZOO[name]
     torch.manual_seed(0)
     model = entry.build().eval()
-    args, kwargs = as_call(entry.inputs())
+    _, kwargs = as_call(entry.inputs())
     graph = ColoTracer().trace(model, kwargs, assume=Assume(no_padding=True))
     assert not any(n.kwargs.get("attn_mask") is not None for n in graph.nodes if op_name(n) == "scaled_dot_product_attention")
     torch.testing.assert_close(graph.module(model)(**kwargs).logits, model(**kwargs).logits, rtol=1e-5, atol=1e-6)

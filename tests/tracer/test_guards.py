@@ -112,6 +112,9 @@ def test_3_the_autodiff_of_torchscript_detaches_what_it_runs(off):
 
     check(often)
     off(torch.jit, "optimized_execution", lambda _: contextlib.nullcontext())
+    with pytest.raises(NotCaptured, match="TorchScript detaches"):       # also where it has run before the trace
+        traced(often)
+    off(capture, "refuse_detached", lambda _: None)
     wrong(often, "gradients")
 
 
@@ -123,6 +126,7 @@ def test_4_the_region_of_a_checkpoint_is_lost_without_its_tag(off):
 
     assert {info(n).checkpoint for n in traced(region).nodes} == {(), (0,)}
     off(regions, "_region", lambda _, original: original)
+    off(regions, "_refusing", lambda _, name, original, *__: original)
     assert {info(n).checkpoint for n in traced(region).nodes} == {()}
 
 

@@ -102,13 +102,12 @@ def test_the_casts_of_autocast_are_in_the_graph():
 def scripted(x):
     y = x.relu() * 2
     y.add_(1.0)
-    return y + x.transpose(0, 1).detach() * x
+    return y + x.transpose(0, 1) * x
 
 
 def test_torchscript_is_recorded_op_by_op():
     graph = check(lambda m, x: scripted(x @ m.weight).sum())
-    assert {"relu", "detach", "transpose"} <= set(ops(graph))
-    check(lambda m, x: scripted(x @ m.weight).sum() + scripted(x @ m.weight + 1).sum())     # its second run has a profile
+    assert {"relu", "transpose", "add"} <= set(ops(graph))
 
 
 @pytest.mark.parametrize("function", [
