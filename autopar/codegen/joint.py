@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.codegen.local import LocalProgram
 from autopar.runtime.collectives import STEPS, Axis, part_start
+from autopar.runtime.forms import literal
 from autopar.runtime.private import clean_room
 from autopar.sharding.convert import LocalStep
 from autopar.tracer.capture import LOCK
@@ -115,6 +116,17 @@ def _trace(program: LocalProgram, differentiable: Sequence[int], device: str) ->
         outputs = _shapes_of(program, placeholders, primals)
         tangents = [torch.empty_like(outputs[i]) for i in differentiable]
         made = make_fx(step)(primals, tangents)
+    for node in made.graph.find_nodes(op="get_attr"):          # torch.tensor([1, 2]) is written out where it stands
+        held = getattr(made, str(node.target))
+        value = held.constant if isinstance(held, FakeTensor) else held
+        with clean_room():
+            data = value.tolist()
+        with made.graph.inserting_before(node):
+            written = made.graph.call_function(literal, (data, value.dtype, device))
+        written.meta.update(node.meta)
+        written.meta.setdefault("val", held)
+        node.replace_all_uses_with(written)
+        made.graph.erase_node(node)
     nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
     flat = list(made.graph.output_node().args[0])              # type: ignore[arg-type]
     count = len(program.fx.output_node().args[0])              # type: ignore[arg-type]

@@ -12,12 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime.random import Cuts, kept, start_of
+
+
+def literal(data: Any, dtype: torch.dtype, device: str) -> Tensor:
+    """A constant that the model writes out: torch.tensor([1, 2])."""
+    return torch.tensor(data, dtype=dtype, device=device)
 
 
 def embedding_part(input: Tensor, weight: Tensor, cuts: Cuts, padding_idx: int | None = None) -> Tensor:

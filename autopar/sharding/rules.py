@@ -44,7 +44,7 @@ def rule_for(*ops: str) -> Callable[[_Function], _Function]:
 def rule_of(op: str, arguments: Mapping[str, Any]) -> Rule | None:
     """The rule of one call, or None where nobody wrote one."""
     found = RULES.get(op)
-    return found(arguments) if callable(found) else found
+    return found({**arguments, "op": op}) if callable(found) else found
 
 
 # contractions; what is added to the sum is P(sum) where k is cut
@@ -72,12 +72,17 @@ rule("addcdiv",    "..., ..., ... -> ...",    linear="x+y")
 for name in ("gelu relu silu tanh sigmoid exp log sqrt rsqrt abs cos sin tan floor ceil round trunc sign square reciprocal erf erfc log1p log2 log10 expm1 exp2 acos asin atan cosh sinh atanh "
              "isfinite isinf isnan logical_not bitwise_not nan_to_num hardswish hardsigmoid mish relu6 selu logsigmoid softsign leaky_relu elu celu hardtanh softplus threshold").split():
     rule(name,     "... -> ...")
-for name in ("pow eq ne lt le gt ge maximum minimum fmod remainder floor_divide atan2 logaddexp bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor "
-             "mse_loss l1_loss smooth_l1_loss kl_div").split():       # losses: reduction="none", the canonical form
+for name in ("pow eq ne lt le gt ge maximum minimum fmod remainder floor_divide atan2 logaddexp bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor").split():
     rule(name,     "..., ... -> ...")
 rule("clamp",      "..., ..., ... -> ...")
-rule("binary_cross_entropy",             "..., ..., ... -> ...")
-rule("binary_cross_entropy_with_logits", "..., ..., ..., ... -> ...")
+
+
+@rule_for("mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+def pointwise_loss(arguments: Mapping[str, Any]) -> Rule | None:
+    """Without its reduction, the canonical form, it is pointwise."""
+    if arguments.get("reduction", "mean") != "none":
+        return None
+    return parse("..., ..., ..., ... -> ..." if "logits" in arguments["op"] else "..., ... -> ..." if arguments["op"] in ("smooth_l1_loss", "kl_div") else "..., ..., ... -> ...")
 
 
 @rule_for("div")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from autopar.letters import NotCaptured
 from autopar.tracer.graph import Graph, Info, TensorType, info, op_name, run, type_of
 from autopar.tracer.vocabulary import OPS
 
@@ -52,22 +51,28 @@ def rewriting(graph: Graph, *ops: str) -> Iterator[list[fx.Node]]:
             graph.fx.erase_node(node)
 
 
+LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div")
+
+
 def losses_are_means(graph: Graph) -> None:
     """Take the reduction out of a pointwise loss.
 
     before    loss = mse_loss(x, y)
     after     e = mse_loss(x, y, reduction="none");  loss = mean(e)
     """
-    with rewriting(graph, "mse_loss") as nodes:
+    with rewriting(graph, *LOSSES) as nodes:
         for node in nodes:
-            reduction = node.kwargs.get("reduction", "mean")
-            if node.kwargs.get("size_average") is not None or node.kwargs.get("reduce") is not None or node.kwargs.get("weight") is not None:
-                raise NotCaptured("mse_loss with size_average, reduce or weight is not captured yet", at=info(node).source, advice="reduction=, and a product")
-            if reduction == "none":
+            reduction, old = node.kwargs.get("reduction", "mean"), any(node.kwargs.get(k) is not None for k in ("size_average", "reduce"))
+            weighted = op_name(node) in ("mse_loss", "l1_loss") and node.kwargs.get("weight") is not None      # their mean is over the weights
+            if reduction == "none" or old or weighted:
                 continue
             with graph.fx.inserting_before(node):
-                error = emit(node, "mse_loss", input=node.kwargs["input"], target=node.kwargs["target"], reduction="none")
-                node.replace_all_uses_with(emit(node, reduction, input=error))     # type: ignore[arg-type]
+                error = emit(node, op_name(node), **{**node.kwargs, "reduction": "none"})
+                if reduction == "batchmean":
+                    rows = type_of(node.kwargs["input"]).shape[0]                                        # type: ignore[arg-type]
+                    node.replace_all_uses_with(emit(node, "div", input=emit(node, "sum", input=error), other=rows))
+                else:
+                    node.replace_all_uses_with(emit(node, reduction, input=error))                       # type: ignore[arg-type]
 
 
 def means_are_sums(graph: Graph) -> None:
@@ -253,26 +258,33 @@ def linears_keep_their_batch_dims(graph: Graph) -> None:
 
 
 def cross_entropy_counts_its_targets(graph: Graph) -> None:
-    """The mean over targets that are not ignored is a sum over the global count of them.
+    """The mean over targets that are not ignored is a sum over the global count of them; with class weights, over the sum of their weights.
 
     before    loss = cross_entropy(x, t)
     after     s = cross_entropy(x, t, reduction="sum");  n = sum(ne(t, -100));  loss = div(s, n)
     """
-    with rewriting(graph, "cross_entropy") as nodes:
+    with rewriting(graph, "cross_entropy", "nll_loss") as nodes:
         for node in nodes:
             target: Any = node.kwargs["target"]
-            plain = all(node.kwargs.get(k) is None for k in ("weight", "size_average", "reduce")) and "int" in type_of(target).dtype
+            plain = all(node.kwargs.get(k) is None for k in ("size_average", "reduce")) and "int" in type_of(target).dtype
             if node.kwargs.get("reduction", "mean") != "mean" or not plain:
                 continue
             given: Any = node.kwargs["input"]
+            weight: Any = node.kwargs.get("weight")
             dtype = type_of(given).torch_dtype
-            how = {k: v for k, v in node.kwargs.items() if k in ("ignore_index", "label_smoothing")}
+            how = {k: v for k, v in node.kwargs.items() if k in ("weight", "ignore_index", "label_smoothing")}
             with graph.fx.inserting_before(node):
                 if dtype in (torch.float16, torch.bfloat16):
                     given = emit(node, "to", input=given, dtype=torch.float32)
-                total = emit(node, "cross_entropy", input=given, target=target, reduction="sum", **how)
+                    if weight is not None:
+                        how["weight"] = weight = emit(node, "to", input=weight, dtype=torch.float32)
+                total = emit(node, op_name(node), **{"input": given, "target": target, **how, "reduction": "sum"})
                 counted = emit(node, "ne", input=target, other=node.kwargs.get("ignore_index", -100))
-                count = emit(node, "sum", input=counted, dtype=type_of(given).torch_dtype)
+                if weight is None:
+                    count = emit(node, "sum", input=counted, dtype=type_of(given).torch_dtype)
+                else:
+                    known = emit(node, "where", condition=counted, input=target, other=0)
+                    count = emit(node, "sum", input=emit(node, "mul", input=emit(node, "index", input=weight, index=known), other=counted))
                 mean = emit(node, "div", input=total, other=count)
                 node.replace_all_uses_with(mean if type_of(mean).torch_dtype == dtype else emit(node, "to", input=mean, dtype=dtype))
 
