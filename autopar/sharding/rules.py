@@ -239,7 +239,7 @@ def rms_norm(arguments: Mapping[str, Any]) -> Rule:
 @rule_for("softmax", "log_softmax", "cumprod", "normalize")
 def along(arguments: Mapping[str, Any]) -> Rule:
     """Every dim may be cut but the one that it runs along."""
-    return _same_dims(_letters(arguments["input"]), _dims_of(arguments, 1 if "p" in arguments or "eps" in arguments else None))
+    return _same_dims(_letters(arguments["input"]), _dims_of(arguments, 1 if arguments["op"] == "normalize" else None))
 
 
 @rule_for("cumsum", "roll", "flip")
@@ -523,7 +523,8 @@ def scatter(arguments: Mapping[str, Any]) -> Rule:
     given, index, source = arguments["input"].shape, arguments["index"].shape, getattr(arguments["src"], "shape", None)
     dim = arguments["dim"] % len(given)
     agree = [i != dim and a == b and (source is None or source[i] == b) for i, (a, b) in enumerate(zip(given, index, strict=True))]
-    rows = [" ".join(f"a{i}" if same else f"{x}{i}!" for i, same in enumerate(agree)) for x in ("in", "at", "from")]
+    added = arguments["op"] == "scatter_add" and source is not None and source[dim] == index[dim]     # parts of what is added may be added apart
+    rows = [" ".join(f"a{i}" if same else "e" if added and i == dim and x != "in" else f"{x}{i}!" for i, same in enumerate(agree)) for x in ("in", "at", "from")]
     return parse(f"{rows[0]}, {rows[1]}, {rows[2] if source is not None else ''} -> {rows[0]}", linear="x+z" if source is not None else "")
 
 

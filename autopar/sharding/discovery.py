@@ -1,0 +1,152 @@
+"""What an op allows on one axis, found by running it: no rule is asked.
+
+For every assignment of R, S(d) and P(sum) to the operands the op runs on the parts that devices would hold, and the results say how the outputs lie; then cotangents lie in
+every way that their outputs allow, and the local gradients say how those of the operands lie. What holds in several draws, on two and on three devices, is a strategy.
+
+    discover(torch.cumsum, [x], {"dim": 1})   ->   R -> R,  R/P(sum) -> R/P(sum),  S(0) -> S(0),  P(sum) -> P(sum),  ...
+
+It is the engine of the proof of rules (every strategy that a rule gives must be found) and of plans for ops that have none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autopar.sharding.placement import Flow, P, Placement, R, S, part
+from autopar.sharding.strategies import Strategy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEVICES = (2, 3)
+_TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op call: its tensor operands, what it computes, and what it computes on parts of a given local shape."""
+
+    operands: tuple[Tensor, ...]
+    run: Callable[[Sequence[Tensor]], Any]
+    local: Callable[[Sequence[Tensor], Sequence[tuple[int, ...]]], Any] | None = None    # where arguments name the output's shape
+
+
+def universe(call: Call, devices: Sequence[int] = DEVICES) -> set[Strategy]:
+    """Every strategy that is right for this call on each of these numbers of devices."""
+    found: set[Strategy] | None = None
+    for n in devices:
+        here = set(_on(call, n))
+        found = here if found is None else found & here
+    return found or set()
+
+
+def discover(calls: Sequence[Call], devices: Sequence[int] = DEVICES) -> set[Strategy]:
+    """What is right in every one of several draws."""
+    sets = [universe(call, devices) for call in calls]
+    return set.intersection(*sets) if sets else set()
+
+
+def _on(call: Call, n: int) -> Iterator[Strategy]:
+    import torch
+
+    whole = [t.detach().requires_grad_(t.requires_grad) for t in call.operands]
+    with torch.enable_grad():
+        expected = _tuple(call.run(whole))
+    trained = [i for i, t in enumerate(whole) if t.requires_grad]
+    flows_back = bool(trained) and any(e.requires_grad for e in expected)
+    cotangents = [torch.randn(e.shape, dtype=torch.float64).to(e.dtype) if e.is_floating_point() else torch.zeros_like(e) for e in expected]
+    gradients = _gradients(expected, [whole[i] for i in trained], cotangents) if flows_back else []
+    for placements in itertools.product(*(_placements(t, n) for t in whole)):
+        held = [spread(t.detach(), p, n) for t, p in zip(whole, placements, strict=True)]
+        for outs in _outputs(call, expected, held, n):
+            local = [[h[i].clone().requires_grad_(k in trained) for k, h in enumerate(held)] for i in range(n)]
+            try:
+                with torch.enable_grad():
+                    results = [_tuple(call.run(mine) if call.local is None else call.local(mine, [_part_shape(e.shape, o, n, i) for e, o in zip(expected, outs, strict=True)])) for i, mine in enumerate(local)]
+            except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+                continue                                       # the op does not run on such parts
+            if not all(lies([r[j].detach() for r in results], o, e.detach()) for j, (e, o) in enumerate(zip(expected, outs, strict=True))):
+                continue
+            if not flows_back:
+                yield Strategy(tuple(Flow(p, _conventional(p)) for p in placements), tuple(Flow(o, _conventional(o)) for o in outs))
+                continue
+            for pulled in itertools.product(*((o,) if o.is_shard else (R, P()) if e.requires_grad else (_conventional(o),) for o, e in zip(outs, expected, strict=True))):
+                yield from _backward(call, n, placements, outs, pulled, local, results, cotangents, expected, gradients, trained)
+
+
+def _outputs(call: Call, expected: Sequence[Tensor], held: list[list[Tensor]], n: int) -> Iterator[tuple[Placement, ...]]:
+    """How the outputs might lie."""
+    return itertools.product(*(_placements(e, n) for e in expected))
+
+
+def _backward(call: Call, n: int, placements: Sequence[Placement], outs: Sequence[Placement], pulled: Sequence[Placement], local: list[list[Tensor]], results: list[tuple[Tensor, ...]],
+              cotangents: Sequence[Tensor], expected: Sequence[Tensor], gradients: Sequence[Tensor], trained: Sequence[int]) -> Iterator[Strategy]:
+    parts = [spread(c, p, n) for c, p in zip(cotangents, pulled, strict=True)]
+    found = []
+    for i in range(n):
+        wanted = [j for j, e in enumerate(expected) if e.requires_grad and results[i][j].requires_grad]
+        if not wanted:
+            return
+        found.append(_gradients([results[i][j] for j in wanted], [local[i][k] for k in trained], [parts[j][i] for j in wanted]))
+    options = []
+    for k, position in enumerate(trained):
+        shards = [placements[position]] if placements[position].is_shard else [R, P()]
+        options.append([p for p in shards if lies([f[k] for f in found], p, gradients[k])])
+    for chosen in itertools.product(*options):
+        by_operand = dict(zip(trained, chosen, strict=True))
+        yield Strategy(tuple(Flow(p, by_operand.get(i, _conventional(p))) for i, p in enumerate(placements)), tuple(Flow(o, c) for o, c in zip(outs, pulled, strict=True)))
+
+
+def _conventional(placement: Placement) -> Placement:
+    """The gradient that a tensor without one carries by convention."""
+    return R if placement.is_partial else placement
+
+
+def _gradients(outputs: Sequence[Tensor], operands: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
+    import torch
+
+    kept = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    return torch.autograd.grad([o for o, _ in kept], operands, [c for _, c in kept], retain_graph=True, materialize_grads=True)
+
+
+def _placements(tensor: Tensor, n: int) -> list[Placement]:
+    sums: list[Placement] = [P()] if tensor.is_floating_point() else []
+    return [R, *(S(d) for d, size in enumerate(tensor.shape) if size >= n and part(size, n, n - 1)[1] > 0), *sums]
+
+
+def spread(tensor: Tensor, placement: Placement, n: int) -> list[Tensor]:
+    """What n devices hold of a tensor."""
+    import torch
+
+    if placement.is_shard:
+        return [tensor.narrow(placement.dim, *part(tensor.shape[placement.dim], n, i)).contiguous() for i in range(n)]
+    if placement.is_partial:
+        parts = [torch.randn(tensor.shape, dtype=torch.float64).to(tensor.dtype) for _ in range(n - 1)]
+        return [*parts, tensor - sum(parts)]
+    return [tensor] * n
+
+
+def lies(parts: Sequence[Tensor], placement: Placement, whole: Tensor) -> bool:
+    """Are these the parts of `whole` under the placement?"""
+    import torch
+
+    n = len(parts)
+    if any(tuple(p.shape) != _part_shape(tuple(whole.shape), placement, n, i) or p.dtype != whole.dtype for i, p in enumerate(parts)):
+        return False
+    together = torch.cat(list(parts), placement.dim) if placement.is_shard else sum(parts) if placement.is_partial else None
+    tolerance = _TOLERANCE.get(str(whole.dtype).removeprefix("torch."), 0.0)
+    scale = max(1.0, float(whole.abs().max()) if whole.numel() and whole.is_floating_point() and bool(torch.isfinite(whole).all()) else 1.0)
+    return all(torch.allclose(p, whole, rtol=0.0, atol=tolerance * scale, equal_nan=True) for p in ([together] if together is not None else parts))    # type: ignore[arg-type]
+
+
+def _part_shape(shape: tuple[int, ...], placement: Placement, n: int, i: int) -> tuple[int, ...]:
+    if not placement.is_shard:
+        return tuple(shape)
+    return (*shape[: placement.dim], part(shape[placement.dim], n, i)[1], *shape[placement.dim + 1:])
+
+
+def _tuple(result: Any) -> tuple[Tensor, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)

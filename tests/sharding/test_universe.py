@@ -1,0 +1,109 @@
+"""The universe of strategies of every op, found by running it on every assignment of R, S(d) and P(sum), without asking a rule.
+
+What a rule gives must be in it; what is in it and no rule gives is listed here, with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from autopar.sharding.discovery import Call, universe
+from autopar.sharding.notation import parse
+from autopar.sharding.placement import every_part_holds_something
+from autopar.sharding.rules import RULES
+from autopar.sharding.strategies import Strategy
+from autopar.tracer.vocabulary import OPS, SHAPE
+from tests.sharding.samples import samples
+from tests.sharding.test_rules import leaves, strategies_of, with_leaves
+
+DEVICES = (2, 3)
+UNSAFE = {"weight_norm": "its kernel reads beyond operands whose shapes do not go together"}
+SLOW = {"batch_norm_updating", "instance_norm_updating", "bilinear", "conv3d", "conv_transpose3d"}      # many operands: nightly
+
+# right, and not given: (pattern of ops, pattern of the strategy, why)
+MISSING = [
+    (r".*", r"P\(sum\)/P\(sum\)", "a sum whose gradient is also left a sum: P(sum)/R followed by nothing costs the same, and the flows of an edge stay three"),
+    (r"ceil|floor|round|trunc|sign|div", r".*", "the gradient is zero, and zero lies in every way"),
+    (r"masked_fill|nan_to_num", r".*P\(sum\).*", "true of these values alone: -inf + -inf is -inf, and nothing here is nan"),
+    (r"batch_norm.*|instance_norm.*", r".*P\(sum\).*", "linear in weight and bias together, or in input, mean and bias together: nobody holds statistics as parts of sums"),
+    (r"binary_cross_entropy_with_logits|cross_entropy|nll_loss", r".*P\(sum\).*", "linear in class weights or weights of elements: nobody holds these as parts of sums"),
+    (r"scaled_dot_product_attention", r".*S\(3\) -> S\(3\)", "the width of values: attention kernels want queries, keys and values of one width"),
+    (r"zeros|full_like|zeros_like|ones_like|new_full|new_ones|new_zeros|isfinite|isinf|isnan", r".*", "the operand's values, or its shape, do not matter"),
+    (r"all|any|argmax|argmin|topk|sort", r".*", "true of these values alone"),
+]
+
+
+def call_of(op, arguments) -> Call:
+    """The op on its tensor operands; where arguments name the output's shape, or groups, they are the local ones."""
+    given = leaves(arguments)
+
+    def filled(tensors):
+        return with_leaves(arguments, dict(zip(given, tensors, strict=True)))
+
+    def local(tensors, shapes):
+        here = filled(tensors)
+        if shape := OPS[op].local(SHAPE):
+            here[shape] = tuple(shapes[0])
+        if op == "split":
+            here["sections"] = tuple(s[arguments.get("dim", 0)] for s in shapes)
+        if arguments.get("groups", 1) > 1:
+            here["groups"] = here["input"].shape[1] // here["weight"].shape[1]
+        if op == "group_norm":
+            here["num_groups"] = arguments["num_groups"] * here["input"].shape[1] // arguments["input"].shape[1]
+        return OPS[op].run(here)
+
+    named = OPS[op].local(SHAPE) or op in ("split", "group_norm") or arguments.get("groups", 1) > 1
+    return Call(tuple(given.values()), lambda tensors: OPS[op].run(filled(tensors)), local if named else None)
+
+
+def values_of(strategy: Strategy) -> str:
+    """The strategy without the gradients of what has none."""
+    return re.sub(r"/P\(sum\)", "", repr(strategy)) if "P(sum)/" not in repr(strategy) else repr(strategy)
+
+
+def compare(op):
+    """What the rule gives beyond the universe, and what it lacks."""
+    wrong, missing = [], []
+    for arguments in samples(op):
+        found = universe(call_of(op, arguments), DEVICES)
+        strategies, sizes = strategies_of(op, arguments)
+        flows_back = any(f.gradient.is_partial for s in found for f in (*s.operands, *s.outputs))
+        ours = {s for s in strategies if s.cut is None or all(all(sizes[f] % n == 0 for n in DEVICES) if s.cut.even else all(every_part_holds_something(sizes[f], [n]) for n in DEVICES) for f in s.cut.factors)}
+        ours = {s for s in ours if "blocks" not in repr(s)}
+        if not flows_back:                                     # no gradient: only values are compared
+            known, found = {values_of(s): s for s in ours}, {s for s in found if values_of(s) not in {values_of(o) for o in ours}}
+            wrong += [s for name, s in known.items() if name not in {values_of(f) for f in universe(call_of(op, arguments), DEVICES)}]
+        else:
+            wrong += [s for s in ours if s not in found]
+        missing += [s for s in found if s not in ours]
+    return wrong, missing
+
+
+def reason(op, strategy):
+    return next((why for ops, pattern, why in MISSING if re.fullmatch(ops, op) and re.search(pattern, repr(strategy))), None)
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.nightly) if op in SLOW else op for op in sorted(RULES) if op not in UNSAFE])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_rule_gives_what_is_right_and_says_what_it_lacks(op):
+    wrong, missing = compare(op)
+    assert not wrong
+    assert not [s for s in missing if reason(op, s) is None]
+
+
+@pytest.mark.parametrize("op, line, linear", [
+    ("matmul", "... m k, ... k n -> ... m n", "x+y"), ("add", "..., ... -> ...", "x, y"), ("gelu", "... -> ...", "x"), ("softmax", "a b c -> a b c", ""), ("cumsum", "a b c -> a b c", "x"),
+    ("layer_norm", "... d, d, d -> ... d", ""), ("gather", "a d, a e -> a e", "x"), ("conv1d", "n c! s, o! c! k!, o! -> n o! s", ""), ("max_pool1d", "n c s! -> n c t!", "x"), ("amax", "a b c -> a c", ""),
+])
+def test_a_wrong_rule_of_each_family_is_caught(op, line, linear, monkeypatch):
+    monkeypatch.setitem(RULES, op, parse(line, linear))
+    monkeypatch.setattr("tests.sharding.test_universe.samples", lambda op: samples(op)[:1])
+    torch.manual_seed(0)
+    try:
+        wrong, _ = compare(op)
+    except Exception:                                          # a line that does not fit is caught earlier
+        return
+    assert wrong
