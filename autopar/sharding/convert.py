@@ -95,10 +95,23 @@ class ShapeConsistencyManager:
 
     def table(self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> np.ndarray:
         """Seconds from every source to every target; inf where no path leads."""
-        nowhere = Path((), math.inf)
-        blocks = _blocks_of(*sources, *targets)
-        found = [self._all_from(shape, itemsize, s, blocks) for s in sources]
-        return np.array([[row.get(t, nowhere).seconds for t in targets] for row in found])
+        index, distances = self._distances(shape, itemsize, _blocks_of(*sources, *targets))
+        nowhere = len(index)                                   # the last row and column lead nowhere
+        rows, columns = ([index.get(s, nowhere) for s in ends] for ends in (sources, targets))
+        return distances[np.ix_(rows, columns)]
+
+    @functools.lru_cache(maxsize=256)                          # noqa: B019 - lives as long as one planning or lowering
+    def _distances(self, shape: tuple[int, ...], itemsize: int, blocks: frozenset[Placement]) -> tuple[dict[Sharding, int], np.ndarray]:
+        """The seconds of the cheapest way between any two shardings of a shape."""
+        graph = self._graph(shape, itemsize, blocks)
+        index = {state: i for i, state in enumerate(graph)}
+        distances = np.full((len(index) + 1, len(index) + 1), math.inf)
+        np.fill_diagonal(distances[:-1, :-1], 0.0)
+        for u, v, cost in graph.edges(data="seconds"):
+            distances[index[u], index[v]] = min(cost, distances[index[u], index[v]])
+        for k in range(len(index)):
+            np.minimum(distances, distances[:, k, None] + distances[None, k, :], out=distances)
+        return index, distances
 
     def _all_from(self, shape: tuple[int, ...], itemsize: int, source: Sharding, blocks: frozenset[Placement]) -> dict[Sharding, Path]:
         key = (shape, itemsize, source, blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,10 @@ class _Builder:
         self.graph, self.mesh, self.cluster, self.constraints, self.optimizer, self.strict = graph, mesh, cluster, constraints, optimizer, strict
         self.conversions = ShapeConsistencyManager(mesh, cluster)
         self._crossed: dict[Any, tuple[Choice, ...]] = {}
+        # ops and edges that are alike share their tables: what is repeated in the model is computed once
+        self._sites: dict[Any, tuple[tuple[Choice, ...], np.ndarray]] = {}
+        self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = {}
+        self._tables: dict[Any, np.ndarray] = {}
 
     def build(self) -> Space:
         drafts: dict[Any, _Draft] = {}
@@ -195,14 +199,16 @@ class _Builder:
         given = node.target.operands(node.kwargs)              # type: ignore[union-attr]
         present = [n for n in given if hasattr(n, "meta")]
         wants, gives = [hasattr(n, "meta") and type_of(n).requires_grad for n in given], [t.requires_grad for t in about.outputs]
-        if binding is None:
-            per_axis = replicated(len(present), [type_of(n).requires_grad for n in present], gives)
-        else:
-            per_axis = strategies_on_one_axis(binding, wants, gives, self._blocks_of_factors(node, binding))
-        choices = self._cross(per_axis, binding.sizes if binding else {})
-        cost = self._op_seconds(op_name(node), binding, choices, [type_of(n) for n in present], about.outputs)
+        types, blocks = tuple(type_of(n) for n in present), self._blocks_of_factors(node, binding) if binding else {}
+        key = (op_name(node), types, about.outputs, tuple(wants), binding and (binding.operands, binding.outputs, tuple(binding.sizes.items()), binding.whole, binding.groups),
+               tuple((f, tuple(sorted(b))) for f, b in sorted(blocks.items())))
+        if key not in self._sites:
+            per_axis = strategies_on_one_axis(binding, wants, gives, blocks) if binding else replicated(len(present), [t.requires_grad for t in types], gives)
+            choices = self._cross(per_axis, binding.sizes if binding else {})
+            self._sites[key] = choices, self._op_seconds(op_name(node), binding, choices, types, about.outputs)
+        choices, cost = self._sites[key]
         site = Site(about.key, op_name(node), "op", choices, cost, about.source, binding is not None or not present)
-        return _Draft(site, tuple(present), tuple(type_of(n) for n in present))
+        return _Draft(site, tuple(present), types)
 
     def _op_seconds(self, op: str, binding: Binding | None, choices: Sequence[Choice], operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> np.ndarray:
         """Forward and backward on the fullest device. Without a rule, every device does everything."""
@@ -229,15 +235,23 @@ class _Builder:
     # -- conversions
 
     def _edge(self, source_index: int, port: int, target_index: int, operand: int, source: Site, target: Site, type_: TensorType) -> Edge:
-        given, given_by = _distinct([c.output(port) for c in source.choices])
-        taken, taken_by = _distinct([c.operand(operand) for c in target.choices])
-        forward = self.conversions.table(type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken])
-        if source.regathered:
-            forward = 2 * forward
-        backward: Any = 0.0
-        if type_.requires_grad:
-            backward = self.conversions.table(type_.shape, type_.itemsize, [gradients(f) for f in taken], [gradients(f) for f in given]).T
-        return Edge(source_index, target_index, operand, given, taken, given_by, taken_by, forward + backward, type_.shape, type_.itemsize, type_.requires_grad)
+        given, given_by = self._end(source.choices, port, Choice.output)
+        taken, taken_by = self._end(target.choices, operand, Choice.operand)
+        key = (id(given), id(taken), type_, source.regathered)
+        if key not in self._tables:
+            forward = self.conversions.table(type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken])
+            backward: Any = 0.0
+            if type_.requires_grad:
+                backward = self.conversions.table(type_.shape, type_.itemsize, [gradients(f) for f in taken], [gradients(f) for f in given]).T
+            self._tables[key] = (2 * forward if source.regathered else forward) + backward
+        return Edge(source_index, target_index, operand, given, taken, given_by, taken_by, self._tables[key], type_.shape, type_.itemsize, type_.requires_grad)
+
+    def _end(self, choices: tuple[Choice, ...], i: int, flows_of: Callable[[Choice, int], Flows]) -> tuple[tuple[Flows, ...], np.ndarray]:
+        """What may leave or arrive at one end, once each; the same objects for the same choices."""
+        key = (id(choices), i, flows_of)
+        if key not in self._ends:
+            self._ends[key] = (choices, *_distinct([flows_of(c, i) for c in choices]))     # the choices are held, so that their id stays theirs
+        return self._ends[key][1:]
 
     # -- pins
 

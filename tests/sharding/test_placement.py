@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar import DeviceMesh, P, R, S
+from autopar import Cluster, DeviceMesh, P, R, S
 from autopar.letters import BadSharding
 from autopar.sharding.placement import Flow, Sharding, every_part_holds_something, local_shape, part
 
@@ -59,3 +59,10 @@ def test_no_part_is_empty_when_it_is_said_so(size, parts):
 def test_a_mesh_that_cannot_be_is_a_letter(shape, axes):
     with pytest.raises(BadSharding):
         DeviceMesh(shape, axes)
+
+
+@pytest.mark.parametrize("name", ["generic", "a100", "h100", "h200", "l4", "rtx4090"])
+def test_a_cluster_file_says_where_its_figures_are_from(name):
+    cluster = Cluster.of(f"{name}-4x2")
+    assert (cluster.devices_per_node, cluster.nodes, len(cluster.links)) == (4, 2, 2) and {n for n, _ in cluster.sources} == {"device", "links"}
+    assert cluster.links[0].bytes_per_s > cluster.links[1].bytes_per_s and cluster.device.rate("bfloat16") > cluster.device.rate("float32") >= cluster.device.rate("float64")
