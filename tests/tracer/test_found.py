@@ -232,9 +232,10 @@ def kept_on_a_class(m, x):
 def test_it_is_a_letter_now(function, match):
     has_run(torch.ones(2, 2, requires_grad=True)).sum().backward()
     has_run(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    model, x = Of(function), torch.randn(4, 4)
     state = torch.get_rng_state()
     with pytest.raises(NotCaptured, match=match):
-        traced(function)
+        ColoTracer().trace(model, (x,))
     assert torch.equal(torch.get_rng_state(), state)
     if hasattr(Product, "cache"):
         del Product.cache
