@@ -45,6 +45,14 @@ def test_a_sample_of_the_lists_of_colossal_auto(name):
     capture(name, COLOSSAL[name])
 
 
+@pytest.mark.parametrize("name", ["hf_gpt2", "hf_bert", "hf_t5", "hf_resnet", "hf_clip", "tv_resnet18", "plain_user"])
+def test_in_eval_mode_nothing_is_drawn_and_no_statistics_change(name):
+    if ZOO[name].extras and not has_extras():
+        pytest.skip("torchvision and timm are not installed beside the tests: make test does")
+    graph = check(ZOO[name].build, ZOO[name].inputs, ZOO[name].assume, name, training=False)
+    assert not graph.training and not graph.is_random and not [n for _, n in graph.updates if "running" in n]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", COLOSSAL)
 def test_the_lists_of_colossal_auto(name):

@@ -44,10 +44,10 @@ def compare(actual: Run, expected: Run, what: str = "") -> None:
     assert torch.equal(actual.generator, expected.generator), f"{what}: the generator stands elsewhere"
 
 
-def check(build, inputs, assume=None, what: str = "") -> Graph:
+def check(build, inputs, assume=None, what: str = "", training: bool = True) -> Graph:
     """Trace the model that `build` makes, and hold the graph against eager."""
     torch.manual_seed(0)
-    model = build().train()
+    model = build().train(training)
     args, kwargs = as_call(inputs())
     graph = ColoTracer().trace(model, kwargs or args, assume=assume)
     start = {n: b.detach().clone() for n, b in model.named_buffers()}
