@@ -11,10 +11,12 @@ It is the engine of the proof of rules (every strategy that a rule gives must be
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autopar.sharding.notation import Cut
 from autopar.sharding.placement import Flow, P, Placement, R, S, part
 from autopar.sharding.strategies import Strategy
 
@@ -62,6 +64,8 @@ def _on(call: Call, n: int) -> Iterator[Strategy]:
     for placements in itertools.product(*(_placements(t, n) for t in whole)):
         held = [spread(t.detach(), p, n) for t, p in zip(whole, placements, strict=True)]
         for outs in _outputs(call, expected, held, n):
+            if not _fits(call, held, [_part_shape(e.shape, o, n, 0) for e, o in zip(expected, outs, strict=True)]):
+                continue
             local = [[h[i].clone().requires_grad_(k in trained) for k, h in enumerate(held)] for i in range(n)]
             try:
                 with torch.enable_grad():
@@ -75,6 +79,21 @@ def _on(call: Call, n: int) -> Iterator[Strategy]:
                 continue
             for pulled in itertools.product(*((o,) if o.is_shard else (R, P()) if e.requires_grad else (_conventional(o),) for o, e in zip(outs, expected, strict=True))):
                 yield from _backward(call, n, placements, outs, pulled, local, results, cotangents, expected, gradients, trained)
+
+
+def _fits(call: Call, held: list[list[Tensor]], shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Do parts of these shapes go together, and give parts of those? Asked on meta tensors first: not every kernel checks what it is given."""
+    import torch
+
+    meta = [h[0].to("meta") for h in held]
+    try:
+        with torch.no_grad():
+            results = _tuple(call.run(meta) if call.local is None else call.local(meta, shapes))
+    except NotImplementedError:
+        return True                                            # it has no shapes of its own: its kernel must know
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+        return False
+    return [tuple(r.shape) for r in results] == [tuple(s) for s in shapes]
 
 
 def _outputs(call: Call, expected: Sequence[Tensor], held: list[list[Tensor]], n: int) -> Iterator[tuple[Placement, ...]]:
@@ -146,6 +165,76 @@ def _part_shape(shape: tuple[int, ...], placement: Placement, n: int, i: int) ->
     if not placement.is_shard:
         return tuple(shape)
     return (*shape[: placement.dim], part(shape[placement.dim], n, i)[1], *shape[placement.dim + 1:])
+
+
+# -- ops of a graph
+
+def discovered(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any]) -> tuple[tuple[Strategy, ...], dict[str, int]] | None:
+    """The strategies of one call of an op without a rule, and the sizes of what they cut; None where it cannot be run small.
+
+    The op runs on small tensors, in which every larger size of the call is another multiple of six; numbers among its arguments that are such sizes follow. Dims are cut evenly.
+    """
+    if any("complex" in t.dtype for t in (*types, *outputs)):
+        return None
+    key = (op, repr(arguments), tuple(types), tuple(outputs))
+    if key not in _KNOWN:
+        small = _small([n for t in types for n in t.shape])
+        sets = [_drawn(op, arguments, types, outputs, small, seed) for seed in range(2)]
+        _KNOWN[key] = None if None in sets else set.intersection(*sets)      # type: ignore[arg-type]
+    if _KNOWN[key] is None:
+        return None
+    strategies, sizes = [], {}
+    flows = (Flow(R, R), Flow(R, P()), Flow(P(), R))
+    for strategy in sorted(_KNOWN[key], key=repr):             # type: ignore[arg-type]
+        ends = [*zip(strategy.operands, types, strict=True), *zip(strategy.outputs, outputs, strict=True)]
+        if any(not f.value.is_shard and f not in flows for f, _ in ends):
+            continue                                           # the gradient of a sum is not left a sum
+        cut = [(i, f.value.dim, t.shape[f.value.dim]) for i, (f, t) in enumerate(ends) if f.value.is_shard]
+        factor = ",".join(f"{i}.{d}" for i, d, _ in cut)
+        sizes[factor] = math.gcd(*(n for _, _, n in cut)) if cut else 1
+        strategies.append(Strategy(strategy.operands, strategy.outputs, Cut((factor,), even=True) if cut else None))
+    return tuple(strategies), sizes
+
+
+_KNOWN: dict[Any, set[Strategy] | None] = {}
+
+
+def _small(sizes: Sequence[int]) -> dict[int, int]:
+    """Another small size for each: what is at most six stays, others are multiples of six."""
+    larger = sorted({n for n in sizes if n > 6})
+    return {n: 6 * (i + 1) if n > 6 else n for i, n in enumerate(larger)} | {n: n for n in sizes if n <= 6}
+
+
+def _drawn(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any], small: dict[int, int], seed: int) -> set[Strategy] | None:
+    import torch
+
+    from autopar.tracer.vocabulary import Op
+
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(type_: Any) -> Tensor:
+        shape = [small[n] for n in type_.shape]
+        if "float" in type_.dtype:
+            return torch.randn(shape, dtype=torch.float64, generator=random).requires_grad_(type_.requires_grad)
+        return torch.randint(0, 2, shape, generator=random).to(type_.torch_dtype)
+
+    def fill(value: Any, tensors: Any) -> Any:
+        if hasattr(value, "meta"):
+            return next(tensors)
+        if isinstance(value, (tuple, list)):
+            return type(value)(fill(v, tensors) for v in value)
+        return small.get(value, value) if isinstance(value, int) and not isinstance(value, bool) and value > 6 else value
+
+    assert isinstance(op, Op)
+    operands = tuple(draw(t) for t in types)
+    call = Call(operands, lambda tensors: op.run({k: fill(v, it) for it in [iter(tensors)] for k, v in arguments.items()}))
+    try:
+        first = _tuple(call.run(operands))
+        if [r.dim() for r in first] != [len(t.shape) for t in outputs] or [r.requires_grad for r in first] != [t.requires_grad for t in outputs]:
+            return None
+        return universe(call)
+    except Exception:                                          # it does not run small
+        return None
 
 
 def _tuple(result: Any) -> tuple[Tensor, ...]:

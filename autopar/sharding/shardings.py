@@ -14,6 +14,7 @@ from autopar.sharding.cluster import Cluster
 from autopar.sharding.constraints import Constraints, Pin
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.costs import CONTRACTIONS, FLOPS_PER_POINT, FREE, OPTIMIZERS, seconds
+from autopar.sharding.discovery import discovered
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
 from autopar.sharding.placement import R, Sharding, flow, largest_local_shape, part
@@ -52,7 +53,7 @@ class _Builder:
         self.conversions = ShapeConsistencyManager(mesh, cluster)
         self._crossed: dict[Any, tuple[Choice, ...]] = {}
         # ops and edges that are alike share their tables: what is repeated in the model is computed once
-        self._sites: dict[Any, tuple[tuple[Choice, ...], np.ndarray]] = {}
+        self._sites: dict[Any, tuple[tuple[Choice, ...], np.ndarray, bool]] = {}
         self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = {}
         self._tables: dict[Any, np.ndarray] = {}
 
@@ -200,21 +201,25 @@ class _Builder:
         present = [n for n in given if hasattr(n, "meta")]
         wants, gives = [hasattr(n, "meta") and type_of(n).requires_grad for n in given], [t.requires_grad for t in about.outputs]
         types, blocks = tuple(type_of(n) for n in present), self._blocks_of_factors(node, binding) if binding else {}
-        key = (op_name(node), types, about.outputs, tuple(wants), binding and (binding.operands, binding.outputs, tuple(binding.sizes.items()), binding.whole, binding.groups),
+        key = (op_name(node), types, about.outputs, tuple(wants), repr(node.kwargs) if binding is None else (binding.operands, binding.outputs, tuple(binding.sizes.items()), binding.whole, binding.groups),
                tuple((f, tuple(sorted(b))) for f, b in sorted(blocks.items())))
         if key not in self._sites:
-            per_axis = strategies_on_one_axis(binding, wants, gives, blocks) if binding else replicated(len(present), [t.requires_grad for t in types], gives)
-            choices = self._cross(per_axis, binding.sizes if binding else {})
-            self._sites[key] = choices, self._op_seconds(op_name(node), binding, choices, types, about.outputs)
-        choices, cost = self._sites[key]
-        site = Site(about.key, op_name(node), "op", choices, cost, about.source, binding is not None or not present)
+            found = None if binding or not present or about.random >= 0 else discovered(node.target, dict(node.kwargs), types, about.outputs)
+            if binding:
+                per_axis, sizes = strategies_on_one_axis(binding, wants, gives, blocks), binding.sizes
+            else:
+                per_axis, sizes = found or (replicated(len(present), [t.requires_grad for t in types], gives), {})
+            choices = self._cross(per_axis, sizes)
+            self._sites[key] = choices, self._op_seconds(op_name(node), binding, sizes, choices, types, about.outputs), found is not None
+        choices, cost, is_known = self._sites[key]
+        site = Site(about.key, op_name(node), "op", choices, cost, about.source, binding is not None or is_known or not present)
         return _Draft(site, tuple(present), types)
 
-    def _op_seconds(self, op: str, binding: Binding | None, choices: Sequence[Choice], operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> np.ndarray:
+    def _op_seconds(self, op: str, binding: Binding | None, sizes: Mapping[str, int], choices: Sequence[Choice], operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> np.ndarray:
         """Forward and backward on the fullest device. Without a rule, every device does everything."""
         if op in FREE:
             return np.zeros(len(choices))
-        device, sizes = self.cluster.device, binding.sizes if binding else {}
+        device, largest = self.cluster.device, max((math.prod(t.shape) for t in (*operands, *outputs)), default=0)
         points = np.empty(len(choices))
         moved = np.empty(len(choices))
         for i, choice in enumerate(choices):
@@ -222,7 +227,7 @@ class _Builder:
             for strategy, n in zip(choice.strategies, self.mesh.shape, strict=True):
                 for factor in strategy.cut.factors if strategy.cut else ():
                     local[factor] = part(local[factor], n, 0)[1]
-            points[i] = math.prod(local.values()) if binding else max((math.prod(t.shape) for t in (*operands, *outputs)), default=0)
+            points[i] = math.prod(local.values()) if binding else largest * math.prod(n / sizes[f] for f, n in local.items())
             ends = [(t, choice.operand(k)) for k, t in enumerate(operands)] + [(t, choice.output(k)) for k, t in enumerate(outputs)]
             moved[i] = sum(math.prod(largest_local_shape(t.shape, values(flows), self.mesh)) * t.itemsize for t, flows in ends)
         trained = sum(t.requires_grad for t in operands)

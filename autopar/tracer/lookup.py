@@ -198,9 +198,10 @@ def torch_functions() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     homes = {"": torch, "Tensor.": _T, "nn.functional.": F, "linalg.": torch.linalg, "fft.": torch.fft, "special.": torch.special, "nn.": torch._C._nn, "C.": torch._C._VariableFunctions}
     overridable = {f for functions in torch.overrides.get_overridable_functions().values() for f in functions if callable(f)}
+    names = {getattr(f, "__name__", "") for f in overridable}
     for prefix, home in homes.items():
         for name in dir(home):
             function = getattr(home, name)
-            if callable(function) and not isinstance(function, type) and (function in overridable or name in _MAKERS or prefix == "nn."):
+            if callable(function) and not isinstance(function, type) and (function in overridable or name in _MAKERS or prefix == "nn." or (prefix == "C." and name in names)):
                 found[prefix + name] = function
     return found

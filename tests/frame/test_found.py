@@ -105,6 +105,7 @@ FUNCTIONS = {
     "along a dim": lambda m, x: ((x @ m.weight).cumsum(1) * F.log_softmax(x @ m.weight, 0) + (x @ m.weight).logsumexp(1, keepdim=True) + (x @ m.weight).roll(1, 0) + (x @ m.weight).sort(1)[0].flip(0)).sum(),
     "made": lambda m, x: ((x @ m.weight) * torch.full((6, 6), 2.0).double() + torch.ones(1, 6).double().expand(6, 6) * m.weight + torch.arange(6) + torch.zeros_like(x) + x.new_ones(6)).sum(),
     "stacked": lambda m, x: (torch.stack([x @ m.weight, x]).unbind(1)[2] * 2).sum() + (x @ m.weight).repeat(2, 1).tril().sum() + torch.where(x > 0, x @ m.weight, 0.0).masked_fill(x > 1, 0.0).sum(),
+    "discovered": lambda m, x: (torch.sinc(x @ m.weight) * x.std(0)).sum() + torch.kron(x @ m.weight, x[:2, :2]).tanh().sum() + (x @ m.weight).unfold(1, 3, 1).exp().sum() + torch.cdist(x @ m.weight, x).sum(),
     "losses": lambda m, x: F.binary_cross_entropy_with_logits(x @ m.weight, x.sigmoid(), pos_weight=m.mean + 2) + F.l1_loss(x @ m.weight, x) + F.smooth_l1_loss(x @ m.weight, x) + F.nll_loss(F.log_softmax(x @ m.weight, 1), torch.tensor([0, 1, 2, -100, 4, 5])) + F.kl_div((x @ m.weight).log_softmax(1), x.softmax(1), reduction="batchmean") + F.cross_entropy(x @ m.weight, torch.tensor([0, 1, -100, 3, 4, 5]), weight=m.mean + 1.5, label_smoothing=0.1),
     "writes in place": writes,
     "a write through views": through_views,

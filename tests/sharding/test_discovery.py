@@ -1,0 +1,47 @@
+"""What an op without a rule allows is found by running it; what cannot be run runs replicated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar import Cluster, DeviceMesh
+from autopar.letters import NoRule
+from autopar.sharding import shardings
+from autopar.sharding.strategies import Strategy
+from autopar.tracer import ColoTracer
+from tests.tracer.cases import Of
+
+
+def site_of(function, op, **how):
+    model, x = Of(function), torch.randn(32, 16)
+    model.weight = torch.nn.Parameter(torch.randn(16, 16))
+    space = shardings(ColoTracer().trace(model, (x,)), DeviceMesh((2,)), Cluster.of("generic"), **how)
+    return next(s for s in space.sites if s.op == op)
+
+
+def written(text):
+    return {Strategy.parse(s) for s in text.split("|")}
+
+
+@pytest.mark.parametrize("function, op, expected", [
+    (lambda m, x: torch.sinc(x @ m.weight), "sinc", "R -> R | R/P -> R/P | S(0) -> S(0) | S(1) -> S(1)"),
+    (lambda m, x: torch.cummax(x @ m.weight, 1)[0], "cummax", "R -> R, R | R/P -> R/P, R | S(0) -> S(0), S(0)"),
+    (lambda m, x: (x @ m.weight).unfold(1, 3, 1), "Tensor.unfold", "R -> R | R/P -> R/P | P -> P | S(0) -> S(0)"),
+    (lambda m, x: (x @ m.weight).std(1), "Tensor.std", "R -> R | R/P -> R/P | S(0) -> S(0)"),
+    (lambda m, x: torch.kron(x @ m.weight, x), "kron", "R, R -> R | R/P, R -> R/P | P, R -> P | R/P, P -> P | S(0), R -> S(0) | S(1), R -> S(1)"),
+])
+def test_it_is_found(function, op, expected):
+    site = site_of(function, op)
+    assert site.has_rule and {c.strategies[0] for c in site.choices} <= written(expected) | {Strategy.parse("S(1), R -> S(1)")}
+    assert {repr(c) for c in site.choices} == {repr(s) for s in written(expected) if not (op == "kron" and repr(s) == "S(1), R -> S(1)")} | ({"S(1), R -> S(1)"} if op == "kron" else set())
+
+
+def test_what_is_complex_or_random_runs_replicated():
+    assert len(site_of(lambda m, x: torch.fft.rfft(x @ m.weight).abs(), "fft.rfft").choices) == 2
+    assert not site_of(lambda m, x: torch.nn.functional.rrelu(x @ m.weight, training=True), "rrelu").has_rule
+
+
+def test_strict_means_a_rule():
+    with pytest.raises(NoRule, match="sinc"):
+        site_of(lambda m, x: torch.sinc(x @ m.weight), "sinc", strict=True)
