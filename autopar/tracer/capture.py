@@ -119,15 +119,12 @@ def refuse_detached(recorder: Recorder) -> None:
 
 @contextlib.contextmanager
 def keeping_defaults() -> Iterator[None]:
-    """What forward changes of torch's defaults is put back; a generator that it has moved is a letter."""
-    dtype, state = torch.get_default_dtype(), torch.get_rng_state()
+    """What forward changes of torch's defaults is put back."""
+    dtype = torch.get_default_dtype()
     try:
         yield
-        if not torch.equal(state, torch.get_rng_state()):
-            raise NotCaptured("the model seeds or sets torch's generator", advice="torch.manual_seed outside the model")
     finally:
         torch.set_default_dtype(dtype)
-        torch.set_rng_state(state)
 
 
 def refuse_lazy(root: torch.nn.Module) -> None:
