@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,17 @@ def _attention(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
     return forms.attention_by_position, {**kwargs, "random_key": at.random_key, "op": info(node).random, "shape": (*query[:-1], key[-2]), "cuts": where}
 
 
+def _batch_norm(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    """Where the batch, or positions, are cut, sums are exchanged."""
+    lies = at.operand(node, 0)
+    axes = [at.mesh.axes[a] for d, order in lies.cuts.items() if d != 1 for a in order]
+    if not axes or not node.kwargs.get("training"):
+        return None
+    given = type_of(node.kwargs["input"]).shape                                                              # type: ignore[arg-type]
+    how = {k: v for k, v in kwargs.items() if k != "training"}
+    return forms.batch_norm_part, {**how, "axes": axes, "count": math.prod(given) // given[1], "updates": len(info(node).outputs) > 1}
+
+
 def _grouped(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
     """Where groups of channels are cut, a device has fewer of them."""
     name = "groups" if "groups" in node.kwargs else "num_groups"
@@ -99,4 +111,5 @@ def _grouped(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
 
 _BY_POSITION = ("dropout", "scaled_dot_product_attention")
 FORMS: dict[str, Callable[..., Form]] = {"embedding": _embedding, "cross_entropy": _cross_entropy, "dropout": _dropout, "scaled_dot_product_attention": _attention,
+                                         "batch_norm": _batch_norm, "batch_norm_updating": _batch_norm,
                                          **dict.fromkeys(("conv1d", "conv2d", "conv3d", "group_norm"), _grouped)}

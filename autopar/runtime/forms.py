@@ -49,6 +49,29 @@ def cross_entropy_part(input: Tensor, target: Tensor, cuts: Cuts, ignore_index: 
     return (torch.where(counts, log_sum, 0) - torch.where(here, picked, 0)).sum()
 
 
+def batch_norm_part(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, axes: Sequence[str], count: int, updates: bool, weight: Tensor | None = None, bias: Tensor | None = None,
+    momentum: float = 0.1, eps: float = 1e-5,
+) -> Any:
+    """Batch norm with the statistics of the whole batch, of which each device holds a part: `count` values a channel in all."""
+    dims, shape = [d for d in range(input.dim()) if d != 1], [1, -1, *[1] * (input.dim() - 2)]
+    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    mean = _exchanged(x.sum(dims), axes) / count
+    centred = x - mean.view(shape)
+    var = _exchanged((centred * centred).sum(dims), axes) / count
+    y = centred * (var + eps).rsqrt().view(shape)
+    if weight is not None:
+        y = y * weight.view(shape)
+    if bias is not None:
+        y = y + bias.view(shape)
+    if not updates:
+        return y.to(input.dtype)
+    assert running_mean is not None and running_var is not None
+    new_mean = running_mean * (1 - momentum) + momentum * mean.detach()
+    new_var = running_var * (1 - momentum) + momentum * var.detach() * (count / max(1, count - 1))
+    return y.to(input.dtype), new_mean.to(running_mean.dtype), new_var.to(running_var.dtype)
+
+
 def dropout_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5) -> Tensor:
     """Dropout whose mask does not depend on how the tensor is cut."""
     keep = kept(key, op, p, shape, cuts, input.shape)
@@ -70,6 +93,12 @@ def attention_by_position(
     blind = (scores == -torch.inf).all(-1, keepdim=True)       # a query that sees nothing attends to nothing
     weights = torch.where(blind, 0, torch.where(blind, 0, scores).softmax(-1))
     return dropout_by_position(weights, random_key, op, shape, cuts, dropout_p) @ value
+
+
+def _exchanged(x: Tensor, axes: Sequence[str]) -> Tensor:
+    """A sum over several axes that each device goes on with: so does its gradient."""
+    steps = "; ".join(f"all_reduce@{a}" for a in axes)
+    return torch.ops.autopar.convert(x, steps, steps, list(x.shape))
 
 
 def _reduced(x: Tensor, step: str, axes: Sequence[str]) -> Tensor:

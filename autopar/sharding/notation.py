@@ -4,6 +4,7 @@
                              in the output it stays cut; missing from every output it is a sum and leaves P(sum)
     "b s! -> b s!"           `!` may not be cut
     "..., v~ d -> ... d"     `~` may be cut behind a mask: lowering has a local form of the op for it
+    "n^ c -> n^ c"           `^` may be cut, and is reduced inside: the local form exchanges sums, and an output that lacks the factor is whole
     "1 b -> a* b"            `*` is made here: an output has it, no operand does, and each device makes its own part
     "a b -> a 1"             `1` is a dim of size one that is no factor
     "(h d) -> h d"           a dim that is a product of factors, major first: only the major one is cut
@@ -31,7 +32,7 @@ from autopar.letters import BadRule
 
 NAMES = "xyzuvwabcdefgh"                                       # what `linear=` calls the operands
 ELLIPSIS, ONE = "...", "1"
-_TOKEN = re.compile(r"\(([^()]*)\)(!?)|(\S+?)([!~*]?)(?=\s|$)")
+_TOKEN = re.compile(r"\(([^()]*)\)(!?)|(\S+?)([!~*^]?)(?=\s|$)")
 _FACTOR = re.compile(r"(\.\.\.|1|[A-Za-z_]\w*)(?::(\d+))?")
 
 Shape = tuple[int, ...]
@@ -60,6 +61,7 @@ class Rule:
     groups: tuple[frozenset[int], ...]                         # operands that are linear together, by position
     whole: frozenset[str]
     given: tuple[tuple[str, int], ...]                         # sizes that the line itself says
+    inside: frozenset[str] = frozenset()                       # factors that the local form reduces itself
 
     def __str__(self) -> str:
         return self.text + (f"   linear={self.linear}" if self.linear else "")
@@ -79,7 +81,7 @@ class Rule:
         ]
         ins, outs = fitted[: len(operands)], fitted[len(operands):]
         groups = [group - {i for i, row in enumerate(ins) if row is None} for group in self.groups]
-        return Binding(tuple(ins), tuple(row or () for row in outs), sizes, self.whole, tuple(dict.fromkeys(g for g in groups if g)))
+        return Binding(tuple(ins), tuple(row or () for row in outs), sizes, self.whole, tuple(dict.fromkeys(g for g in groups if g)), self.inside)
 
     def _spread(self, pattern: tuple[Dim, ...], shape: Shape) -> tuple[Dim, ...]:
         """One pattern dim per dim of the shape: leading dims are numbered from the right, which aligns operands."""
@@ -126,6 +128,7 @@ class Binding:
     sizes: dict[str, int]
     whole: frozenset[str]
     groups: tuple[frozenset[int], ...]
+    inside: frozenset[str] = frozenset()
 
     @property
     def rows(self) -> list[tuple[Dim, ...]]:
@@ -146,8 +149,12 @@ class Binding:
             if factor not in joined:
                 yield from (Cut(together, b, True) for b in sorted((blocks or {}).get(factor, ())))
 
+    def is_inside(self, cut: Cut) -> bool:
+        """Does the local form reduce over what is cut?"""
+        return not self.inside.isdisjoint(cut.factors)
+
     def is_summed(self, cut: Cut) -> bool:
-        return not any(f in d.factors for row in self.outputs for d in row for f in cut.factors)
+        return not self.is_inside(cut) and not any(f in d.factors for row in self.outputs for d in row for f in cut.factors)
 
 
 @functools.cache
@@ -158,6 +165,7 @@ def parse(text: str, linear: str = "") -> Rule:
         raise BadRule(f"the rule {text!r} has no arrow", advice='"m k, k n -> m n"')
     whole: set[str] = set()
     given: dict[str, int] = {}
+    inside = frozenset(re.findall(r"(\w+)\^", text))
     operands = tuple(_operand(piece, text, whole, given) for piece in left.split(",")) if left.strip() else ()
     made: set[str] = set()
     outputs = tuple(_operand(piece, text, whole, given, made) for piece in right.split(","))
@@ -171,7 +179,7 @@ def parse(text: str, linear: str = "") -> Rule:
         if any(not 0 <= m < len(operands) for m in members):
             raise BadRule(f"linear={linear!r} names an operand that {text!r} does not have", advice=f"the operands are {', '.join(NAMES[:len(operands)])}")
         groups.append(frozenset(members))
-    return Rule(text, linear, operands, outputs, tuple(groups), frozenset(whole), tuple(given.items()))
+    return Rule(text, linear, operands, outputs, tuple(groups), frozenset(whole), tuple(given.items()), inside)
 
 
 def _operand(piece: str, text: str, whole: set[str], given: dict[str, int], made: set[str] | None = None) -> tuple[Dim, ...]:
@@ -180,7 +188,7 @@ def _operand(piece: str, text: str, whole: set[str], given: dict[str, int], made
         pieces = inside.split() if inside else token.split("|")
         matches = [_FACTOR.fullmatch(p) for p in pieces]
         if not all(matches):
-            raise BadRule(f"{token or inside!r} in the rule {text!r} is not a dim", advice="a word, a word with ! (stays whole), ~ (behind a mask) or * (made here), (a b), a|b, 1, or ...")
+            raise BadRule(f"{token or inside!r} in the rule {text!r} is not a dim", advice="a word, a word with ! (stays whole), ~ (behind a mask), ^ (reduced inside) or * (made here), (a b), a|b, 1, or ...")
         factors = tuple(m[1] for m in matches if m)
         given.update({m[1]: int(m[2]) for m in matches if m and m[2]})
         whole.update(factors if "!" in (keep, mark) else ())

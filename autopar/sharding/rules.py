@@ -206,11 +206,11 @@ def group_norm(arguments: Mapping[str, Any]) -> Rule:
 
 @rule_for("batch_norm", "batch_norm_updating")
 def batch_norm(arguments: Mapping[str, Any]) -> Rule:
-    """Statistics of the batch are those of the whole batch, so only channels are cut; with running statistics it is a scale of each channel."""
+    """Statistics are those of the whole batch: where it is cut, the local form exchanges sums. With running statistics it is a scale of each channel."""
     training = arguments.get("training", False)
-    rank, stop = len(arguments["input"].shape), "!" if training else ""
-    rest = " ".join(f"s{i}{stop}" for i in range(rank - 2))
-    row = f"n{stop} c {rest}"
+    rank, mark = len(arguments["input"].shape), "^" if training else ""
+    rest = " ".join(f"s{i}{mark}" for i in range(rank - 2))
+    row = f"n{mark} c {rest}"
     return parse(f"{row}, c, c, c, c -> {', '.join([row, 'c', 'c'][: len(arguments['outputs'])])}", linear="u+v" if len(arguments["outputs"]) == 1 else "")
 
 

@@ -235,7 +235,17 @@ class _Builder:
         per_point = FLOPS_PER_POINT.get(op, 1)
         rate = device.rate(outputs[0].dtype)
         run = seconds("compute", flops=per_point * points, bytes=moved, rate=rate, bandwidth=device.memory_bytes_per_s, launch=device.launch_s)
-        return run * (1 + backward)
+        return run * (1 + backward) + self._inside_seconds(binding, choices, outputs)
+
+    def _inside_seconds(self, binding: Binding | None, choices: Sequence[Choice], outputs: Sequence[TensorType]) -> np.ndarray | float:
+        """What local forms exchange themselves: two sums of each factor that is left, forward and again backward."""
+        if binding is None or not binding.inside:
+            return 0.0
+        left = math.prod(n for f, n in binding.sizes.items() if f not in binding.inside)
+        exchanges = 2 * (1 + any(t.requires_grad for t in outputs))
+        price = [float(seconds("all_reduce", n=n, whole=left * outputs[0].itemsize, latency=link.latency_s, wire=link.bytes_per_s)) for n, link in
+                 ((self.mesh.shape[a], self.cluster.link_of(self.mesh, a)) for a in range(len(self.mesh.shape)))]
+        return np.array([sum(exchanges * price[a] for a, s in enumerate(c.strategies) if s.cut and binding.is_inside(s.cut)) for c in choices])
 
     # -- conversions
 

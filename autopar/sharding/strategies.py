@@ -100,7 +100,7 @@ def strategies_on_one_axis(
         added = {i for i in rows if binding.is_summed(cut) and any(i in group and set(held) & group for group in binding.groups)}
         operands = {i: flow(held[i]) if i in held else SUMMED if i in added else PASSED for i in rows}
         leaves = [_place(row, cut, binding.sizes) for row in binding.outputs]
-        add(operands, [flow(p) if p else SUMMED for p in leaves], cut)
+        add(operands, [flow(p) if p else KEPT if binding.is_inside(cut) else SUMMED for p in leaves], cut)
     return tuple(found)
 
 

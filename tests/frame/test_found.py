@@ -111,6 +111,8 @@ FUNCTIONS = {
     "a write through views": through_views,
     "its own backward": lambda m, x: Scale.apply(x @ m.weight).sum(),
     "running statistics": lambda m, x: (F.batch_norm(x @ m.weight, m.mean, m.var, training=True) * x).sum(),
+    "statistics of pictures": lambda m, x: (F.batch_norm((x @ m.weight).view(2, 6, 3), m.mean, m.var, m.weight[0], m.weight[1], training=True).pow(3) * x.view(2, 6, 3)).sum(),
+    "statistics that nobody keeps": lambda m, x: (F.batch_norm((x @ m.weight).view(6, 2, 3), None, None, training=True).pow(3) * x.view(6, 2, 3)).sum(),
     "a checkpoint": lambda m, x: torch.utils.checkpoint.checkpoint(lambda y: (y @ m.weight).tanh(), x @ m.weight, use_reentrant=False).sum(),
     "vmap": lambda m, x: torch.vmap(lambda r: r.sin() * r.sum())(x @ m.weight).sum(),
 }

@@ -50,10 +50,10 @@ def strategies_of(op, arguments):
 
     binding = _without_numbers(binding, [Node() if isinstance(o, torch.Tensor) else o for o in operands])
     wants = [isinstance(o, torch.Tensor) and o.requires_grad for o in operands]
-    return [s for s in strategies_on_one_axis(binding, wants, [o.requires_grad for o in outputs]) if not (s.cut and MASKED.get(op) in s.cut.factors)], binding.sizes
+    return [s for s in strategies_on_one_axis(binding, wants, [o.requires_grad for o in outputs]) if not (s.cut and (MASKED.get(op) in s.cut.factors or binding.is_inside(s.cut)))], binding.sizes
 
 
-MASKED = {"embedding": "v", "cross_entropy": "c"}
+MASKED = {"embedding": "v", "cross_entropy": "c", "batch_norm": "n", "batch_norm_updating": "n"}
 
 
 def spread(tensor, placement, n):
