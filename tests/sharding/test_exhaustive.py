@@ -60,7 +60,7 @@ class World:
             return None
         contents = []
         for device in self.devices:
-            mine, blocks = whole, dict((d, next(iter(b))) for d, b in blocks_of.items())
+            mine, blocks = whole, {d: next(iter(b)) for d, b in blocks_of.items()}
             for axis in order:
                 p, n = placements[axis], self.mesh.shape[axis]
                 if p.is_shard:
