@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEVICES = (2, 3)
+MOST = 4000                                                    # assignments that are tried for an op of a graph: a recurrent module has twenty operands
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 
 
@@ -174,7 +175,8 @@ def discovered(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs
 
     The op runs on small tensors, in which every larger size of the call is another multiple of six; numbers among its arguments that are such sizes follow. Dims are cut evenly.
     """
-    if any("complex" in t.dtype for t in (*types, *outputs)):
+    assignments = math.prod(len(t.shape) + 2 for t in (*types, *outputs))
+    if assignments > MOST or any("complex" in t.dtype for t in (*types, *outputs)):
         return None
     key = (op, repr(arguments), tuple(types), tuple(outputs))
     if key not in _KNOWN:

@@ -42,6 +42,14 @@ def test_what_is_complex_or_random_runs_replicated():
     assert not site_of(lambda m, x: torch.nn.functional.rrelu(x @ m.weight, training=True), "rrelu").has_rule
 
 
+def test_an_op_of_many_operands_is_not_tried():
+    lstm = torch.nn.LSTM(16, 16, num_layers=2)
+    model = torch.nn.Sequential(lstm)
+    graph = ColoTracer().trace(model, (torch.randn(4, 2, 16),))
+    space = shardings(graph, DeviceMesh((2,)), Cluster.of("generic"))
+    assert not next(s for s in space.sites if s.op == "lstm").has_rule
+
+
 def test_strict_means_a_rule():
     with pytest.raises(NoRule, match="sinc"):
         site_of(lambda m, x: torch.sinc(x @ m.weight), "sinc", strict=True)
