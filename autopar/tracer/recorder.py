@@ -632,6 +632,8 @@ class Below(FakeTensorMode):
         recorder.inside = above or function                    # nothing from here on is the model's own call
         try:
             writes, draws, _ = _NATURE.get(function) or _nature(function)
+            if "c10d" in function.namespace:
+                raise recorder.letter(f"the model communicates itself ({function})", args, "the single-device program: the plan brings the collectives")
             if draws and not _is_without_chance(function, args, kwargs or {}):
                 recorder.drew = function
             if writes:

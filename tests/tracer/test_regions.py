@@ -196,6 +196,16 @@ def test_what_a_graph_cannot_hold_is_a_letter(function, match):
     assert "test_regions.py:" in letter.value.at or "rnn.py" in letter.value.at
 
 
+def test_a_model_that_communicates_is_a_letter(fake_world):
+    def reduces(m, x):
+        y = x @ m.weight
+        torch.distributed.all_reduce(y.detach().clone())
+        return y
+
+    with fake_world(2), pytest.raises(NotCaptured, match="communicates itself"):
+        traced(reduces)
+
+
 def test_layer_drop_is_a_letter():
     class Drops(nn.Module):
         def __init__(self):
