@@ -130,5 +130,7 @@ def _no_outside_randomness(recorder: Recorder) -> Iterator[None]:
                 if callable(value) and not isinstance(value, type) and name not in ("getstate", "setstate", "seed", "get_state", "set_state"):
                     stack.enter_context(patched(owner, name, refusing(f"{owner.__name__}.{name}", value)))
         yield
-        if sum(not t.daemon for t in threading.enumerate()) == 1 and state() != before:     # other threads may draw what they like
+        if state() != before and any(t is not threading.current_thread() and not t.daemon for t in threading.enumerate()):
+            recorder.assumptions.append("numpy's or Python's random numbers were drawn while tracing, by another thread or by the model: what the model drew is frozen")
+        elif state() != before:
             raise recorder.letter("the model draws from numpy's or Python's random numbers, which would be frozen", (), "torch's random functions")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -137,9 +138,15 @@ def test_every_draw_is_explicit_with_its_probability():
 
 @pytest.mark.parametrize("function, name", [(lambda m, x: (x @ m.weight) * np.random.rand(), "numpy.random.rand"), (lambda m, x: (x @ m.weight) * random.random(), "random.random"),
                                             (lambda m, x: (x @ m.weight) * by_name(), "numpy's or Python's"), (lambda m, x: x @ m.weight + torch.rand(4, 4, generator=torch.Generator()), "generator of the model")])
-def test_draws_that_torch_does_not_make_are_letters(function, name):
+def test_draws_that_torch_does_not_make_are_letters(function, name, monkeypatch):
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])      # threads of other tests may be about
     with pytest.raises(NotCaptured, match=name):
         traced(function)
+
+
+def test_with_other_threads_about_the_graph_says_that_something_drew(monkeypatch):
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread(), threading.Thread()])
+    assert any("another thread or by the model" in a for a in traced(lambda m, x: (x @ m.weight) * by_name()).assumptions)
 
 
 by_name = random.random                                        # imported by name, it is found by the generator's state
