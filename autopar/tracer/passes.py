@@ -109,8 +109,9 @@ def no_ops_leave(graph: Graph) -> None:
     with rewriting(graph, *_IDLE) as nodes:
         for node in nodes:
             given: Any = node.kwargs.get("input")
-            if op_name(node) == "cat":                         # an empty cache is put in front of the first keys
-                tensors = [t for t in node.kwargs["tensors"] if type_of(t).shape != (0,)]      # type: ignore[union-attr]
+            if op_name(node) == "cat":                         # an empty cache is put in front of the first keys, an empty rest behind what is turned
+                dim: Any = node.kwargs.get("dim", 0)
+                tensors = [t for t in node.kwargs["tensors"] if type_of(t).shape != (0,) and type_of(t).shape[dim] != 0] or list(node.kwargs["tensors"])[:1]      # type: ignore[union-attr, arg-type]
                 if len(tensors) > 1:
                     node.kwargs = {**node.kwargs, "tensors": tensors}
                     continue
