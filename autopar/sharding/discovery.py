@@ -3,9 +3,9 @@
 For every assignment of R, S(d) and P(sum) to the operands the op runs on the parts that devices would hold, and the results say how the outputs lie; then cotangents lie in
 every way that their outputs allow, and the local gradients say how those of the operands lie. What holds in several draws, on two and on three devices, is a strategy.
 
-    discover(torch.cumsum, [x], {"dim": 1})   ->   R -> R,  R/P(sum) -> R/P(sum),  S(0) -> S(0),  P(sum) -> P(sum),  ...
+    universe(cumsum along dim 1)   ->   R -> R,  R/P(sum) -> R/P(sum),  S(0) -> S(0),  P(sum) -> P(sum),  ...
 
-It is the engine of the proof of rules (every strategy that a rule gives must be found) and of plans for ops that have none.
+It is the engine of the proof of rules (every strategy that a rule gives must be found) and of plans for ops that have none. Its draws are its own: torch's generator does not move.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from autopar.sharding.placement import Flow, P, Placement, R, S, part
 from autopar.sharding.strategies import Strategy
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 DEVICES = (2, 3)
 MOST = 4000                                                    # assignments that are tried for an op of a graph: a recurrent module has twenty operands
+SCALES = (1.0, 1e-3, 1e4)                                      # of the values that an op of a graph is tried on
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 
 
@@ -46,25 +48,20 @@ def universe(call: Call, devices: Sequence[int] = DEVICES) -> set[Strategy]:
     return found or set()
 
 
-def discover(calls: Sequence[Call], devices: Sequence[int] = DEVICES) -> set[Strategy]:
-    """What is right in every one of several draws."""
-    sets = [universe(call, devices) for call in calls]
-    return set.intersection(*sets) if sets else set()
-
-
 def _on(call: Call, n: int) -> Iterator[Strategy]:
     import torch
 
+    random = torch.Generator().manual_seed(n)
     whole = [t.detach().requires_grad_(t.requires_grad) for t in call.operands]
     with torch.enable_grad():
         expected = _tuple(call.run(whole))
     trained = [i for i, t in enumerate(whole) if t.requires_grad]
     flows_back = bool(trained) and any(e.requires_grad for e in expected)
-    cotangents = [torch.randn(e.shape, dtype=torch.float64).to(e.dtype) if e.is_floating_point() else torch.zeros_like(e) for e in expected]
+    cotangents = [_normal(e, random) if e.is_floating_point() else torch.zeros_like(e) for e in expected]
     gradients = _gradients(expected, [whole[i] for i in trained], cotangents) if flows_back else []
     for placements in itertools.product(*(_placements(t, n) for t in whole)):
-        held = [spread(t.detach(), p, n) for t, p in zip(whole, placements, strict=True)]
-        for outs in _outputs(call, expected, held, n):
+        held = [spread(t.detach(), p, n, random) for t, p in zip(whole, placements, strict=True)]
+        for outs in itertools.product(*(_placements(e, n) for e in expected)):
             if not _fits(call, held, [_part_shape(e.shape, o, n, 0) for e, o in zip(expected, outs, strict=True)]):
                 continue
             local = [[h[i].clone().requires_grad_(k in trained) for k, h in enumerate(held)] for i in range(n)]
@@ -79,7 +76,7 @@ def _on(call: Call, n: int) -> Iterator[Strategy]:
                 yield Strategy(tuple(Flow(p, _conventional(p)) for p in placements), tuple(Flow(o, _conventional(o)) for o in outs))
                 continue
             for pulled in itertools.product(*((o,) if o.is_shard else (R, P()) if e.requires_grad else (_conventional(o),) for o, e in zip(outs, expected, strict=True))):
-                yield from _backward(call, n, placements, outs, pulled, local, results, cotangents, expected, gradients, trained)
+                yield from _backward(n, placements, outs, pulled, local, results, cotangents, expected, gradients, trained, random)
 
 
 def _fits(call: Call, held: list[list[Tensor]], shapes: Sequence[tuple[int, ...]]) -> bool:
@@ -97,14 +94,9 @@ def _fits(call: Call, held: list[list[Tensor]], shapes: Sequence[tuple[int, ...]
     return [tuple(r.shape) for r in results] == [tuple(s) for s in shapes]
 
 
-def _outputs(call: Call, expected: Sequence[Tensor], held: list[list[Tensor]], n: int) -> Iterator[tuple[Placement, ...]]:
-    """How the outputs might lie."""
-    return itertools.product(*(_placements(e, n) for e in expected))
-
-
-def _backward(call: Call, n: int, placements: Sequence[Placement], outs: Sequence[Placement], pulled: Sequence[Placement], local: list[list[Tensor]], results: list[tuple[Tensor, ...]],
-              cotangents: Sequence[Tensor], expected: Sequence[Tensor], gradients: Sequence[Tensor], trained: Sequence[int]) -> Iterator[Strategy]:
-    parts = [spread(c, p, n) for c, p in zip(cotangents, pulled, strict=True)]
+def _backward(n: int, placements: Sequence[Placement], outs: Sequence[Placement], pulled: Sequence[Placement], local: list[list[Tensor]], results: list[tuple[Tensor, ...]],
+              cotangents: Sequence[Tensor], expected: Sequence[Tensor], gradients: Sequence[Tensor], trained: Sequence[int], random: torch.Generator) -> Iterator[Strategy]:
+    parts = [spread(c, p, n, random) for c, p in zip(cotangents, pulled, strict=True)]
     found = []
     for i in range(n):
         wanted = [j for j, e in enumerate(expected) if e.requires_grad and results[i][j].requires_grad]
@@ -137,14 +129,18 @@ def _placements(tensor: Tensor, n: int) -> list[Placement]:
     return [R, *(S(d) for d, size in enumerate(tensor.shape) if size >= n and part(size, n, n - 1)[1] > 0), *sums]
 
 
-def spread(tensor: Tensor, placement: Placement, n: int) -> list[Tensor]:
-    """What n devices hold of a tensor."""
+def _normal(like: Tensor, random: torch.Generator) -> Tensor:
     import torch
 
+    return torch.randn(like.shape, dtype=torch.float64, device="cpu", generator=random).to(like.dtype)
+
+
+def spread(tensor: Tensor, placement: Placement, n: int, random: torch.Generator) -> list[Tensor]:
+    """What n devices hold of a tensor."""
     if placement.is_shard:
         return [tensor.narrow(placement.dim, *part(tensor.shape[placement.dim], n, i)).contiguous() for i in range(n)]
     if placement.is_partial:
-        parts = [torch.randn(tensor.shape, dtype=torch.float64).to(tensor.dtype) for _ in range(n - 1)]
+        parts = [_normal(tensor, random) for _ in range(n - 1)]
         return [*parts, tensor - sum(parts)]
     return [tensor] * n
 
@@ -171,9 +167,10 @@ def _part_shape(shape: tuple[int, ...], placement: Placement, n: int, i: int) ->
 # -- ops of a graph
 
 def discovered(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any]) -> tuple[tuple[Strategy, ...], dict[str, int]] | None:
-    """The strategies of one call of an op without a rule, and the sizes of what they cut; None where it cannot be run small.
+    """The strategies of one call of an op without a rule, and the sizes of what they cut; None where it cannot be run small. `arguments` have types in the places of tensors.
 
     The op runs on small tensors, in which every larger size of the call is another multiple of six; numbers among its arguments that are such sizes follow. Dims are cut evenly.
+    Values are drawn at three scales: what clips at a hundred is linear below it.
     """
     assignments = math.prod(len(t.shape) + 2 for t in (*types, *outputs))
     if assignments > MOST or any("complex" in t.dtype for t in (*types, *outputs)):
@@ -181,7 +178,7 @@ def discovered(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs
     key = (op, repr(arguments), tuple(types), tuple(outputs))
     if key not in _KNOWN:
         small = _small([n for t in types for n in t.shape])
-        sets = [_drawn(op, arguments, types, outputs, small, seed) for seed in range(2)]
+        sets = [_drawn(op, arguments, types, outputs, small, scale) for scale in SCALES]
         _KNOWN[key] = None if None in sets else set.intersection(*sets)      # type: ignore[arg-type]
     if _KNOWN[key] is None:
         return None
@@ -207,27 +204,28 @@ def _small(sizes: Sequence[int]) -> dict[int, int]:
     return {n: 6 * (i + 1) if n > 6 else n for i, n in enumerate(larger)} | {n: n for n in sizes if n <= 6}
 
 
-def _drawn(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any], small: dict[int, int], seed: int) -> set[Strategy] | None:
+def _drawn(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any], small: dict[int, int], scale: float) -> set[Strategy] | None:
     import torch
 
-    from autopar.tracer.vocabulary import Op
+    from autopar.tracer.graph import TensorType
 
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
+    if op.signature is not None:                               # tensors are handed out in the order of the signature, as operands are
+        arguments = {n: arguments[n] for n in op.signature.parameters if n in arguments}
 
     def draw(type_: Any) -> Tensor:
         shape = [small[n] for n in type_.shape]
         if "float" in type_.dtype:
-            return torch.randn(shape, dtype=torch.float64, generator=random).requires_grad_(type_.requires_grad)
-        return torch.randint(0, 2, shape, generator=random).to(type_.torch_dtype)
+            return (torch.randn(shape, dtype=torch.float64, device="cpu", generator=random) * scale).requires_grad_(type_.requires_grad)
+        return torch.randint(0, 2, shape, device="cpu", generator=random).to(type_.torch_dtype)
 
     def fill(value: Any, tensors: Any) -> Any:
-        if hasattr(value, "meta"):
+        if isinstance(value, TensorType):
             return next(tensors)
         if isinstance(value, (tuple, list)):
             return type(value)(fill(v, tensors) for v in value)
         return small.get(value, value) if isinstance(value, int) and not isinstance(value, bool) and value > 6 else value
 
-    assert isinstance(op, Op)
     operands = tuple(draw(t) for t in types)
     call = Call(operands, lambda tensors: op.run({k: fill(v, it) for it in [iter(tensors)] for k, v in arguments.items()}))
     try:

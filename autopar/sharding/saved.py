@@ -54,9 +54,9 @@ def keeps(ops: str, values: str = "", **extra: str) -> None:
         LINES[op] = Line(tuple(values.split()), tuple(extra.items()))
 
 
-keeps("add sub rsub neg view reshape transpose permute t expand narrow select split cat stack unbind identity detach to sum contiguous slice_scatter select_scatter diagonal "
+keeps("add sub rsub neg view transpose permute t expand narrow select split cat stack unbind identity detach to sum contiguous slice_scatter select_scatter diagonal "
       "repeat roll flip pad floor ceil round trunc sign eq ne lt le gt ge isfinite isnan bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not arange full zeros ones tensor "
-      "zeros_like ones_like full_like empty_like new_zeros new_ones new_full cumsum tril triu copy maximum_of_none argmax argmin any all one_hot rand randn")
+      "zeros_like ones_like full_like empty_like new_zeros new_ones new_full cumsum tril triu copy argmax argmin any all one_hot rand randn")
 keeps("linear", "input weight")
 keeps("matmul", "input other")
 keeps("mm", "input mat2")
@@ -114,7 +114,7 @@ def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
     from autopar.tracer.graph import info, op_name
 
     kind = Cluster.of(cluster).device.kernels
-    memory = _memories(graph)
+    memory, _alive = _memories(graph)
     rows: list[Saved] = []
     counted: set[Any] = {memory[n] for n in graph.nodes if info(n).kind in ("parameter", "buffer", "input")}
 
@@ -122,10 +122,10 @@ def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
         type_ = info(node).outputs[0]
         if memory[node] not in counted:
             counted.add(memory[node])
-            whole = _owner[memory[node]]
+            whole = owner[memory[node]]
             rows.append(Saved(whole.name, f"for {why}", info(whole).outputs[0].shape, info(whole).outputs[0].nbytes or type_.nbytes))
 
-    _owner = _owners(graph, memory)
+    owner = _owners(graph, memory)
     for node in graph.nodes:
         about = info(node)
         if about.kind != "op" or not any(t.requires_grad for t in about.outputs):
@@ -173,8 +173,8 @@ def _nodes(value: Any) -> list[fx.Node]:
     return [value] if hasattr(value, "meta") else []
 
 
-def _memories(graph: Graph) -> dict[fx.Node, Any]:
-    """On which memory each value lies: found by running the graph on meta tensors, where a view is a view."""
+def _memories(graph: Graph) -> tuple[dict[fx.Node, Any], Any]:
+    """On which memory each value lies: found by running the graph on meta tensors, where a view is a view. With what was run: storages stay apart while it lives."""
     import torch
 
     from autopar.tracer.graph import info, op_name, run, type_of
@@ -198,8 +198,7 @@ def _memories(graph: Graph) -> dict[fx.Node, Any]:
                     env[node] = env[node][0] if len(env[node]) == 1 else env[node]
             if isinstance(env[node], torch.Tensor):
                 found[node] = env[node].untyped_storage()._cdata
-    _memories.alive = env                                      # type: ignore[attr-defined]   # storages stay apart while they live
-    return {n: found.get(n, n) for n in graph.nodes}
+    return {n: found.get(n, n) for n in graph.nodes}, env
 
 
 def _owners(graph: Graph, memory: dict[fx.Node, Any]) -> dict[Any, fx.Node]:

@@ -201,10 +201,10 @@ class _Builder:
         present = [n for n in given if hasattr(n, "meta")]
         wants, gives = [hasattr(n, "meta") and type_of(n).requires_grad for n in given], [t.requires_grad for t in about.outputs]
         types, blocks = tuple(type_of(n) for n in present), self._blocks_of_factors(node, binding) if binding else {}
-        key = (op_name(node), types, about.outputs, tuple(wants), repr(node.kwargs) if binding is None else (binding.operands, binding.outputs, tuple(binding.sizes.items()), binding.whole, binding.groups),
+        key = (op_name(node), types, about.outputs, tuple(wants), repr(typed(node.kwargs)) if binding is None else (binding.operands, binding.outputs, tuple(binding.sizes.items()), binding.whole, binding.groups),
                tuple((f, tuple(sorted(b))) for f, b in sorted(blocks.items())))
         if key not in self._sites:
-            found = None if binding or not present or about.random >= 0 else discovered(node.target, dict(node.kwargs), types, about.outputs)
+            found = None if binding or not present or about.random >= 0 else discovered(node.target, typed(node.kwargs), types, about.outputs)
             if binding:
                 per_axis, sizes = strategies_on_one_axis(binding, wants, gives, blocks), binding.sizes
             else:

@@ -357,7 +357,7 @@ def canonicalise(graph: Graph) -> Graph:
 
 
 def verify(graph: Graph, after: str) -> None:
-    """A legal graph: operands before their users, every node with its info, every op canonical, every key once."""
+    """A legal graph: operands before their users, every node with its info, every op canonical with its arguments in the order of its signature, every key once."""
     seen: set[fx.Node] = set()
     keys: set[str] = set()
     for node in graph.fx.nodes:
@@ -365,5 +365,8 @@ def verify(graph: Graph, after: str) -> None:
         assert about.key not in keys, (after, about.key)
         assert seen.issuperset(node._input_nodes), (after, node)
         assert node.op != "call_function" or about.kind == "part" or OPS.get(node.target.name) is node.target, (after, node)   # type: ignore[union-attr]
+        if about.kind == "op" and len(node.kwargs) > 1 and node.target.signature is not None:     # operands are handed out in the order of the arguments  # type: ignore[union-attr]
+            order = iter(node.target.signature.parameters)     # type: ignore[union-attr]
+            assert all(n in order for n in node.kwargs), (after, node, list(node.kwargs))
         keys.add(about.key)
         seen.add(node)

@@ -155,8 +155,10 @@ class Recorder(TorchFunctionMode):
         return node is not None and node is not self.origins.get(id(tensor))
 
     def add_output(self, tensors: list[Tensor]) -> None:
-        node = self.graph.output(tuple(self.node(t) for t in tensors))
-        node.meta["info"] = Info("out", "output", tuple(TensorType.of(t) for t in tensors))
+        nodes = tuple(self.node(t) for t in tensors)
+        node = self.graph.output(nodes)
+        kinds = (replace(TensorType.of(t), requires_grad=t.requires_grad and n.meta["info"].outputs[0].requires_grad) for t, n in zip(tensors, nodes, strict=True))
+        node.meta["info"] = Info("out", "output", tuple(kinds))
 
     def close(self) -> None:
         """Fakes hold their mode, the mode the recorder, the recorder the fakes, and autograd holds them where no collector sees: the ring is opened here."""
@@ -237,13 +239,13 @@ class Recorder(TorchFunctionMode):
         made, arguments = lookup(function, args, kwargs, result)
         if made.name in WRITES and self.writes(made, arguments):    # torch's schema of batch_norm does not say that it writes
             made, written_to, _ = WRITES[made.name]
-            node = self.emit(made, arguments, (*outputs, *(arguments[n] for n in written_to)))
+            node = self.emit(made, arguments, (*outputs, *(arguments[n] for n in written_to)), self.drew is not None)
             parts = self.split(node)
             self.values.bind(outputs[0], parts[0])
             for part, target in zip(parts[1:], written_to, strict=True):
                 self.values.write(arguments[target], part)
             return
-        self.values.bind_all(result, self.emit(made, arguments, outputs), (made, arguments))
+        self.values.bind_all(result, self.emit(made, arguments, outputs, self.drew is not None), (made, arguments))
 
     def writes(self, op: Any, arguments: dict[str, Any]) -> bool:
         """Does this call write to its arguments?"""
@@ -271,12 +273,14 @@ class Recorder(TorchFunctionMode):
             made, arguments = functional(function, args, kwargs)
             if made is None:
                 made, arguments = OPS["copy"], {"input": args[0], **arguments}
-            self.values.write(args[0], self.emit(made, arguments, (type_of(args[0]),)))
+            if any(t is not args[0] for f, t in self.wrote if f is function):
+                raise self.letter(f"{function} writes to another operand than its first", args, "the form that returns new tensors")
+            self.values.write(args[0], self.emit(made, arguments, (type_of(args[0]),), self.drew is not None))
         elif not (isinstance(result, Tensor) and self.knows(result)):
             made, arguments = lookup(function, args, kwargs, result)
             outputs = tensors_in((result,), {})
             if outputs:
-                node = self.emit(made, arguments, tuple(map(type_of, outputs)))
+                node = self.emit(made, arguments, tuple(map(type_of, outputs)), self.drew is not None)
                 if made.name == "detach" and not self.transforming and torch.is_grad_enabled():
                     self.detached_below.append(node)
                 self.values.bind_all(result, node, (made, arguments))
@@ -309,13 +313,13 @@ class Recorder(TorchFunctionMode):
         finally:
             self.watched = watched
 
-    def emit(self, op: Any, arguments: dict[str, Any], outputs: Any) -> fx.Node:
+    def emit(self, op: Any, arguments: dict[str, Any], outputs: Any, draws: bool = False) -> fx.Node:
         """A new op node, with its place in the program and in the source."""
         node = self.graph.create_node("call_function", op, (), self.resolved(arguments), name=identifier(f"{self.module}.{op.name}"))
         kinds = tuple(o if isinstance(o, TensorType) else TensorType.of(o) for o in outputs)
         if not torch.is_grad_enabled():                        # a view taken under no_grad says that it wants a gradient, and gives none
             kinds = tuple(replace(k, requires_grad=False) for k in kinds)
-        node.meta["info"] = Info(self.key(op.name), "op", kinds, self.module, self.source(), random=0 if self.drew is not None else -1, checkpoint=tuple(self.regions))
+        node.meta["info"] = Info(self.key(op.name), "op", kinds, self.module, self.source(), random=0 if draws else -1, checkpoint=tuple(self.regions))
         return node
 
     def split(self, node: fx.Node) -> list[fx.Node]:
@@ -476,7 +480,7 @@ def _into(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
     if before.shape != after.shape:
         raise recorder.letter(f"{name_of(function)} gives out= another shape", args, "the form that returns a new tensor")
     made, arguments = lookup(function, args, {k: v for k, v in kwargs.items() if k != "out"}, target)
-    node = recorder.emit(made, arguments, (after,))
+    node = recorder.emit(made, arguments, (after,), recorder.drew is not None)
     if (made_type := recorder.type_of_run(made, arguments)).dtype != after.dtype:
         node.meta["info"] = replace(node.meta["info"], outputs=(made_type,))
         node = recorder.emit(OPS["to"], {"input": node, "dtype": target.dtype}, (after,))
@@ -502,7 +506,7 @@ def _in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
     result = recorder.execute(function, args, kwargs)
     after = TensorType.of(target)
     if made is not None:
-        node = recorder.emit(made, arguments, (after,))
+        node = recorder.emit(made, arguments, (after,), recorder.drew is not None)
         if may_promote and (made_type := recorder.type_of_run(made, arguments)).dtype != after.dtype:      # what promotes is cast back to the target's dtype
             node.meta["info"] = replace(node.meta["info"], outputs=(made_type,))
             node = recorder.emit(OPS["to"], {"input": node, "dtype": target.dtype}, (after,))

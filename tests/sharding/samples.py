@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
+RANDOM = torch.Generator().manual_seed(2)                     # samples are the same in every run
+
 
 def normal(*shape):
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True, generator=RANDOM)
 
 
 def positive(*shape):
-    return (torch.rand(*shape, dtype=torch.float64) + 0.5).requires_grad_()
+    return (torch.rand(*shape, dtype=torch.float64, generator=RANDOM) + 0.5).requires_grad_()
 
 
 SAMPLES = {
@@ -30,7 +32,7 @@ SAMPLES["sub"] = SAMPLES["add"]
 
 
 def whole_numbers(high, *shape):
-    return torch.randint(0, high, shape)
+    return torch.randint(0, high, shape, generator=RANDOM)
 
 
 def ignoring(targets, *rows):
@@ -70,11 +72,11 @@ WHOLE_PAIRS = "lt le gt ge bitwise_and bitwise_or bitwise_xor logical_and logica
 
 
 def between(low, high, *shape):
-    return (torch.rand(*shape, dtype=torch.float64) * (high - low) + low).requires_grad_()
+    return (torch.rand(*shape, dtype=torch.float64, generator=RANDOM) * (high - low) + low).requires_grad_()
 
 
 def truth(*shape):
-    return torch.rand(*shape) > 0.5
+    return torch.rand(*shape, generator=RANDOM) > 0.5
 
 
 SAMPLES |= {
@@ -118,7 +120,7 @@ SAMPLES |= {
     "repeat": [dict(input=normal(5, 4), repeats=(2, 1, 3))], "repeat_interleave": [dict(input=normal(5, 4, 6), repeats=2, dim=1)], "diagonal": [dict(input=normal(6, 5, 4), dim1=1, dim2=2)],
     "slice_scatter": [dict(input=normal(5, 6), src=normal(5, 2), dim=1, start=2, end=4)], "select_scatter": [dict(input=normal(5, 6), src=normal(5), dim=1, index=2)],
     "gather": [dict(input=normal(6, 5), dim=1, index=whole_numbers(5, 6, 7)), dict(input=normal(6, 5), dim=0, index=whole_numbers(6, 4, 5))], "index_select": [dict(input=normal(6, 5), dim=1, index=whole_numbers(5, 7))],
-    "scatter": [dict(input=normal(6, 5), dim=1, index=torch.stack([torch.randperm(5)[:3] for _ in range(6)]), src=normal(6, 3)), dict(input=normal(6, 5), dim=1, index=whole_numbers(5, 6, 3), src=2.0)],
+    "scatter": [dict(input=normal(6, 5), dim=1, index=torch.stack([torch.randperm(5, generator=RANDOM)[:3] for _ in range(6)]), src=normal(6, 3)), dict(input=normal(6, 5), dim=1, index=whole_numbers(5, 6, 3), src=2.0)],
     "scatter_add": [dict(input=normal(6, 5), dim=1, index=whole_numbers(5, 6, 3), src=normal(6, 3)), dict(input=normal(6, 5), dim=0, index=whole_numbers(6, 3, 5), src=normal(3, 5))],
     "one_hot": [dict(input=whole_numbers(7, 5, 4), num_classes=7)],
     "index": [dict(input=normal(6, 5), index=whole_numbers(6, 7)), dict(input=normal(6, 5), index=(slice(None), whole_numbers(5, 7, 3))), dict(input=normal(6, 5, 4), index=(..., whole_numbers(4, 7), slice(None)))],

@@ -50,6 +50,27 @@ def test_an_op_of_many_operands_is_not_tried():
     assert not next(s for s in space.sites if s.op == "lstm").has_rule
 
 
+@torch.library.custom_op("autopar_tests::clipped", mutates_args=())
+def clipped(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-100, 100)
+
+
+clipped.register_fake(torch.empty_like)
+clipped.register_autograd(lambda ctx, g: g * (ctx.saved_tensors[0].abs() < 100), setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]))
+
+
+def test_what_is_linear_below_a_hundred_is_not_linear():
+    site = site_of(lambda m, x: clipped(x @ m.weight), "ops.autopar_tests.clipped.default")
+    assert {repr(c) for c in site.choices} == {"R -> R", "R/P(sum) -> R/P(sum)", "S(0) -> S(0)", "S(1) -> S(1)"}
+
+
+def test_looking_moves_no_generator():
+    model, x = Of(lambda m, x: torch.sinc(x @ m.weight) * torch.special.i0(x)), torch.randn(4, 4)
+    graph, state = ColoTracer().trace(model, (x,)), torch.get_rng_state()
+    shardings(graph, DeviceMesh((2,)), Cluster.of("generic"))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_strict_means_a_rule():
     with pytest.raises(NoRule, match="sinc"):
         site_of(lambda m, x: torch.sinc(x @ m.weight), "sinc", strict=True)

@@ -9,9 +9,10 @@ import torch
 import transformers
 
 from autopar import Cluster
-from autopar.sharding.saved import saved, saved_bytes
+from autopar.sharding.saved import LINES, saved, saved_bytes
 from autopar.tracer import ColoTracer
 from autopar.tracer.graph import Assume, info, op_name
+from autopar.tracer.vocabulary import OPS
 from tests.zoo.replay import as_call
 from tests.zoo.tables import ZOO
 
@@ -45,6 +46,10 @@ def test_the_table_is_what_autograd_packs(name, tolerance):
     args, kwargs = as_call(entry.inputs())
     graph = ColoTracer().trace(model, kwargs or args, assume=entry.assume)
     assert saved_bytes(graph, CPU) == pytest.approx(packed(graph, model, args, kwargs), rel=tolerance)
+
+
+def test_the_table_speaks_of_canonical_ops():
+    assert set(LINES) <= set(OPS)
 
 
 def test_a_plan_for_a_gpu_made_on_a_laptop_shows_no_square_of_the_sequence():

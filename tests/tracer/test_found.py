@@ -323,6 +323,32 @@ def test_calls_are_checked_against_the_traced_one():
         replay(x, x, 2.0)
 
 
+def test_only_what_draws_is_random():
+    def draws_from_a_view_of_written_memory(m, x):
+        z = torch.zeros(4, 4)
+        v = z[1]
+        z.add_(x @ m.weight)
+        return F.dropout(v, 0.5)
+
+    def draws_under_autocast(m, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention((x @ m.weight)[None], x[None], x[None], dropout_p=0.2)
+
+    for function in (draws_from_a_view_of_written_memory, draws_under_autocast):
+        drawn = [n.target.name for n in traced(function).nodes if info(n).random >= 0]
+        assert drawn in (["dropout"], ["scaled_dot_product_attention"])
+
+
+def test_an_output_taken_under_no_grad_carries_none():
+    def target(m, x):
+        h = x @ m.weight
+        with torch.no_grad():
+            t = h[0]
+        return h.sum(), t
+
+    assert [t.requires_grad for t in info(traced(target).output).outputs] == [True, False]
+
+
 def test_graphs_whose_gradients_differ_are_not_equal():
     def without(m, x):
         with torch.no_grad():
