@@ -1,14 +1,15 @@
 """From one sharding to another by the cheapest sequence of collectives and local steps.
 
-    all_gather      S(d) -> R     of the innermost axis that cuts dim d
+    all_gather      S(d) -> R     also of an outer axis, where what is left is a cut by blocks
     slice           R -> S(d)     each device keeps its part; the axis becomes the innermost of dim d
     all_to_all      S(d) -> S(e)
     all_reduce      P(sum) -> R
     reduce_scatter  P(sum) -> S(d)
     lodge           R -> P(sum)   the first device keeps the value, the others hold zeros
 
-The states are the shardings of a tensor, the moves are these steps, the search is Dijkstra's; all pairs of one shape are
-found once and kept. It runs while planning and lowering, never in a training step.
+The states are the layouts of a tensor, the moves are these steps, the search is Dijkstra's; all pairs of one shape are
+found once and kept. Parts of blocks are put in order by the step that moves them. It runs while planning and lowering,
+never in a training step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import networkx as nx
@@ -27,8 +28,9 @@ import numpy as np
 from autopar.letters import BadSharding
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import seconds
+from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.placement import P, Placement, R, S, Sharding, fits, largest_local_shape, local_shape
+from autopar.sharding.placement import P, Placement, R, S, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +41,22 @@ class Step:
     axis: int
     dim: int = -1                                              # gathered or cut; for all_to_all: gathered
     to_dim: int = -1                                           # for all_to_all: cut
-    blocks: tuple[int, ...] = ()                               # of dim, as in S(dim, blocks)
+    blocks: tuple[int, ...] = ()                               # that it cuts, as in S(dim, blocks)
     to_blocks: tuple[int, ...] = ()
 
-    def after(self, sharding: Sharding) -> Sharding:
-        placement = {"all_gather": R, "all_reduce": R, "lodge": P()}.get(self.kind) or (S(self.to_dim, self.to_blocks) if self.kind == "all_to_all" else S(self.dim, self.blocks))
-        placements = list(sharding.placements)
-        placements[self.axis] = placement
-        rest = [a for a in sharding.order if a != self.axis]   # the axis that moved is the innermost of whatever it cuts now
-        return Sharding(tuple(placements), (*rest, self.axis))
+    def after(self, layout: Layout, mesh: DeviceMesh) -> Layout | None:
+        """What it leaves; None where it cannot be made."""
+        n, sums = mesh.shape[self.axis], layout.partial
+        if self.kind in ("all_reduce", "reduce_scatter"):
+            layout = replace(layout, partial=sums - {self.axis})
+        if self.kind == "lodge":
+            return replace(layout, partial=sums | {self.axis})
+        if self.kind in ("all_gather", "all_to_all"):
+            gathered = layout.with_row(self.dim, layout.rows[self.dim].without(self.axis))
+            if gathered is None or self.kind == "all_gather":
+                return gathered
+            return gathered.with_row(self.to_dim, gathered.rows[self.to_dim].cut(self.axis, n, self.to_blocks))
+        return layout if self.kind == "all_reduce" else layout.with_row(self.dim, layout.rows[self.dim].cut(self.axis, n, self.blocks))
 
     def text(self, axes: Sequence[str]) -> str:
         first, second = (f"{d}" + (f":{'|'.join(map(str, b))}" if b else "") for d, b in ((self.dim, self.blocks), (self.to_dim, self.to_blocks)))
@@ -83,11 +92,12 @@ class ShapeConsistencyManager:
     def __init__(self, mesh: DeviceMesh, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
         self._links = [cluster.link_of(mesh, a) for a in range(len(mesh.shape))]
-        self._from: dict[Any, dict[Sharding, Path]] = {}
+        self._from: dict[Any, dict[Layout, Path]] = {}
 
     def path(self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding) -> Path:
         """The cheapest way from `source` to `target` for a tensor of this global shape."""
-        found = self._all_from(shape, itemsize, source, _blocks_of(source, target)).get(target)
+        ends = [Layout.of(shape, s, self.mesh) for s in (source, target)]
+        found = self._all_from(shape, itemsize, ends[0], _blocks_of(source, target)).get(ends[1]) if None not in ends else None   # type: ignore[arg-type]
         if found is None:
             raise BadSharding(f"no sequence of collectives leads from {source.text(self.mesh.axes)} to {target.text(self.mesh.axes)}",
                               seen=f"a tensor of shape {list(shape)} on mesh {self.mesh}")
@@ -97,12 +107,12 @@ class ShapeConsistencyManager:
         """Seconds from every source to every target; inf where no path leads."""
         index, distances = self._distances(shape, itemsize, _blocks_of(*sources, *targets))
         nowhere = len(index)                                   # the last row and column lead nowhere
-        rows, columns = ([index.get(s, nowhere) for s in ends] for ends in (sources, targets))
+        rows, columns = ([index.get(Layout.of(shape, s, self.mesh), nowhere) for s in ends] for ends in (sources, targets))    # type: ignore[call-overload, arg-type]
         return distances[np.ix_(rows, columns)]
 
     @functools.lru_cache(maxsize=256)                          # noqa: B019 - lives as long as one planning or lowering
-    def _distances(self, shape: tuple[int, ...], itemsize: int, blocks: frozenset[Placement]) -> tuple[dict[Sharding, int], np.ndarray]:
-        """The seconds of the cheapest way between any two shardings of a shape."""
+    def _distances(self, shape: tuple[int, ...], itemsize: int, blocks: frozenset[Placement]) -> tuple[dict[Layout, int], np.ndarray]:
+        """The seconds of the cheapest way between any two layouts of a shape."""
         graph = self._graph(shape, itemsize, blocks)
         index = {state: i for i, state in enumerate(graph)}
         distances = np.full((len(index) + 1, len(index) + 1), math.inf)
@@ -113,7 +123,7 @@ class ShapeConsistencyManager:
             np.minimum(distances, distances[:, k, None] + distances[None, k, :], out=distances)
         return index, distances
 
-    def _all_from(self, shape: tuple[int, ...], itemsize: int, source: Sharding, blocks: frozenset[Placement]) -> dict[Sharding, Path]:
+    def _all_from(self, shape: tuple[int, ...], itemsize: int, source: Layout, blocks: frozenset[Placement]) -> dict[Layout, Path]:
         key = (shape, itemsize, source, blocks)
         if key not in self._from:
             graph = self._graph(shape, itemsize, blocks)
@@ -123,46 +133,45 @@ class ShapeConsistencyManager:
 
     @functools.lru_cache(maxsize=256)                          # noqa: B019 - lives as long as one planning or lowering
     def _graph(self, shape: tuple[int, ...], itemsize: int, blocks: frozenset[Placement]) -> nx.DiGraph:
-        """Every sharding of a shape, those in `blocks` too, and every step between two of them, with its seconds."""
+        """Every layout of a shape, those in `blocks` too, and every step between two of them, with its seconds."""
         graph = nx.DiGraph()
         cuts = [*(S(d) for d in range(len(shape))), *sorted(blocks, key=repr)]
         graph.add_nodes_from(self._states(shape, cuts))
         for state in list(graph):
             for step in self._steps(state, cuts):
-                if (after := step.after(state)) in graph:
-                    graph.add_edge(state, after, step=step, seconds=self.step_seconds(step, state, shape, itemsize))
+                if (after := step.after(state, self.mesh)) in graph:
+                    graph.add_edge(state, after, step=step, seconds=self.step_seconds(step, state, itemsize))
         return graph
 
-    def _states(self, shape: tuple[int, ...], cuts: Sequence[Placement]) -> Iterator[Sharding]:
+    def _states(self, shape: tuple[int, ...], cuts: Sequence[Placement]) -> Iterator[Layout]:
         placements: list[Placement] = [R, P(), *cuts]
         axes = range(len(self.mesh.shape))
         for combination in itertools.product(*([R] if self.mesh.shape[a] == 1 else placements for a in axes)):
-            for sharding in {Sharding(combination, order) for order in itertools.permutations(axes)}:
-                if fits(shape, sharding, self.mesh):
-                    yield sharding
+            for sharding in dict.fromkeys(Sharding(combination, order) for order in itertools.permutations(axes)):
+                if layout := Layout.of(shape, sharding, self.mesh):
+                    yield layout
 
-    def _steps(self, state: Sharding, cuts: Sequence[Placement]) -> Iterator[Step]:
-        innermost = {axes[-1] for axes in state.cuts.values()}
-        for axis, placement in enumerate(state.placements):
-            if self.mesh.shape[axis] == 1:
+    def _steps(self, state: Layout, cuts: Sequence[Placement]) -> Iterator[Step]:
+        for axis, n in enumerate(self.mesh.shape):
+            if n == 1:
                 continue
-            if placement.is_partial:
+            if axis in state.partial:
                 yield Step("all_reduce", axis)
                 yield from (Step("reduce_scatter", axis, c.dim, blocks=c.blocks) for c in cuts)
-            elif placement.is_replicated:
+            elif (dim := state.cut_by(axis)) is None:
                 yield Step("lodge", axis)
                 yield from (Step("slice", axis, c.dim, blocks=c.blocks) for c in cuts)
-            elif axis in innermost:
-                yield Step("all_gather", axis, placement.dim, blocks=placement.blocks)
-                yield from (Step("all_to_all", axis, placement.dim, c.dim, placement.blocks, c.blocks) for c in cuts if c.dim != placement.dim)
+            else:
+                yield Step("all_gather", axis, dim)
+                yield from (Step("all_to_all", axis, dim, c.dim, to_blocks=c.blocks) for c in cuts if c.dim != dim)
 
-    def step_seconds(self, step: Step, before: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
+    def step_seconds(self, step: Step, before: Layout, itemsize: int) -> float:
         """What one step costs the fullest device."""
-        whole = list(before.placements)
-        whole[step.axis] = R
-        local = largest_local_shape(shape, Sharding(tuple(whole), before.order), self.mesh)
+        first = (0,) * len(self.mesh.shape)
+        gathered = before.with_row(step.dim, before.rows[step.dim].without(step.axis)) if step.kind in ("all_gather", "all_to_all") else before
+        assert gathered is not None, (step, before)
         link, device = self._links[step.axis], self.cluster.device
-        return float(seconds(step.kind, n=self.mesh.shape[step.axis], whole=math.prod(local) * itemsize, latency=link.latency_s,
+        return float(seconds(step.kind, n=self.mesh.shape[step.axis], whole=math.prod(gathered.local_shape(self.mesh, first)) * itemsize, latency=link.latency_s,
                              wire=link.bytes_per_s, launch=device.launch_s, bandwidth=device.memory_bytes_per_s))
 
 
@@ -198,16 +207,16 @@ class LocalStep:
 
 def localise(path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh: DeviceMesh, coordinate: Sequence[int]) -> tuple[tuple[LocalStep, ...], tuple[int, ...]]:
     """Steps as the device at `coordinate` runs them, and the local shape that they end with."""
-    steps, state = [], source
-    local = local_shape(shape, state, mesh, coordinate)
+    state = Layout.of(tuple(shape), source, mesh)
+    steps, local = [], () if state is None else state.local_shape(mesh, coordinate)
     for step in path:
-        after = step.after(state)
-        before, local = local, local_shape(shape, after, mesh, coordinate)
-        dims = []
-        for d, blocks in ((step.dim, step.blocks), (step.to_dim, step.to_blocks)):
-            if d >= 0:                                         # an axis is innermost where it cuts, so the size without it is on the side where it does not cut
-                size = local[d] if step.kind in ("all_gather", "all_to_all") and d == step.dim else before[d]
-                dims.append((d, size, tuple(b * size // sum(blocks) for b in blocks)))
+        after = step.after(state, mesh) if state else None
+        if state is None or after is None:
+            raise BadSharding(f"{step.text(mesh.axes)} cannot follow here", seen=f"a tensor of shape {list(shape)}, {source.text(mesh.axes)} at first, on mesh {mesh}")
+        before, local, dims = local, after.local_shape(mesh, coordinate), []
+        for d in filter(lambda d: d >= 0, (step.dim, step.to_dim)):
+            cut, size = (state, local[d]) if step.axis in state.rows[d].axes else (after, before[d])     # the size that the dim has when the axis does not cut it
+            dims.append((d, size, cut.rows[d].met(step.axis, size)))
         steps.append(LocalStep(step.kind, mesh.axes[step.axis], tuple(dims)))
         state = after
     return tuple(steps), local

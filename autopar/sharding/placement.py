@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -201,19 +200,6 @@ def local_shape(shape: Sequence[int], sharding: Sharding, mesh: DeviceMesh, coor
 def largest_local_shape(shape: Sequence[int], sharding: Sharding, mesh: DeviceMesh) -> tuple[int, ...]:
     """The shape of the fullest device, which every other waits for: the one at coordinate 0."""
     return local_shape(shape, sharding, mesh, (0,) * len(mesh.shape))
-
-
-def fits(shape: Sequence[int], sharding: Sharding, mesh: DeviceMesh) -> bool:
-    """Can a tensor of this shape lie so, with something on every device? Axes that cut one dim must cut the same blocks."""
-    for dim, axes in sharding.cuts.items():
-        if dim >= len(shape):
-            return False
-        parts, blocks = [mesh.shape[a] for a in axes], {sharding.placements[a].blocks for a in axes}
-        if len(blocks) > 1 or not every_part_holds_something(shape[dim], parts):
-            return False
-        if any(sum(b) != shape[dim] or any(n % math.prod(parts) for n in b) for b in blocks if b):
-            return False
-    return True
 
 
 def outside_brackets(text: str, separator: str = ",") -> list[str]:

@@ -13,6 +13,7 @@ import torch
 
 from autopar import Cluster, DeviceMesh, R, S
 from autopar.sharding.convert import ShapeConsistencyManager, Step
+from autopar.sharding.layout import Layout
 from autopar.sharding.placement import Sharding
 from autopar.sharding.rules import rule_of
 from autopar.sharding.shardings import _without_numbers
@@ -149,19 +150,19 @@ def sharding(text):
 ])
 def test_one_step_reaches_what_its_one_step_reaches(source, kind, targets):
     manager = ShapeConsistencyManager(FOUR, Cluster.of("generic"))
-    before = sharding(source)
-    reached = {step.after(before) for step in manager._steps(before, [S(d) for d in range(3)]) if step.kind == kind}
-    assert {sharding(t) for t in targets} <= reached
+    before = Layout.of(SHAPE, sharding(source), FOUR)
+    reached = {step.after(before, FOUR) for step in manager._steps(before, [S(d) for d in range(3)]) if step.kind == kind}
+    assert {Layout.of(SHAPE, sharding(t), FOUR) for t in targets} <= reached
 
 
 def test_no_path_is_dearer_than_its_three_actions():
     manager = ShapeConsistencyManager(FOUR, Cluster.of("generic"))
-    state, cost = sharding("R, S01, R"), 0.0
+    state, cost = Layout.of(SHAPE, sharding("R, S01, R"), FOUR), 0.0
     for step in (Step("all_gather", 1, 1), Step("all_to_all", 0, 1, 0), Step("slice", 1, 0)):
-        cost += manager.step_seconds(step, state, SHAPE, 4)
-        state = step.after(state)
-    assert state == sharding("S01, R, R")
-    found = manager.path(SHAPE, 4, sharding("R, S01, R"), state)
+        cost += manager.step_seconds(step, state, 4)
+        state = step.after(state, FOUR)
+    assert state == Layout.of(SHAPE, sharding("S01, R, R"), FOUR)
+    found = manager.path(SHAPE, 4, sharding("R, S01, R"), sharding("S01, R, R"))
     assert found.seconds <= cost + 1e-12
 
 

@@ -81,26 +81,6 @@ def test_every_pair_gives_the_right_parts_on_ranks(shape, threads):
                 torch.testing.assert_close(sum(left[c] for c in group), expected, msg=lambda m, s=source, t=target: f"{s} to {t}\n{m}")
 
 
-def test_no_path_of_up_to_four_steps_is_cheaper():
-    manager, shape = ShapeConsistencyManager(MESH, Cluster.of("generic")), (256, 128)
-    states = shardings(2)
-    best = {(s, s): 0.0 for s in states}
-    frontier = dict(best)
-    for _ in range(4):                                         # all sequences of steps, without the search
-        longer = {}
-        for (start, here), cost in frontier.items():
-            for step in manager._steps(here, [S(0), S(1)]):
-                there = step.after(here)
-                total = cost + manager.step_seconds(step, here, shape, 4)
-                if total < longer.get((start, there), 1e9):
-                    longer[start, there] = total
-        frontier = longer
-        for pair, cost in longer.items():
-            best[pair] = min(cost, best.get(pair, 1e9))
-    for (source, target), cost in best.items():
-        assert manager.path(shape, 4, source, target).seconds == pytest.approx(cost)
-
-
 @pytest.mark.parametrize("text", ["all_gather(0)@dp", "all_to_all(0->1)@tp", "all_reduce@dp", "lodge@tp"])
 def test_a_step_reads_what_it_writes(text):
     assert Step.parse(text, MESH).text(MESH.axes) == text
