@@ -8,6 +8,7 @@
     "1 b -> a* b"            `*` is made here: an output has it, no operand does, and each device makes its own part
     "a b -> a 1"             `1` is a dim of size one that is no factor
     "(h d) -> h d"           a dim that is a product of factors, major first: only the major one is cut
+    "(b s+) -> b s"          `+` may be cut though it is minor: the dim is then cut by blocks, one for every value of those before it
     "q|k|v -> q, k, v"       a dim that is several put end to end: they are cut together, each block of the dim by itself
     "a:3 (b c:4) -> ..."     a factor's size, where the shapes of a call do not say it
     "..., ... -> ..."        `...` leading dims, aligned from the right; a dim of size 1 against a larger one is broadcast
@@ -33,7 +34,7 @@ from autopar.letters import BadRule
 NAMES = "xyzuvwabcdefgh"                                       # what `linear=` calls the operands
 ELLIPSIS, ONE = "...", "1"
 _TOKEN = re.compile(r"\(([^()]*)\)(!?)|(\S+?)([!~*^]?)(?=\s|$)")
-_FACTOR = re.compile(r"(\.\.\.|1|[A-Za-z_]\w*)(?::(\d+))?")
+_FACTOR = re.compile(r"(\.\.\.|1|[A-Za-z_]\w*)(?::(\d+))?(\+?)")
 
 Shape = tuple[int, ...]
 
@@ -62,6 +63,7 @@ class Rule:
     whole: frozenset[str]
     given: tuple[tuple[str, int], ...]                         # sizes that the line itself says
     inside: frozenset[str] = frozenset()                       # factors that the local form reduces itself
+    minor: frozenset[str] = frozenset()                        # factors that are cut by blocks where they stand behind others
 
     def __str__(self) -> str:
         return self.text + (f"   linear={self.linear}" if self.linear else "")
@@ -81,7 +83,7 @@ class Rule:
         ]
         ins, outs = fitted[: len(operands)], fitted[len(operands):]
         groups = [group - {i for i, row in enumerate(ins) if row is None} for group in self.groups]
-        return Binding(tuple(ins), tuple(row or () for row in outs), sizes, self.whole, tuple(dict.fromkeys(g for g in groups if g)), self.inside)
+        return Binding(tuple(ins), tuple(row or () for row in outs), sizes, self.whole, tuple(dict.fromkeys(g for g in groups if g)), self.inside, self.minor)
 
     def _spread(self, pattern: tuple[Dim, ...], shape: Shape) -> tuple[Dim, ...]:
         """One pattern dim per dim of the shape: leading dims are numbered from the right, which aligns operands."""
@@ -129,6 +131,7 @@ class Binding:
     whole: frozenset[str]
     groups: tuple[frozenset[int], ...]
     inside: frozenset[str] = frozenset()
+    minor: frozenset[str] = frozenset()
 
     @property
     def rows(self) -> list[tuple[Dim, ...]]:
@@ -138,7 +141,7 @@ class Binding:
         """Everything that an axis may cut; `blocks` are those that a factor may also be cut by."""
         ends = {f: d.factors for row in self.rows for d in row if d.joined == "|" for f in d.factors}
         joined = {f for row in self.rows for d in row if d.joined for f in d.factors}
-        minor = {f for row in self.rows for d in row if d.joined == "*" for i, f in enumerate(d.factors) if math.prod(self.sizes[g] for g in d.factors[:i]) > 1}
+        minor = {f for row in self.rows for d in row if d.joined == "*" for f in d.factors if self.blocks_of(d, f)} - self.minor
         seen: set[tuple[str, ...]] = set()
         for factor, size in self.sizes.items():
             together = ends.get(factor, (factor,))
@@ -148,6 +151,12 @@ class Binding:
             yield Cut(together, even=factor in joined)
             if factor not in joined:
                 yield from (Cut(together, b, True) for b in sorted((blocks or {}).get(factor, ())))
+
+    def blocks_of(self, dim: Dim, factor: str) -> Shape:
+        """The blocks by which a product of factors is cut where one of them is cut; none for the major one."""
+        sizes = [self.sizes[f] for f in dim.factors]
+        count = math.prod(sizes[: dim.factors.index(factor)])
+        return (math.prod(sizes) // count,) * count if count > 1 else ()
 
     def is_inside(self, cut: Cut) -> bool:
         """Does the local form reduce over what is cut?"""
@@ -179,7 +188,8 @@ def parse(text: str, linear: str = "") -> Rule:
         if any(not 0 <= m < len(operands) for m in members):
             raise BadRule(f"linear={linear!r} names an operand that {text!r} does not have", advice=f"the operands are {', '.join(NAMES[:len(operands)])}")
         groups.append(frozenset(members))
-    return Rule(text, linear, operands, outputs, tuple(groups), frozenset(whole), tuple(given.items()), inside)
+    minor = frozenset(re.findall(r"(\w+)(?::\d+)?\+", text))
+    return Rule(text, linear, operands, outputs, tuple(groups), frozenset(whole), tuple(given.items()), inside, minor)
 
 
 def _operand(piece: str, text: str, whole: set[str], given: dict[str, int], made: set[str] | None = None) -> tuple[Dim, ...]:
@@ -188,7 +198,7 @@ def _operand(piece: str, text: str, whole: set[str], given: dict[str, int], made
         pieces = inside.split() if inside else token.split("|")
         matches = [_FACTOR.fullmatch(p) for p in pieces]
         if not all(matches):
-            raise BadRule(f"{token or inside!r} in the rule {text!r} is not a dim", advice="a word, a word with ! (stays whole), ~ (behind a mask), ^ (reduced inside) or * (made here), (a b), a|b, 1, or ...")
+            raise BadRule(f"{token or inside!r} in the rule {text!r} is not a dim", advice="a word, a word with ! (stays whole), ~ (behind a mask), ^ (reduced inside) or * (made here), (a b), (a b+), a|b, 1, or ...")
         factors = tuple(m[1] for m in matches if m)
         given.update({m[1]: int(m[2]) for m in matches if m and m[2]})
         whole.update(factors if "!" in (keep, mark) else ())

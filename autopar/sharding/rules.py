@@ -324,7 +324,10 @@ def attention(arguments: Mapping[str, Any]) -> Rule:
 
 @rule_for("view")
 def view(arguments: Mapping[str, Any]) -> Rule:
-    """Dims of both shapes are products of the factors of their common refinement; where there is none, they stay whole."""
+    """Dims of both shapes are products of the factors of their common refinement; where there is none, they stay whole.
+
+    In a first dim that is flattened, (batch, sequence, ...), the sequence may be cut inside each batch.
+    """
     before, after = arguments["input"].shape, arguments["size"]
     if math.prod(before) == 0:
         return parse(" ".join(f"a{i}!" for i in range(len(before))) + " -> " + " ".join(f"b{i}!" for i in range(len(after))), linear="x")
@@ -354,7 +357,8 @@ def view(arguments: Mapping[str, Any]) -> Rule:
                     side.append(f"w{len(sides[0])}_{len(sides[1])}_{names}!")
                 else:
                     inside = [factors[m] for m in reversed(marks) if inner < m <= total]
-                    side.append("(" + " ".join(f"{f}:{size}" for f, size in inside) + ")" if len(inside) > 1 else inside[0][0])
+                    second = "+" if not side else ""
+                    side.append("(" + " ".join(f"{f}:{size}{second if i == 1 else ''}" for i, (f, size) in enumerate(inside)) + ")" if len(inside) > 1 else inside[0][0])
                 total = inner
         names += len(marks)
     return parse(" ".join(sides[0]) + " -> " + " ".join(sides[1]), linear="x")

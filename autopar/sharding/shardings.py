@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,8 @@ def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Map
     return _Builder(graph, mesh, cluster, Constraints(constraints, mesh), optimizer, strict).build()
 
 
-# Ops whose local form counts positions from where a part begins: their parts are one range.
-WITHOUT_BLOCKS = frozenset({"dropout", "embedding", "cross_entropy", "scaled_dot_product_attention"})
+# Factors along which the local form of an op counts positions from where its part begins: their parts are one range.
+COUNTED = {"dropout": r".*", "embedding": "v", "cross_entropy": "c", "scaled_dot_product_attention": r".*"}
 
 
 @dataclass(eq=False)
@@ -118,12 +119,12 @@ class _Builder:
                 for i, dim in enumerate(row):
                     if value is not None and dim.joined == "|":
                         self.blocks.setdefault((value, i), set()).add(tuple(binding.sizes[f] for f in dim.factors))
-                    elif value is not None and dim.factors and not dim.joined:
+                    elif value is not None and dim.joined == "*":
+                        self.blocks.setdefault((value, i), set()).update(b for f in dim.factors if f in binding.minor and (b := binding.blocks_of(dim, f)))
+                    elif value is not None and dim.factors:
                         factors.setdefault(dim.factor, []).append((value, i))
-            if node.target.name in WITHOUT_BLOCKS:             # type: ignore[union-attr]
-                continue
             joined = {f for row in binding.rows for dim in row if dim.joined for f in dim.factors}
-            places += [held for f, held in factors.items() if f not in joined and f not in binding.whole]
+            places += [held for f, held in factors.items() if f not in joined and f not in binding.whole and not _counts(node, f)]
         changed = bool(self.blocks)
         while changed:
             changed = False
@@ -137,11 +138,9 @@ class _Builder:
     def _blocks_of_factors(self, node: fx.Node, binding: Binding) -> dict[str, set[tuple[int, ...]]]:
         values_ = [n for n, row in zip(node.target.operands(node.kwargs), binding.operands, strict=True) if row is not None]   # type: ignore[union-attr]
         found: dict[str, set[tuple[int, ...]]] = {}
-        if node.target.name in WITHOUT_BLOCKS:                 # type: ignore[union-attr]
-            return found
         for value, row in zip([*values_, *outputs_of(node)], binding.rows, strict=True):
             for i, dim in enumerate(row):
-                if value is not None and len(dim.factors) == 1 and self.blocks.get((value, i)):
+                if value is not None and len(dim.factors) == 1 and not _counts(node, dim.factor) and self.blocks.get((value, i)):
                     found.setdefault(dim.factor, set()).update(self.blocks[value, i])
         return found
 
@@ -317,6 +316,11 @@ class _Builder:
             legal = sorted({values(f).text(self.mesh.axes) for f, possible in zip(flows, before, strict=True) if possible})
             raise BadConstraint(f"nothing satisfies {pin.text!r} at {site.name}, {end}", at=site.source, seen="what is pinned elsewhere leaves " + "; ".join(legal[:12]),
                                 advice="one of these, or pin fewer of its neighbours")
+
+
+def _counts(node: fx.Node, factor: str) -> bool:
+    """Does the op's local form count positions along this factor?"""
+    return re.fullmatch(COUNTED.get(node.target.name, "$."), factor) is not None   # type: ignore[union-attr]
 
 
 def _torch_can_state(sharding: Sharding) -> bool:

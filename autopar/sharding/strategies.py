@@ -10,15 +10,17 @@ Data parallelism, Megatron's conjugate operators, sequence parallelism and ZeRO 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.letters import BadSharding
+from autopar.sharding.layout import Row
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding, Cut, Dim
-from autopar.sharding.placement import Flow, P, Placement, R, S, Sharding, every_part_holds_something, flow, outside_brackets
+from autopar.sharding.placement import Flow, P, Placement, R, S, Sharding, flow, outside_brackets
 
 KEPT, PASSED, SUMMED = flow(R), Flow(R, P()), flow(P())         # R/R, R/P(sum), P(sum)/R
 
@@ -95,22 +97,22 @@ def strategies_on_one_axis(
     for group in binding.groups:
         add({i: SUMMED if i in group else PASSED for i in rows}, [SUMMED] * len(binding.outputs))
     for cut in binding.cuts(blocks):
-        held = {i: place for i, row in rows.items() if (place := _place(row, cut, binding.sizes))}
+        held = {i: place for i, row in rows.items() if (place := _place(row, cut, binding))}
         # where the factor is summed, an operand that is added to the sum is P(sum) there; one that multiplies it is R
         added = {i for i in rows if binding.is_summed(cut) and any(i in group and set(held) & group for group in binding.groups)}
         operands = {i: flow(held[i]) if i in held else SUMMED if i in added else PASSED for i in rows}
-        leaves = [_place(row, cut, binding.sizes) for row in binding.outputs]
+        leaves = [_place(row, cut, binding) for row in binding.outputs]
         add(operands, [flow(p) if p else KEPT if binding.is_inside(cut) else SUMMED for p in leaves], cut)
     return tuple(found)
 
 
-def _place(row: Sequence[Dim], cut: Cut, sizes: dict[str, int]) -> Placement | None:
+def _place(row: Sequence[Dim], cut: Cut, binding: Binding) -> Placement | None:
     """How an operand with these dims lies when an axis makes this cut; None where it has no part in it."""
     for i, dim in enumerate(row):
         if dim.joined == "|" and dim.factors == cut.factors:
-            return S(i, tuple(sizes[f] for f in dim.factors))
+            return S(i, tuple(binding.sizes[f] for f in dim.factors))
         if set(dim.factors) & set(cut.factors):
-            return S(i, cut.blocks)
+            return S(i, binding.blocks_of(dim, cut.factors[0]) if dim.joined == "*" else cut.blocks)
     return None
 
 
@@ -125,23 +127,27 @@ def cross(per_axis: Sequence[Strategy], sizes: dict[str, int], mesh: DeviceMesh)
     menus = [per_axis if n > 1 else [s for s in per_axis if s.cut is None][:1] for n in mesh.shape]
     result = []
     for combination in itertools.product(*menus):
-        parts: dict[tuple[str, ...], list[int]] = {}
-        cuts: dict[tuple[str, ...], Cut] = {}
-        legal = True
-        for strategy, n in zip(combination, mesh.shape, strict=True):
+        cuts: dict[tuple[str, ...], list[tuple[Cut, int, int]]] = {}
+        for axis, (strategy, n) in enumerate(zip(combination, mesh.shape, strict=True)):
             if strategy.cut is not None:
-                parts.setdefault(strategy.cut.factors, []).append(n)
-                legal &= cuts.setdefault(strategy.cut.factors, strategy.cut) == strategy.cut   # axes that cut one factor cut the same blocks
-        if legal and all(_holds(cuts[f], ns, sizes) for f, ns in parts.items()):
+                cuts.setdefault(strategy.cut.factors, []).append((strategy.cut, axis, n))
+        if all(_holds(tuple(sizes[f] for f in factors), tuple(made)) for factors, made in cuts.items()):
             result.append(Choice(combination))
     return tuple(result)
 
 
-def _holds(cut: Cut, parts: list[int], sizes: dict[str, int]) -> bool:
-    wholes = cut.blocks or tuple(sizes[f] for f in cut.factors)
-    if cut.even:
-        return all(n % math.prod(parts) == 0 for n in wholes)
-    return all(every_part_holds_something(n, parts) for n in wholes)
+@functools.lru_cache(maxsize=1 << 14)
+def _holds(wholes: tuple[int, ...], cuts: tuple[tuple[Cut, int, int], ...]) -> bool:
+    """May these axes cut a factor, or several that are cut together, one inside the other?"""
+    if any(cut.even for cut, _, _ in cuts) and any(n % math.prod(parts for _, _, parts in cuts) for n in wholes):
+        return False
+    for whole in wholes:
+        row: Row | None = Row.whole(whole)
+        for cut, axis, n in cuts:
+            row = row.cut(axis, n, cut.blocks) if row else None
+        if row is None:
+            return False
+    return True
 
 
 def storage_strategies(shape: Sequence[int], blocks: dict[int, set[tuple[int, ...]]] | None = None) -> tuple[Strategy, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.utils import _pytree as pytree
 
 from autopar.tracer.graph import Graph, Info, TensorType, info, op_name, run, type_of
 from autopar.tracer.vocabulary import OPS
@@ -357,7 +358,7 @@ def canonicalise(graph: Graph) -> Graph:
 
 
 def verify(graph: Graph, after: str) -> None:
-    """A legal graph: operands before their users, every node with its info, every op canonical with its arguments in the order of its signature, every key once."""
+    """A legal graph: operands before their users, every node with its info, every op canonical with its operands in the order of its signature, every key once."""
     seen: set[fx.Node] = set()
     keys: set[str] = set()
     for node in graph.fx.nodes:
@@ -365,8 +366,8 @@ def verify(graph: Graph, after: str) -> None:
         assert about.key not in keys, (after, about.key)
         assert seen.issuperset(node._input_nodes), (after, node)
         assert node.op != "call_function" or about.kind == "part" or OPS.get(node.target.name) is node.target, (after, node)   # type: ignore[union-attr]
-        if about.kind == "op" and len(node.kwargs) > 1 and node.target.signature is not None:     # operands are handed out in the order of the arguments  # type: ignore[union-attr]
-            order = iter(node.target.signature.parameters)     # type: ignore[union-attr]
-            assert all(n in order for n in node.kwargs), (after, node, list(node.kwargs))
+        if about.kind == "op":                                 # lowering hands operands out in the order of the arguments
+            given = [leaf for leaf in pytree.tree_leaves(list(node.kwargs.values())) if isinstance(leaf, fx.Node)]
+            assert given == [n for n in node.target.operands(node.kwargs) if isinstance(n, fx.Node)], (after, node, list(node.kwargs))   # type: ignore[union-attr]
         keys.add(about.key)
         seen.add(node)
