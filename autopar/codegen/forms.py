@@ -71,10 +71,46 @@ def _cross_entropy(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form
     return forms.cross_entropy_part, {**how, "cuts": cuts(at, type_of(node.kwargs["input"]).shape, lies, 1)}    # type: ignore[arg-type]
 
 
+def _places(at: Localiser, node: fx.Node, sharding: Sharding, shape: tuple[int, ...]) -> dict[str, Any]:
+    """What a form that draws by position is told: the key of the step, which op it is, and where this device's part lies in a tensor of this shape."""
+    return {"key": at.random_key, "op": info(node).random, "shape": shape, "cuts": tuple(cuts(at, shape, sharding, d) for d in range(len(shape)))}
+
+
 def _dropout(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
-    shape = info(node).outputs[0].shape
-    where = tuple(cuts(at, shape, at.output(node), d) for d in range(len(shape)))
-    return forms.dropout_by_position, {"input": kwargs["input"], "key": at.random_key, "op": info(node).random, "shape": shape, "cuts": where, "p": kwargs.get("p", 0.5)}
+    return forms.dropout_by_position, {"input": kwargs["input"], **_places(at, node, at.output(node), info(node).outputs[0].shape), "p": kwargs.get("p", 0.5)}
+
+
+def _channel_dropout(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    """One draw a channel; without a batch dim, and there torch has rules of its own, channels are the first."""
+    shape, name = info(node).outputs[0].shape, node.target.name                                               # type: ignore[union-attr]
+    leading = len(shape) if name == "alpha_dropout" else 1 if (name, len(shape)) in (("dropout1d", 2), ("dropout3d", 4)) else 2
+    form = forms.alpha_dropout_by_position if "alpha" in name else forms.channel_dropout_by_position
+    return form, {"input": kwargs["input"], **_places(at, node, at.output(node), shape[:leading]), "p": kwargs.get("p", 0.5)}
+
+
+def _drawn(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    kind, made = node.target.name, info(node).outputs[0]                                                      # type: ignore[union-attr]
+    kind = {"rand": "uniform", "randn": "normal"}.get(kind.removesuffix("_like"), kind.removesuffix("_like"))
+    local = local_shape(made.shape, at.output(node), at.mesh, at.coordinate)
+    numbers = {k: v for k, v in kwargs.items() if k in ("a", "b")}
+    return forms.drawn_by_position, {"kind": kind, **_places(at, node, at.output(node), made.shape), "local": local, "dtype": made.torch_dtype, **numbers}
+
+
+def _bernoulli(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    return forms.bernoulli_by_position, {**kwargs, **_places(at, node, at.output(node), info(node).outputs[0].shape)}
+
+
+def _multinomial(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    return forms.multinomial_by_position, {**kwargs, **_places(at, node, at.operand(node, 0), type_of(node.kwargs["input"]).shape)}    # type: ignore[arg-type]
+
+
+def _arange(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    """Where the count is cut."""
+    made, lies = info(node).outputs[0], at.output(node)
+    if 0 not in lies.cuts:
+        return None
+    length = local_shape(made.shape, lies, at.mesh, at.coordinate)[0]
+    return forms.arange_part, {"start": kwargs["start"], "step": kwargs.get("step", 1), "length": length, "cuts": cuts(at, made.shape, lies, 0), "dtype": made.torch_dtype}
 
 
 def _attention(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
@@ -109,7 +145,12 @@ def _grouped(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
     return node.target, {**kwargs, name: groups * here[1] // given[1]}                                       # type: ignore[operator, return-value]
 
 
-_BY_POSITION = ("dropout", "scaled_dot_product_attention")
-FORMS: dict[str, Callable[..., Form]] = {"embedding": _embedding, "cross_entropy": _cross_entropy, "dropout": _dropout, "scaled_dot_product_attention": _attention,
-                                         "batch_norm": _batch_norm, "batch_norm_updating": _batch_norm,
-                                         **dict.fromkeys(("conv1d", "conv2d", "conv3d", "group_norm"), _grouped)}
+_LIKE = ("uniform_like", "normal_like", "exponential_like", "log_normal_like", "cauchy_like", "random_like", "geometric_like", "rand_like", "randn_like")
+_BY_POSITION: dict[str, Callable[..., Form]] = {
+    "dropout": _dropout, "scaled_dot_product_attention": _attention, "bernoulli": _bernoulli, "multinomial": _multinomial,
+    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"), _channel_dropout), **dict.fromkeys(("rand", "randn", *_LIKE), _drawn),
+}
+FORMS: dict[str, Callable[..., Form]] = {
+    **_BY_POSITION, "embedding": _embedding, "cross_entropy": _cross_entropy, "batch_norm": _batch_norm, "batch_norm_updating": _batch_norm, "arange": _arange,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "group_norm"), _grouped),
+}

@@ -2,8 +2,9 @@
 
     embedding_part            the vocabulary is cut: a token that lies elsewhere looks up zero
     cross_entropy_part        the classes are cut: maximum and sum are reduced, the target's logit counts where it lies
-    dropout_by_position       the mask is a function of the place in the whole tensor
+    dropout_by_position       the mask is a function of the place in the whole tensor; so are all draws that follow
     attention_by_position     attention with dropout, opened
+    arange_part               a count that begins where the part does
 
 `cuts` name the axes that cut a dim, major first, each with the size of the dim before it.
 """
@@ -11,14 +12,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.runtime.random import Cuts, kept, start_of
+from autopar.runtime.random import Cuts, kept, normal, start_of, uniform
 
 
 def literal(data: Any, dtype: torch.dtype, device: str) -> Tensor:
@@ -76,6 +77,72 @@ def dropout_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int
     """Dropout whose mask does not depend on how the tensor is cut."""
     keep = kept(key, op, p, shape, cuts, input.shape)
     return torch.where(keep, input if p >= 1.0 else input * (1.0 / (1.0 - p)), 0)
+
+
+def channel_dropout_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5) -> Tensor:
+    """Dropout of whole channels: one draw for each place in the leading dims, of which `shape` and `cuts` speak."""
+    keep = kept(key, op, p, shape, cuts, input.shape[: len(shape)])
+    keep = keep.view(*keep.shape, *[1] * (input.dim() - len(shape)))
+    return torch.where(keep, input if p >= 1.0 else input * (1.0 / (1.0 - p)), 0)
+
+
+def alpha_dropout_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5) -> Tensor:
+    """What is dropped takes selu's lowest value, and all are scaled and shifted so that mean and variance stay."""
+    if p >= 1.0:
+        return input * 0
+    low = -1.7580993408473766                                  # the lowest value of selu
+    scale = ((low * low * p + 1) * (1 - p)) ** -0.5
+    keep = kept(key, op, p, shape, cuts, input.shape[: len(shape)])
+    keep = keep.view(*keep.shape, *[1] * (input.dim() - len(shape)))
+    return torch.where(keep, input * scale, low * scale) - low * scale * p
+
+
+def drawn_by_position(kind: str, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int], dtype: torch.dtype,
+                      a: float | None = None, b: float | None = None) -> Tensor:
+    """Draws of a distribution, as torch's method of that name makes them; `a` and `b` are its numbers."""
+    def u() -> Tensor:
+        return uniform(key, op, shape, cuts, local, dtype)
+
+    def z() -> Tensor:
+        return normal(key, op, shape, cuts, local, dtype)
+
+    def whole_numbers() -> Tensor:
+        first, last = (0, 2**24 if dtype.is_floating_point else min(2**31, torch.iinfo(dtype).max + 1)) if a is None else (0, int(a)) if b is None else (int(a), int(b))
+        return (uniform(key, op, shape, cuts, local, torch.float64) * (last - first)).floor() + first
+
+    kinds: dict[str, Callable[[], Tensor]] = {
+        "uniform": lambda: u() * ((1.0 if b is None else b) - (a or 0.0)) + (a or 0.0),
+        "normal": lambda: z() * (1.0 if b is None else b) + (a or 0.0),
+        "exponential": lambda: -torch.log1p(-u()) / (1.0 if a is None else a),
+        "log_normal": lambda: (z() * (2.0 if b is None else b) + (1.0 if a is None else a)).exp(),
+        "cauchy": lambda: torch.tan(math.pi * (u() - 0.5)) * (1.0 if b is None else b) + (a or 0.0),
+        "geometric": lambda: (torch.log1p(-u()) / math.log1p(-(a or 0.0))).floor() + 1,
+        "random": whole_numbers,
+    }
+    return kinds[kind]().to(dtype)
+
+
+def bernoulli_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: Any = None) -> Tensor:
+    """Ones with probability p, or with the probabilities that the input holds."""
+    return (uniform(key, op, shape, cuts, input.shape, torch.float64) < (input.detach() if p is None else p)).to(input.dtype)
+
+
+def multinomial_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], num_samples: int, replacement: bool = False) -> Tensor:
+    """Categories by their weights: with replacement each draw by itself; without, those whose exponential clocks ring first."""
+    weights = input.detach().double()
+    if not replacement:
+        clocks = -torch.log1p(-uniform(key, op, shape, cuts, weights.shape, torch.float64)) / weights
+        return clocks.topk(num_samples, largest=False).indices
+    edges = weights.cumsum(-1)
+    places = uniform(key, op, (*shape[:-1], num_samples), (*cuts[:-1], ()), (*weights.shape[:-1], num_samples), torch.float64)
+    return torch.searchsorted(edges, places * edges[..., -1:], right=True).clamp(max=weights.shape[-1] - 1)
+
+
+def arange_part(start: float, step: float, length: int, cuts: Cuts, dtype: torch.dtype) -> Tensor:
+    """This device's part of a count."""
+    places = torch.arange(length)
+    places = places + start_of(places, cuts)
+    return (places.double() * step + start).to(dtype) if isinstance(start, float) or isinstance(step, float) else (places * step + start).to(dtype)
 
 
 def attention_by_position(

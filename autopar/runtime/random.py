@@ -7,11 +7,15 @@
     kept                  where bits, taken as signed, >= floor(p * 2^32) - 2^31
 
 `mix` is the finalizer of MurmurHash3 for 32 bits, whose published vectors are mix(1) = 0x514E28B7 and mix(0xFFFFFFFF) = 0x81F16F39.
+    uniform               = the upper 24 bits / 2^24, and for float64 all 32 / 2^32: from [0, 1)
+    normal                = sqrt(-2 log(1 - u)) cos(2 pi v), of two uniforms u and v
+
 It costs six passes over the positions and needs no state: recomputing, another mesh, or one device give the same bits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +24,7 @@ from torch import Tensor
 
 Cuts = Sequence[tuple[str, int]]                               # the axes that cut a dim, major first, each with the dim's size before it
 _GOLDEN = 0x9E3779B97F4A7C15
+_SECOND = 1 << 24                                              # added to the number of a random op: its second stream
 
 
 @dataclass
@@ -57,6 +62,18 @@ def bits(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local
     row_key = mix(mix(_low(row >> 32) ^ op_key) ^ _low(row))
     column = _places(key, local, len(local) - 1, cuts[-1]) if local else row
     return mix(row_key + _low(column) * _signed(0x9E3779B9, 32)).reshape(tuple(local))
+
+
+def uniform(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers from [0, 1) for each element of this device's part."""
+    drawn = bits(key, op, shape, cuts, local).to(torch.int64) & 0xFFFFFFFF
+    return drawn.to(torch.float64) * 2.0**-32 if dtype == torch.float64 else (drawn >> 8).to(torch.float32) * 2.0**-24
+
+
+def normal(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of the normal distribution for each element of this device's part."""
+    u, v = (uniform(key, op + stream, shape, cuts, local, dtype) for stream in (0, _SECOND))
+    return (-2 * torch.log1p(-u)).sqrt() * torch.cos(2 * math.pi * v)
 
 
 def mix(h: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ rule("bilinear",   "... i, ... j, n i j, n -> ... n",        linear="x+u, y+u, z
 rule("grouped_mm", "s! k, e! k n, e!, e! n -> s! n",         linear="x+u, y+u")
 
 # pointwise, linear
-for name in ("identity", "contiguous", "clone", "detach", "dropout", "neg"):    # the draws of dropout depend on positions alone
+for name in ("identity", "contiguous", "clone", "detach", "neg", "dropout", "dropout1d", "dropout2d", "dropout3d"):    # draws depend on positions alone
     rule(name,     "... -> ...",              linear="x")
 for name in ("add", "sub", "rsub"):
     rule(name,     "..., ... -> ...",         linear="x+y")
@@ -76,6 +76,12 @@ for name in ("pow eq ne lt le gt ge maximum minimum fmod remainder floor_divide 
     rule(name,     "..., ... -> ...")
 rule("clamp",      "..., ..., ... -> ...")
 
+# random: each device draws for the positions that it holds
+for name in ("alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "uniform_like", "normal_like", "exponential_like", "log_normal_like", "cauchy_like", "random_like", "geometric_like"):
+    rule(name,     "... -> ...")
+rule("bernoulli",  "..., ... -> ...")
+rule("multinomial", "... c! -> ... n!")
+
 
 @rule_for("mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 def pointwise_loss(arguments: Mapping[str, Any]) -> Rule | None:
@@ -89,6 +95,13 @@ def pointwise_loss(arguments: Mapping[str, Any]) -> Rule | None:
 def div(arguments: Mapping[str, Any]) -> Rule:
     """A quotient that is rounded is not linear."""
     return parse("..., ... -> ...", linear="" if arguments.get("rounding_mode") else "x")
+
+
+@rule_for("copy")
+def copy(arguments: Mapping[str, Any]) -> Rule:
+    """The target is overwritten: what it holds does not matter, nor whether it is a sum."""
+    floats = all("float" in str(arguments[x].dtype) for x in ("input", "source"))
+    return parse("..., ... -> ...", linear="y" if floats else "")
 
 
 @rule_for("to")
@@ -186,6 +199,13 @@ def _pooled(arguments: Mapping[str, Any], linear: str) -> Rule:
     taken = len(leading.split())
     row = f"{leading} {_spatial(len(before), taken, 't')}"
     return parse(f"{leading} {_spatial(len(before), taken, 's')} -> {', '.join([row] * len(outputs))}", linear=linear)
+
+
+@rule_for("pixel_shuffle")
+def pixel_shuffle(arguments: Mapping[str, Any]) -> Rule:
+    """Channels are major, and rows and columns come out as products with the factor inside."""
+    r = arguments["upscale_factor"]
+    return parse(f"... (c a:{r} b:{r}) h w -> ... c (h a:{r}) (w b:{r})", linear="x")
 
 
 @rule_for("prelu")
@@ -448,9 +468,15 @@ for name in ("full_like", "zeros_like", "ones_like", "empty_like"):
     rule(name,     "... -> ...")
 
 
-@rule_for("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")
+@rule_for("arange")
+def arange(arguments: Mapping[str, Any]) -> Rule:
+    """Each device counts from where its part begins."""
+    return parse(" -> a*")
+
+
+@rule_for("rand", "randn", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")
 def filled(arguments: Mapping[str, Any]) -> Rule:
-    """The same number everywhere: each device makes its own part."""
+    """The same number everywhere, or draws that depend on positions alone: each device makes its own part."""
     made = " ".join(f"a{i}*" for i in range(len(arguments["size"])))
     unused = " ".join(f"x{i}!" for i in range(len(arguments["input"].shape))) if "input" in arguments else None
     return parse(f"{unused or ''} -> {made}")
@@ -491,6 +517,14 @@ def diagonal(arguments: Mapping[str, Any]) -> Rule:
     gone = {arguments.get("dim1", 0) % rank, arguments.get("dim2", 1) % rank}
     left = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
     return parse(f"{left} -> {' '.join(a for i, a in enumerate(letters) if i not in gone)} diagonal!", linear="x")
+
+
+@rule_for("diagonal_scatter")
+def put_on_the_diagonal(arguments: Mapping[str, Any]) -> Rule:
+    letters, rank = _letters(arguments["input"]), len(arguments["input"].shape)
+    gone = {arguments.get("dim1", 0) % rank, arguments.get("dim2", 1) % rank}
+    row = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
+    return parse(f"{row}, {' '.join(a for i, a in enumerate(letters) if i not in gone)} diagonal! -> {row}", linear="x+y")
 
 
 @rule_for("slice_scatter", "select_scatter")
@@ -549,18 +583,39 @@ def nll_loss(arguments: Mapping[str, Any]) -> Rule | None:
 @rule_for("index")
 def index(arguments: Mapping[str, Any]) -> Rule | None:
     """x[:, i]: dims that are looked into stay whole, those beside them and those of the indices may be cut."""
-    given = arguments["input"].shape
-    said = list(arguments["index"]) if isinstance(arguments["index"], (tuple, list)) else [arguments["index"]]
-    entries = list(said)
-    tensors = [e for e in entries if hasattr(e, "dtype")]
-    if any(e.dtype == "bool" for e in tensors) or any(not (hasattr(e, "dtype") or e is ... or (isinstance(e, slice) and e == slice(None))) for e in entries) or len(tensors) != 1:
+    found = _looked_into(arguments["input"], arguments["index"], "")
+    if found is None or found[3] == "bool":
         return None
+    left, operands, out, _ = found
+    return parse(f"{' '.join(left)}, {operands} -> {' '.join(out)}", linear="x")
+
+
+@rule_for("setitem")
+def setitem(arguments: Mapping[str, Any]) -> Rule | None:
+    """x[:, i] = v: every device writes all places of its part."""
+    found = _looked_into(arguments["input"], arguments["index"], "!")
+    if found is None:
+        return None
+    left, operands, out, _ = found
+    value = getattr(arguments["value"], "shape", None)
+    if value is not None and len(value) > len(out):
+        return None
+    return parse(f"{' '.join(left)}, {operands}, {' '.join(out[len(out) - len(value):]) if value else ''} -> {' '.join(left)}", linear="" if value is None else f"x+{NAMES[2 + operands.count(',')]}")
+
+
+def _looked_into(tensor: Any, index: Any, mark: str) -> tuple[list[str], str, list[str], str] | None:
+    """Of x[:, i, ...] with one tensor among whole dims: the dims of x, the operands of the index, the dims of x[:, i, ...], and the dtype of i."""
+    said = list(index) if isinstance(index, (tuple, list)) else [index]
+    entries, tensors = list(said), [e for e in said if hasattr(e, "dtype")]
+    if len(tensors) != 1 or any(not (hasattr(e, "dtype") or e is ... or (isinstance(e, slice) and e == slice(None))) for e in entries):
+        return None
+    taken = len(tensors[0].shape) if tensors[0].dtype == "bool" else 1       # a mask stands for all of its dims
     if ... in [e for e in entries if not hasattr(e, "dtype")]:
         at = next(i for i, e in enumerate(entries) if e is ...)
-        entries[at : at + 1] = [slice(None)] * (len(given) - len(entries) + 1)
-    entries += [slice(None)] * (len(given) - len(entries))
+        entries[at : at + 1] = [slice(None)] * (len(tensor.shape) - len(entries) + 2 - taken)
     at = next(i for i, e in enumerate(entries) if hasattr(e, "dtype"))
-    looked = [f"i{k}" for k in range(len(tensors[0].shape))]
-    left = ["in!" if i == at else f"a{i}" for i in range(len(given))]
-    operands = ", ".join(" ".join(looked) if hasattr(e, "dtype") else "" for e in said)    # what is no tensor is a number
-    return parse(f"{' '.join(left)}, {operands} -> {' '.join([*left[:at], *looked, *left[at + 1:]])}", linear="x")
+    places = [f"i{k}{mark}" for k in range(len(tensors[0].shape))]
+    left = [f"in{i}!" if at <= i < at + taken else f"a{i}" for i in range(len(tensor.shape))]
+    looked = ["found!"] if tensors[0].dtype == "bool" else places
+    operands = ", ".join(" ".join([f"in{at + k}!" for k in range(taken)] if e.dtype == "bool" else places) if hasattr(e, "dtype") else "" for e in said)   # what is no tensor is a number
+    return left, operands, [*left[:at], *looked, *left[at + taken:]], tensors[0].dtype

@@ -35,7 +35,7 @@ def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Map
 
 
 # Factors along which the local form of an op counts positions from where its part begins: their parts are one range.
-COUNTED = {"dropout": r".*", "embedding": "v", "cross_entropy": "c", "scaled_dot_product_attention": r".*"}
+COUNTED = {"embedding": "v", "cross_entropy": "c", "arange": ".*"}
 
 
 @dataclass(eq=False)
@@ -319,8 +319,10 @@ class _Builder:
 
 
 def _counts(node: fx.Node, factor: str) -> bool:
-    """Does the op's local form count positions along this factor?"""
-    return re.fullmatch(COUNTED.get(node.target.name, "$."), factor) is not None   # type: ignore[union-attr]
+    """Does the op's local form count positions along this factor? What draws counts along all."""
+    from autopar.tracer.graph import info
+
+    return info(node).random >= 0 or re.fullmatch(COUNTED.get(node.target.name, "$."), factor) is not None   # type: ignore[union-attr]
 
 
 def _torch_can_state(sharding: Sharding) -> bool:

@@ -124,7 +124,7 @@ def replicated(operands: int, wants_gradient: Sequence[bool], gives_gradient: Se
 
 def cross(per_axis: Sequence[Strategy], sizes: dict[str, int], mesh: DeviceMesh) -> tuple[Choice, ...]:
     """Every assignment of a strategy to each axis under which no device gets an empty part. An axis of size 1 is no axis."""
-    menus = [per_axis if n > 1 else [s for s in per_axis if s.cut is None][:1] for n in mesh.shape]
+    menus = [per_axis if n > 1 else [s for s in per_axis if all(f == KEPT for f in (*s.operands, *s.outputs))] for n in mesh.shape]
     result = []
     for combination in itertools.product(*menus):
         cuts: dict[tuple[str, ...], list[tuple[Cut, int, int]]] = {}

@@ -134,6 +134,13 @@ SAMPLES |= {
     "batch_norm_updating": [dict(input=normal(6, 5, 4), running_mean=normal(5).detach(), running_var=positive(5).detach(), weight=normal(5), bias=normal(5), training=True)],
     "instance_norm_updating": [dict(input=normal(6, 5, 4), running_mean=normal(5).detach(), running_var=positive(5).detach(), weight=normal(5), bias=normal(5))],
     **{op: [dict(size=(6, 5))] for op in ("zeros", "ones")}, "full": [dict(size=(6, 5), fill_value=2.0)], "empty": [], "empty_like": [], "new_empty": [],
+    **{op: [] for op in ("dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout bernoulli multinomial rand randn rand_like randn_like uniform_like normal_like exponential_like "
+                         "log_normal_like cauchy_like random_like geometric_like").split()},              # draws go by position: tests/frame/test_random.py runs them on ranks
+    "arange": [],                                              # counts from where its part begins: there too
+    "pixel_shuffle": [dict(input=normal(5, 24, 6, 3), upscale_factor=2)], "diagonal_scatter": [dict(input=normal(6, 5, 4), src=normal(6, 4), dim1=1, dim2=2)],
+    "copy": [dict(input=normal(6, 5), source=normal(5)), dict(input=whole_numbers(5, 6, 4), source=normal(6, 4))],
+    "setitem": [dict(input=normal(6, 5), index=(slice(None), torch.tensor([3, 0, 4])), value=normal(6, 3)), dict(input=normal(6, 5), index=torch.tensor([True, False, True, True, False, False]), value=normal(3, 5)),
+                dict(input=normal(6, 5, 4), index=(..., torch.tensor([[3, 0]]), slice(None)), value=2.0), dict(input=normal(6, 5, 4), index=torch.tensor([3, 0]), value=normal(5, 1))],
     **{op: [dict(input=normal(3), size=(6, 5))] for op in ("new_zeros", "new_ones")}, "new_full": [dict(input=normal(3), size=(6, 5), fill_value=2.0)],
 }
 

@@ -32,6 +32,7 @@ MISSING = [
     (r"scaled_dot_product_attention", r".*S\(3\) -> S\(3\)", "the width of values: attention kernels want queries, keys and values of one width"),
     (r"zeros|full_like|zeros_like|ones_like|new_full|new_ones|new_zeros|isfinite|isinf|isnan", r".*", "the operand's values, or its shape, do not matter"),
     (r"all|any|argmax|argmin|topk|sort", r".*", "true of these values alone"),
+    (r"copy", r".*", "what is overwritten does not matter, and its gradient is zero"),
 ]
 
 
