@@ -6,8 +6,10 @@ A cluster is `links` from the innermost level outwards: the first joins the devi
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,17 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What a collective took on one axis of a machine while all of its ranks ran: `size` devices, `stride` ranks apart."""
+
+    kind: str
+    size: int
+    stride: int
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """Devices and the links between them."""
 
@@ -50,17 +63,27 @@ class Cluster:
     devices_per_node: int
     nodes: int = 1
     sources: tuple[tuple[str, str], ...] = ()
+    measured: tuple[Measured, ...] = ()                        # by `autopar calibrate`: they come before the links' figures
 
     def __str__(self) -> str:
         return f"{self.name} ({self.device.name}, {self.devices_per_node} a node)"
 
-    def link_of(self, mesh: DeviceMesh, axis: int) -> Link:
-        """The slowest link between the devices of one group of an axis: the last axis is innermost."""
-        span = mesh.shape[axis]
-        for n in mesh.shape[axis + 1:]:
-            span *= n
-        inside = span <= self.devices_per_node and self.devices_per_node % span == 0
-        return self.links[0] if inside else self.links[-1]
+    def levels(self, mesh: DeviceMesh, axis: int, kind: str = "") -> tuple[tuple[int, Link | Measured], ...]:
+        """The link levels that one group of an axis spans, innermost first, each with its number of devices; one measured level where the machine was measured there.
+
+        Ranks are row-major on the mesh and fill nodes in their order. An axis that crosses nodes in no regular way is as slow as between nodes.
+        """
+        size, stride, node = mesh.shape[axis], math.prod(mesh.shape[axis + 1:]), self.devices_per_node
+        for m in self.measured:
+            if (m.kind, m.size, m.stride) == (kind, size, stride):
+                return ((size, m),)
+        inner, outer = self.links[0], self.links[-1]
+        if mesh.ranks:
+            counts = {c for group in mesh.groups(axis) for c in Counter(rank // node for rank in group).values()}
+            here = counts.pop() if len(counts) == 1 else 1
+        else:
+            here = size if node % (stride * size) == 0 else node // stride if node % stride == 0 and size % (node // stride) == 0 else 1
+        return tuple((n, link) for n, link in ((here, inner), (size // here, outer)) if n > 1) or ((1, inner),)
 
     @staticmethod
     def of(given: Any) -> Cluster:
@@ -82,10 +105,18 @@ class Cluster:
         raise BadCluster(f"{given!r} is not a cluster", advice='autopar.Cluster, a name such as "h100-8x4", or the path of a .json profile')
 
 
+    def save(self, path: str | Path) -> None:
+        """Write it as the JSON that `Cluster.of(path)` reads."""
+        data = asdict(self)
+        data["device"]["flops_per_s"], data["sources"] = dict(self.device.flops_per_s), dict(self.sources)
+        Path(path).write_text(json.dumps({k: v for k, v in data.items() if k != "name"}, indent=2) + "\n", encoding="utf-8")
+
+
 def _read(name: str, file: Any) -> Cluster:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         device = Device(**{**data["device"], "flops_per_s": tuple(sorted(data["device"]["flops_per_s"].items()))})
-        return Cluster(name, device, tuple(Link(**link) for link in data["links"]), data["devices_per_node"], data["nodes"], tuple(sorted(data["sources"].items())))
+        measured = tuple(Measured(**m) for m in data.get("measured", ()))
+        return Cluster(name, device, tuple(Link(**link) for link in data["links"]), data["devices_per_node"], data["nodes"], tuple(sorted(data["sources"].items())), measured)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise BadCluster(f"the cluster file {file} cannot be read", seen=f"{type(e).__name__}: {e}") from e

@@ -27,7 +27,7 @@ import numpy as np
 
 from autopar.letters import BadSharding
 from autopar.sharding.cluster import Cluster
-from autopar.sharding.costs import seconds
+from autopar.sharding.costs import step_seconds
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import P, Placement, R, S, Sharding
@@ -87,11 +87,11 @@ class Path:
 
 
 class ShapeConsistencyManager:
-    """Cheapest conversions on one mesh of one cluster."""
+    """Cheapest conversions on one mesh of one cluster. With `most_bytes`, no device holds more of the tensor than that on the way; at the ends it may."""
 
-    def __init__(self, mesh: DeviceMesh, cluster: Cluster) -> None:
-        self.mesh, self.cluster = mesh, cluster
-        self._links = [cluster.link_of(mesh, a) for a in range(len(mesh.shape))]
+    def __init__(self, mesh: DeviceMesh, cluster: Cluster, most_bytes: float = math.inf) -> None:
+        self.mesh, self.cluster, self.most_bytes = mesh, cluster, most_bytes
+        self._levels = {kind: [cluster.levels(mesh, a, kind) for a in range(len(mesh.shape))] for kind in KINDS}
         self._from: dict[Any, dict[Layout, Path]] = {}
 
     def path(self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding) -> Path:
@@ -119,7 +119,9 @@ class ShapeConsistencyManager:
         np.fill_diagonal(distances[:-1, :-1], 0.0)
         for u, v, cost in graph.edges(data="seconds"):
             distances[index[u], index[v]] = min(cost, distances[index[u], index[v]])
-        for k in range(len(index)):
+        for state, k in index.items():
+            if self._bytes(state, itemsize) > self.most_bytes:
+                continue
             np.minimum(distances, distances[:, k, None] + distances[None, k, :], out=distances)
         return index, distances
 
@@ -127,7 +129,8 @@ class ShapeConsistencyManager:
         key = (shape, itemsize, source, blocks)
         if key not in self._from:
             graph = self._graph(shape, itemsize, blocks)
-            lengths, routes = nx.single_source_dijkstra(graph, source, weight="seconds") if source in graph else ({}, {})
+            narrow = {state for state in graph if state != source and self._bytes(state, itemsize) > self.most_bytes}
+            lengths, routes = nx.single_source_dijkstra(graph, source, weight=lambda u, v, edge: None if u in narrow else edge["seconds"]) if source in graph else ({}, {})
             self._from[key] = {t: Path(tuple(graph.edges[u, v]["step"] for u, v in itertools.pairwise(route)), lengths[t]) for t, route in routes.items()}
         return self._from[key]
 
@@ -167,12 +170,13 @@ class ShapeConsistencyManager:
 
     def step_seconds(self, step: Step, before: Layout, itemsize: int) -> float:
         """What one step costs the fullest device."""
-        first = (0,) * len(self.mesh.shape)
         gathered = before.with_row(step.dim, before.rows[step.dim].without(step.axis)) if step.kind in ("all_gather", "all_to_all") else before
         assert gathered is not None, (step, before)
-        link, device = self._links[step.axis], self.cluster.device
-        return float(seconds(step.kind, n=self.mesh.shape[step.axis], whole=math.prod(gathered.local_shape(self.mesh, first)) * itemsize, latency=link.latency_s,
-                             wire=link.bytes_per_s, launch=device.launch_s, bandwidth=device.memory_bytes_per_s))
+        return step_seconds(step.kind, self._levels[step.kind][step.axis], self._bytes(gathered, itemsize), self.cluster.device)
+
+    def _bytes(self, layout: Layout, itemsize: int) -> int:
+        """What the fullest device holds, the one at coordinate 0."""
+        return math.prod(layout.local_shape(self.mesh, (0,) * len(self.mesh.shape))) * itemsize
 
 
 def _blocks_of(*shardings: Sharding) -> frozenset[Placement]:

@@ -2,15 +2,16 @@
 
     flops, bytes        work of one op on one device, and what it reads and writes
     rate, bandwidth     FLOP/s for its dtype and memory bytes/s of the device
-    n, whole            devices on the axis, and bytes of the tensor as it is when not cut by the axis
-    latency, wire       seconds and bytes/s of the axis's link
+    n, whole            devices of the axis on one link level, and bytes of the tensor as it is when they do not cut it
+    latency, wire       seconds and bytes/s of that level's link
     launch              seconds to start a kernel
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy as sp
@@ -29,6 +30,7 @@ FORMULAS: dict[str, sp.Expr] = {
 
 # FLOPs per point of an op's factor space (the product of its factors): a contraction multiplies and adds.
 FLOPS_PER_POINT = {"linear": 2, "mm": 2, "matmul": 2, "scaled_dot_product_attention": 4}
+LOCAL = frozenset({"slice", "lodge"})                            # steps that move nothing between devices
 CONTRACTIONS = frozenset(FLOPS_PER_POINT)
 FREE = frozenset({"identity", "view", "transpose", "permute", "t", "split", "narrow", "select", "expand"})   # they show their operand's memory
 
@@ -50,3 +52,20 @@ def seconds(formula: str, **quantities: Any) -> Any:
     """Evaluate a formula on numbers or numpy arrays; quantities that it does not name are ignored."""
     function, names = _compiled(formula)
     return function(*(quantities[name] for name in names))
+
+
+def step_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: float, device: Any) -> float:
+    """One step of a conversion on an axis whose devices are joined by these levels, innermost first; `bytes_` of the tensor as it is when the axis does not cut it.
+
+    A collective that spans nodes is one within each node and one between them: a gather brings each device its share from the other nodes, then the shares are gathered inside.
+    """
+    count = math.prod(n for n, _ in levels)
+    if kind in LOCAL:
+        return float(seconds(kind, n=count, whole=bytes_, launch=device.launch_s, bandwidth=device.memory_bytes_per_s))
+    total, inside, outside = 0.0, 1, count
+    for n, link in levels:
+        outside //= n
+        moved = bytes_ / count * n / outside if kind == "all_to_all" else bytes_ / inside
+        total += float(seconds(kind, n=n, whole=moved, latency=link.latency_s, wire=link.bytes_per_s))
+        inside *= n
+    return total

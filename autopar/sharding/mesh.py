@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, init=False)
 class DeviceMesh:
-    """`DeviceMesh((2, 4), ("dp", "tp"))`: 8 devices, rank 5 at dp=1, tp=1. Needs no process group until `to_torch`."""
+    """`DeviceMesh((2, 4), ("dp", "tp"))`: 8 devices, rank 5 at dp=1, tp=1. Needs no process group until `to_torch`.
+
+    `mesh["tp"]` and `mesh["dp", "tp"]` are the meshes of some of its axes. An axis of size 1 is as if it were not there.
+    `ranks` says who stands where, row-major, on a machine whose fast links ask for another order.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
+    ranks: tuple[int, ...]                                     # empty: in their order
 
-    def __init__(self, shape: tuple[int, ...] | int, axes: tuple[str, ...] | None = None) -> None:
+    def __init__(self, shape: tuple[int, ...] | int, axes: tuple[str, ...] | None = None, ranks: Sequence[int] = ()) -> None:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         axes = tuple(str(a) for a in range(len(shape))) if axes is None else tuple(axes)
         if not shape or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in shape):
@@ -29,7 +35,10 @@ class DeviceMesh:
         if bad := [a for a in axes if not a or any(c in a for c in "@,;/ ")]:
             raise BadSharding(f"{bad[0]!r} is not an axis name", advice="a word without spaces or any of @ , ; /")
         object.__setattr__(self, "shape", shape)
+        if ranks and sorted(ranks) != list(range(math.prod(shape))):
+            raise BadSharding(f"ranks {list(ranks)} do not stand on a mesh of shape {shape}", advice=f"each of 0 to {math.prod(shape) - 1} once")
         object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "ranks", () if list(ranks) == sorted(ranks) else tuple(ranks))
 
     def __str__(self) -> str:
         return "(" + ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True)) + ")"
@@ -49,14 +58,37 @@ class DeviceMesh:
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Where a rank stands, one index per axis."""
-        result = []
+        rank, result = self.ranks.index(rank) if self.ranks else rank, []
         for n in reversed(self.shape):
             rank, index = divmod(rank, n)
             result.append(index)
         return tuple(reversed(result))
 
+    def rank(self, coordinate: Sequence[int]) -> int:
+        """Who stands there."""
+        if len(coordinate) != len(self.shape) or any(not 0 <= c < n for c, n in zip(coordinate, self.shape, strict=True)):
+            raise BadSharding(f"{tuple(coordinate)} is no place on mesh {self}")
+        rank = 0
+        for c, n in zip(coordinate, self.shape, strict=True):
+            rank = rank * n + c
+        return self.ranks[rank] if self.ranks else rank
+
+    def groups(self, axis: str | int) -> list[tuple[int, ...]]:
+        """The ranks that differ along one axis only, group by group."""
+        a = self.axis(axis)
+        stride, n = math.prod(self.shape[a + 1:]), self.shape[a]
+        places = self.ranks or range(self.size)
+        return [tuple(places[first + i * stride] for i in range(n)) for first in range(self.size) if first // stride % n == 0]
+
+    def __getitem__(self, names: str | int | tuple[str | int, ...]) -> DeviceMesh:
+        chosen = [self.axis(name) for name in (names if isinstance(names, tuple) else (names,))]
+        if sorted(set(chosen)) != chosen:
+            raise BadSharding(f"{names!r} are not axes of the mesh in its order", seen=f"mesh {self}")
+        return DeviceMesh(tuple(self.shape[a] for a in chosen), tuple(self.axes[a] for a in chosen))
+
     def to_torch(self, device_type: str) -> torch.distributed.device_mesh.DeviceMesh:
         """torch's own mesh over the same ranks; needs a process group of exactly this size."""
+        import torch
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -65,13 +97,17 @@ class DeviceMesh:
                 f"mesh {self} has {self.size} devices, the world has {dist.get_world_size()} ranks",
                 advice=f"torchrun --nproc-per-node {self.size}, or another mesh",
             )
+        if self.ranks:
+            return dist.device_mesh.DeviceMesh(device_type, torch.tensor(self.ranks).view(self.shape), mesh_dim_names=self.axes)
         return init_device_mesh(device_type, self.shape, mesh_dim_names=self.axes)
 
     @staticmethod
     def of(given: Any) -> DeviceMesh:
-        """A mesh from what a caller may pass: a DeviceMesh, a shape, or a count."""
+        """A mesh from what a caller may pass: a DeviceMesh, torch's own over all ranks, a shape, or a count."""
         if isinstance(given, DeviceMesh):
             return given
+        if type(given).__module__.startswith("torch.") and hasattr(given, "mesh_dim_names"):
+            return DeviceMesh(tuple(given.mesh.shape), given.mesh_dim_names, given.mesh.flatten().tolist())
         if isinstance(given, (int, tuple, list)):
             return DeviceMesh(given if isinstance(given, int) else tuple(given))
         raise BadSharding(f"{given!r} is not a mesh", advice='DeviceMesh((2, 4), ("dp", "tp")), or a shape such as (2, 4)')

@@ -14,7 +14,7 @@ from autopar.letters import BadConstraint, BadRule, NoRule
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.constraints import Constraints, Pin
 from autopar.sharding.convert import ShapeConsistencyManager
-from autopar.sharding.costs import CONTRACTIONS, FLOPS_PER_POINT, FREE, OPTIMIZERS, seconds
+from autopar.sharding.costs import CONTRACTIONS, FLOPS_PER_POINT, FREE, OPTIMIZERS, seconds, step_seconds
 from autopar.sharding.discovery import discovered
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
@@ -242,8 +242,7 @@ class _Builder:
             return 0.0
         left = math.prod(n for f, n in binding.sizes.items() if f not in binding.inside)
         exchanges = 2 * (1 + any(t.requires_grad for t in outputs))
-        price = [float(seconds("all_reduce", n=n, whole=left * outputs[0].itemsize, latency=link.latency_s, wire=link.bytes_per_s)) for n, link in
-                 ((self.mesh.shape[a], self.cluster.link_of(self.mesh, a)) for a in range(len(self.mesh.shape)))]
+        price = [step_seconds("all_reduce", self.cluster.levels(self.mesh, a, "all_reduce"), left * outputs[0].itemsize, self.cluster.device) for a in range(len(self.mesh.shape))]
         return np.array([sum(exchanges * price[a] for a, s in enumerate(c.strategies) if s.cut and binding.is_inside(s.cut)) for c in choices])
 
     # -- conversions

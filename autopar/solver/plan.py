@@ -165,7 +165,7 @@ class Plan:
 
         return {
             "version": VERSION,
-            "mesh": {"shape": list(self.mesh.shape), "axes": list(self.mesh.axes)},
+            "mesh": {"shape": list(self.mesh.shape), "axes": list(self.mesh.axes), "ranks": list(self.mesh.ranks)},
             "cluster": self.cluster,
             "digest": self.digest,
             "optimizer": self.optimizer,
@@ -190,7 +190,7 @@ class Plan:
         try:
             if data["version"] != VERSION:
                 raise BadPlan(f"the plan is of version {data['version']}, this autopar reads {VERSION}", advice="plan again")
-            mesh = DeviceMesh(tuple(data["mesh"]["shape"]), tuple(data["mesh"]["axes"]))
+            mesh = DeviceMesh(tuple(data["mesh"]["shape"]), tuple(data["mesh"]["axes"]), data["mesh"].get("ranks", ()))
 
             def pair(texts: Any) -> tuple[Sharding, Sharding]:
                 first, second = texts

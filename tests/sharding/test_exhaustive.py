@@ -62,7 +62,6 @@ class World:
                 held = self.held(placements, order)
                 if held is not None:
                     self.states.setdefault(held, Sharding(placements, order))
-        self.links = [CLUSTER.link_of(mesh, a) for a in range(len(mesh.shape))]
 
     def key(self, contents, partial):
         return tuple((c.shape, c.tobytes()) for c in contents), frozenset(partial)
@@ -87,7 +86,7 @@ class World:
         contents = {d: np.frombuffer(b, dtype=np.int64).reshape(s) for d, (s, b) in zip(self.devices, raw, strict=True)}
         device, itemsize = CLUSTER.device, 4
         for axis, n in enumerate(self.mesh.shape):
-            link = self.links[axis]
+            gather_s, exchange_s = self.prices(axis, n)
 
             def group(d, axis=axis, n=n):
                 return [(*d[:axis], i, *d[axis + 1:]) for i in range(n)]
@@ -97,10 +96,10 @@ class World:
 
             whole = max(c.size for c in contents.values()) * itemsize
             if axis in partial:
-                yield result(contents, partial - {axis}, 2 * link.latency_s + 2 * (n - 1) / n * whole / link.bytes_per_s)
+                yield result(contents, partial - {axis}, 2 * gather_s(whole))
                 for dim, blocks in self.runs(contents):
                     if (made := self.cut(contents, axis, n, dim, blocks)) is not None:
-                        yield result(made, partial - {axis}, link.latency_s + (n - 1) / n * whole / link.bytes_per_s)
+                        yield result(made, partial - {axis}, gather_s(whole))
                 continue
             same = all(np.array_equal(contents[d], contents[group(d)[0]]) for d in self.devices)
             if same:
@@ -114,10 +113,27 @@ class World:
                 if gathered is None:
                     continue
                 total = max(c.size for c in gathered.values()) * itemsize
-                yield result(gathered, partial, link.latency_s + (n - 1) / n * total / link.bytes_per_s)
+                yield result(gathered, partial, gather_s(total))
                 for to, to_blocks in self.runs(gathered):
                     if to != dim and (made := self.cut(gathered, axis, n, to, to_blocks)) is not None:
-                        yield result(made, partial, link.latency_s + (n - 1) / n * total / n / link.bytes_per_s)
+                        yield result(made, partial, exchange_s(total / n))
+
+    def prices(self, axis, n):
+        """Seconds of a gather to so many bytes, and of an exchange of so many held: first between nodes, then inside; all between them where groups lie unlike in nodes."""
+        stride = int(np.prod(self.mesh.shape[axis + 1:]))
+        counts = [np.unique([(first + i * stride) // CLUSTER.devices_per_node for i in range(n)], return_counts=True)[1] for first in range(self.mesh.size) if first // stride % n == 0]
+        alike = len({c for count in counts for c in count}) == 1
+        here = int(counts[0][0]) if alike else 1
+        levels = [(k, link) for k, link in ((here, CLUSTER.links[0]), (n // here, CLUSTER.links[1])) if k > 1]
+
+        def gather_s(total):
+            shares = [total, total / here] if here > 1 else [total]
+            return sum(link.latency_s + (k - 1) / k * share / link.bytes_per_s for (k, link), share in zip(levels, shares, strict=False))
+
+        def exchange_s(held):
+            return sum(link.latency_s + (k - 1) / k * (held / (n // here) if link is CLUSTER.links[0] else held) / link.bytes_per_s for k, link in levels)
+
+        return gather_s, exchange_s
 
     def runs(self, contents, n=1):
         """Every dim, and the runs that a collective could put in order by itself on one device: equal ones, and what is left of the blocks."""
