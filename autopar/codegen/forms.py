@@ -67,8 +67,21 @@ def _cross_entropy(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form
     lies = at.operand(node, 0)
     if 1 not in lies.cuts:
         return None
-    how = {k: v for k, v in kwargs.items() if k in ("input", "target", "ignore_index")}
-    return forms.cross_entropy_part, {**how, "cuts": cuts(at, type_of(node.kwargs["input"]).shape, lies, 1)}    # type: ignore[arg-type]
+    shape = type_of(node.kwargs["input"]).shape                                                              # type: ignore[arg-type]
+    how = {k: v for k, v in kwargs.items() if k in ("input", "target", "weight", "ignore_index", "label_smoothing")}
+    return forms.cross_entropy_part, {**how, "cuts": cuts(at, shape, lies, 1), "classes": shape[1]}
+
+
+def _reduced(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    """Where what is reduced is cut."""
+    lies, rank, dim = at.operand(node, 0), len(type_of(node.kwargs["input"]).shape), kwargs.get("dim")        # type: ignore[arg-type]
+    gone = set(range(rank)) if dim is None else {d % rank for d in ((dim,) if isinstance(dim, int) else dim)}    # type: ignore[union-attr]
+    axes = [at.mesh.axes[a] for d, order in lies.cuts.items() if d in gone for a in order]
+    if not axes:
+        return None
+    if node.target.name == "logsumexp":                                                                      # type: ignore[union-attr]
+        return forms.logsumexp_part, {**kwargs, "axes": axes}
+    return forms.amax_part, {**kwargs, "axes": axes, "least": node.target.name == "amin"}                     # type: ignore[union-attr]
 
 
 def _places(at: Localiser, node: fx.Node, sharding: Sharding, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -114,11 +127,15 @@ def _arange(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
 
 
 def _attention(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
-    """Where probabilities are dropped."""
+    """Where probabilities are dropped, or a causal mask counts queries of which this device has a part."""
+    lies, causal = at.operand(node, 0), node.kwargs.get("is_causal")
+    rank = len(type_of(node.kwargs["query"]).shape)                                                          # type: ignore[arg-type]
     if info(node).random < 0:
-        return None
+        if not causal or rank - 2 not in lies.cuts:
+            return None
+        how = {k: v for k, v in kwargs.items() if k in ("query", "key", "value", "scale", "enable_gqa")}
+        return forms.causal_attention_part, {**how, "cuts": cuts(at, type_of(node.kwargs["query"]).shape, lies, rank - 2)}    # type: ignore[arg-type]
     query, key = type_of(node.kwargs["query"]).shape, type_of(node.kwargs["key"]).shape                       # type: ignore[arg-type]
-    lies = at.operand(node, 0)
     where = (*(cuts(at, query, lies, d) for d in range(len(query) - 1)), ())
     return forms.attention_by_position, {**kwargs, "random_key": at.random_key, "op": info(node).random, "shape": (*query[:-1], key[-2]), "cuts": where}
 
@@ -152,5 +169,6 @@ _BY_POSITION: dict[str, Callable[..., Form]] = {
 }
 FORMS: dict[str, Callable[..., Form]] = {
     **_BY_POSITION, "embedding": _embedding, "cross_entropy": _cross_entropy, "batch_norm": _batch_norm, "batch_norm_updating": _batch_norm, "arange": _arange,
+    "amax": _reduced, "amin": _reduced, "logsumexp": _reduced,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "group_norm"), _grouped),
 }

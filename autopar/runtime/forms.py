@@ -2,6 +2,8 @@
 
     embedding_part            the vocabulary is cut: a token that lies elsewhere looks up zero
     cross_entropy_part        the classes are cut: maximum and sum are reduced, the target's logit counts where it lies
+    amax_part, logsumexp_part  what is reduced is cut: what the parts came to is exchanged
+    causal_attention_part     the queries are cut: each sees the keys up to its place in the whole
     dropout_by_position       the mask is a function of the place in the whole tensor; so are all draws that follow
     attention_by_position     attention with dropout, opened
     arange_part               a count that begins where the part does
@@ -37,17 +39,61 @@ def embedding_part(input: Tensor, weight: Tensor, cuts: Cuts, padding_idx: int |
     return torch.where(here.unsqueeze(-1), rows, 0)
 
 
-def cross_entropy_part(input: Tensor, target: Tensor, cuts: Cuts, ignore_index: int = -100) -> Tensor:
-    """The sum over targets that count, less what other devices of the axis add: P(sum)."""
-    axes = [axis for axis, _ in cuts]
+def cross_entropy_part(input: Tensor, target: Tensor, cuts: Cuts, classes: int, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
+    """The sum over targets that count, less what other devices of the axis add: P(sum). `classes` of them there are in all."""
+    axes, e = [axis for axis, _ in cuts], label_smoothing
     top = _reduced(input.detach().amax(1, keepdim=True), "all_reduce_max", axes)
     total = _reduced((input - top).exp().sum(1, keepdim=True), "all_reduce", axes)
     log_sum = _reduced((top + total.log()).squeeze(1), "lodge", axes)       # one device counts it
     place = target - start_of(input, cuts)
     counts = target != ignore_index
     here = counts & (place >= 0) & (place < input.shape[1])
-    picked = input.gather(1, torch.where(here, place, 0).unsqueeze(1)).squeeze(1)
-    return (torch.where(counts, log_sum, 0) - torch.where(here, picked, 0)).sum()
+    place = torch.where(here, place, 0)
+    picked = input.gather(1, place.unsqueeze(1)).squeeze(1)
+    if weight is None:
+        of_target, of_all, spread = here.to(input.dtype) * (1.0 - e), counts.to(input.dtype), input.sum(1) if e else None
+    else:
+        of_target = torch.where(here, weight[place], 0) * (1.0 - e)
+        of_all = _reduced(of_target, "all_reduce", axes)
+        if e:
+            of_all = of_all + torch.where(counts, _reduced(weight.sum(), "all_reduce", axes) * (e / classes), 0)
+        spread = (input * weight.view(1, -1, *[1] * (input.dim() - 2))).sum(1) if e else None
+    loss = torch.where(counts, log_sum * of_all, 0) - torch.where(here, picked * of_target, 0)
+    if spread is not None:
+        loss = loss - torch.where(counts, spread * (e / classes), 0)
+    return loss.sum()
+
+
+def amax_part(input: Tensor, axes: Sequence[str], dim: Any = None, keepdim: bool = False, least: bool = False) -> Tensor:
+    """The largest (or least) of what all devices of the axes hold; its gradient goes in equal shares to all that are it, as torch's does."""
+    dims = list(range(input.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    signed = -input if least else input
+    top = _reduced(signed.detach().amax(dims, keepdim=True), "all_reduce_max", axes)
+    mine = signed.detach() == top
+    count = _reduced(mine.sum(dims, keepdim=True).to(input.dtype), "all_reduce", axes)
+    share = torch.where(mine, signed.nan_to_num(), 0).sum(dims, keepdim=True) / count
+    value = top + (share - share.detach())
+    value = -value if least else value
+    return value if keepdim else value.squeeze(dims)
+
+
+def logsumexp_part(input: Tensor, axes: Sequence[str], dim: Any, keepdim: bool = False) -> Tensor:
+    """log sum exp of what all devices of the axes hold."""
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    top = _reduced(input.detach().amax(dims, keepdim=True), "all_reduce_max", axes)
+    top = torch.where(top.isfinite(), top, 0)
+    value = top + _reduced((input - top).exp().sum(dims, keepdim=True), "all_reduce", axes).log()
+    return value if keepdim else value.squeeze(dims)
+
+
+def causal_attention_part(query: Tensor, key: Tensor, value: Tensor, cuts: Cuts, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
+    """Causal attention of this device's part of the queries, which see the keys up to where they stand."""
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=_seen(query, key, cuts), scale=scale, enable_gqa=enable_gqa)
+
+
+def _seen(query: Tensor, key: Tensor, cuts: Cuts) -> Tensor:
+    places = torch.arange(query.shape[-2], device=query.device) + start_of(query, cuts)
+    return places.unsqueeze(1) >= torch.arange(key.shape[-2], device=query.device)
 
 
 def batch_norm_part(
@@ -154,7 +200,7 @@ def attention_by_position(
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        attn_mask = _seen(query, key, cuts[-2])
     if attn_mask is not None:
         scores = scores.masked_fill(attn_mask.logical_not(), -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     blind = (scores == -torch.inf).all(-1, keepdim=True)       # a query that sees nothing attends to nothing

@@ -275,7 +275,15 @@ def triangle(arguments: Mapping[str, Any]) -> Rule:
     return _same_dims(_letters(arguments["input"]), {rank - 2, rank - 1}, "x")
 
 
-@rule_for("amax", "amin", "logsumexp", "all", "any", "argmax", "argmin", "norm")
+@rule_for("amax", "amin", "logsumexp")
+def reduction_of_parts(arguments: Mapping[str, Any]) -> Rule:
+    """Where what is reduced is cut, the local form exchanges what the parts came to."""
+    letters, gone = _letters(arguments["input"]), _dims_of(arguments)
+    left = " ".join(f"{a}^" if i in gone else a for i, a in enumerate(letters))
+    return parse(f"{left} -> {' '.join('1' if i in gone else a for i, a in enumerate(letters) if i not in gone or arguments.get('keepdim'))}")
+
+
+@rule_for("all", "any", "argmax", "argmin", "norm")
 def reduction(arguments: Mapping[str, Any]) -> Rule:
     """What is reduced stays whole: these are no sums."""
     letters, gone = _letters(arguments["input"]), _dims_of(arguments)
@@ -327,16 +335,14 @@ def cross_entropy(arguments: Mapping[str, Any]) -> Rule | None:
     logits, target = arguments["input"], arguments["target"]
     if arguments.get("reduction", "mean") != "sum" or "int" not in target.dtype or len(logits.shape) < 2:
         return None
-    smoothing, weight = arguments.get("label_smoothing", 0.0), arguments.get("weight") is not None
     rest = " ".join(f"a{i}" for i in range(len(logits.shape) - 2))
-    classes = "c!" if smoothing or weight else "c~"
-    return parse(f"n {classes} {rest}, n {rest}, c! -> " if weight else f"n {classes} {rest}, n {rest}, one! -> ")
+    return parse(f"n c~ {rest}, n {rest}, c~ -> ")
 
 
 @rule_for("scaled_dot_product_attention")
 def attention(arguments: Mapping[str, Any]) -> Rule:
-    """Batch and heads are cut; queries too, unless a causal mask counts them from zero. Keys stay whole."""
-    q = "q!" if arguments.get("is_causal") else "q"
+    """Batch and heads are cut; queries too, where a causal mask counts them from where the part begins. Keys stay whole."""
+    q = "q~" if arguments.get("is_causal") else "q"
     if arguments.get("enable_gqa") and arguments["query"].shape[-3] != arguments["key"].shape[-3]:
         return parse(f"... (g r) {q} d!, ... g k! d!, ... g k! e!, ... m! {q} k! -> ... (g r) {q} e!", linear="z")
     return parse(f"... {q} d!, ... k! d!, ... k! e!, ... {q} k! -> ... {q} e!", linear="z")

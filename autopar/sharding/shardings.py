@@ -35,7 +35,7 @@ def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Map
 
 
 # Factors along which the local form of an op counts positions from where its part begins: their parts are one range.
-COUNTED = {"embedding": "v", "cross_entropy": "c", "arange": ".*"}
+COUNTED = {"embedding": "v", "cross_entropy": "c", "arange": ".*", "scaled_dot_product_attention": "q"}
 
 
 @dataclass(eq=False)

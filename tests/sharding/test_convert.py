@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from autopar.codegen.joint import STEPS
 from autopar.letters import BadSharding
 from autopar.runtime.collectives import bind_axes
 from autopar.sharding.convert import LocalStep, ShapeConsistencyManager, Step, localise
+from autopar.sharding.layout import Layout
 from autopar.sharding.placement import Sharding, part
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))
@@ -96,3 +98,29 @@ def test_a_dim_too_small_to_cut_is_a_letter():
     manager = ShapeConsistencyManager(MESH, Cluster.of("generic"))
     with pytest.raises(BadSharding, match="no sequence"):
         manager.path((1, 8), 4, Sharding((R, R)), Sharding((S(0), R)))
+
+
+def test_no_hop_holds_more_than_it_may():
+    shape, most = (16, 8, 4), 16 * 8 * 4 * 4 // 4
+    free, tight = (ShapeConsistencyManager(MESH, Cluster.of("generic"), most_bytes=b) for b in (math.inf, most))
+
+    def widest(steps, state):
+        """What a device holds at most between the ends."""
+        held = []
+        for step in steps[:-1]:
+            state = step.after(state, MESH)
+            held.append(math.prod(state.local_shape(MESH, (0, 0))) * 4)
+        return max(held, default=0)
+
+    dearer = 0
+    states = shardings(3)
+    for source, target in itertools.product(states[::3], states[::2]):
+        limits = tight.table(shape, 4, [source], [target])[0, 0]
+        if math.isfinite(limits):
+            path = tight.path(shape, 4, source, target)
+            assert widest(path.steps, Layout.of(shape, source, MESH)) <= most and path.seconds == pytest.approx(limits)
+            dearer += path.seconds > free.path(shape, 4, source, target).seconds * 1.001
+        else:
+            with pytest.raises(BadSharding):
+                tight.path(shape, 4, source, target)
+    assert dearer
