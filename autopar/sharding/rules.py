@@ -19,11 +19,25 @@ RuleOrFunction = Rule | Callable[[Mapping[str, Any]], Rule | None]
 RULES: dict[str, RuleOrFunction] = {}
 
 
-def rule(op: str, text: str, linear: str = "") -> None:
-    """Say how `op` may be cut: `rule("mm", "m k, k n -> m n", linear="x, y")`. `docs/rules.md` has the grammar."""
-    if not isinstance(op, str) or not op:
-        raise BadRule(f"{op!r} is not the name of an op", advice='rule("mm", "m k, k n -> m n", linear="x, y")')
-    RULES[op] = parse(text, linear)
+def rule(op: Any, text: str, linear: str = "") -> None:
+    """Say how `op` may be cut: `rule("mm", "m k, k n -> m n", linear="x, y")`. `docs/rules.md` has the grammar.
+
+    The op is a name of the vocabulary or one that a graph prints, a custom op's name (`"mylib::scan"`), or torch's function itself.
+    """
+    RULES[_name(op)] = parse(text, linear)
+
+
+def _name(op: Any) -> str:
+    if isinstance(op, str) and op:
+        space, colons, name = op.partition("::")
+        return f"ops.{space}.{name}" + ("" if "." in name else ".default") if colons else op
+    if callable(op) and type(op).__name__ != "CustomOpDef":
+        from autopar.tracer.lookup import own_name
+        from autopar.tracer.vocabulary import SPELLINGS
+
+        name = SPELLINGS[op][0].name if op in SPELLINGS else own_name(op)
+        return name + ".default" if type(op).__name__ == "OpOverloadPacket" else name
+    raise BadRule(f"{op!r} is not the name of an op", advice='rule("mm", "m k, k n -> m n", linear="x, y"), or rule("mylib::scan", "b s! -> b s!")')
 
 
 _Function = Callable[[Mapping[str, Any]], "Rule | None"]

@@ -210,6 +210,22 @@ def test_a_users_own_rule_is_used():
         del RULES["sinc"]
 
 
+@pytest.mark.parametrize("op, name", [("mylib::scan", "ops.mylib.scan.default"), ("mylib::scan.out", "ops.mylib.scan.out"), ("sinc", "sinc"), (torch.sinc, "sinc"), (torch.Tensor.add, "add"),
+                                      (torch.ops.aten.erfinv, "ops.aten.erfinv.default"), (torch.ops.aten.erfinv.default, "ops.aten.erfinv.default")])
+def test_a_rule_is_of_an_op_by_any_of_its_names(op, name, monkeypatch):
+    from autopar.sharding import rules
+
+    monkeypatch.setattr(rules, "RULES", {})
+    autopar.rule(op, "b s -> b s")
+    assert set(rules.RULES) == {name}
+
+
+@pytest.mark.parametrize("op", ["", 3, None])
+def test_a_rule_of_nothing_is_a_letter(op):
+    with pytest.raises(autopar.letters.BadRule, match="not the name"):
+        autopar.rule(op, "b s -> b s")
+
+
 @pytest.mark.parametrize("call, match", [
     (lambda m, b: m(b["x"], b["y"]), "structure"),
     (lambda m, b: m(x=b["x"]), "structure"),
