@@ -76,7 +76,7 @@ GPT2_MUTANTS = {
     "the vocabulary is not masked": _unmasked_vocabulary,
     "every device counts the log-sum": lambda patch: patch.setattr(forms, "_reduced", lambda x, step, axes: x if step == "lodge" else _reduced(x, step, axes)),
     "the sum of exponentials is not reduced": lambda patch: patch.setattr(forms, "_reduced", lambda x, step, axes: x if step == "all_reduce" else _reduced(x, step, axes)),
-    "ignored targets count": lambda patch: patch.setattr(forms, "cross_entropy_part", lambda input, target, cuts, ignore_index=-100: _cross_entropy_part(input, target, cuts, -1)),
+    "ignored targets count": lambda patch: patch.setattr(forms, "cross_entropy_part", lambda **how: _cross_entropy_part(**{**how, "ignore_index": -1})),
     "draws go by the place in the part": lambda patch: patch.setattr(random, "start_of", lambda like, cuts: 0),
     "every random op draws the same": lambda patch: patch.setattr(forms, "kept", lambda key, op, *rest: random.kept(key, 0, *rest)),
     "a fused weight is cut straight through": lambda patch: patch.setattr(collectives, "_by_parts", lambda x, dim, parts, blocks: x),

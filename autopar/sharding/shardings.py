@@ -55,6 +55,7 @@ class _Builder:
         self._crossed: dict[Any, tuple[Choice, ...]] = {}
         # ops and edges that are alike share their tables: what is repeated in the model is computed once
         self._sites: dict[Any, tuple[tuple[Choice, ...], np.ndarray, bool]] = {}
+        self._stored: dict[Any, tuple[tuple[Choice, ...], np.ndarray]] = {}
         self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = {}
         self._tables: dict[Any, np.ndarray] = {}
 
@@ -171,12 +172,14 @@ class _Builder:
 
         name, type_ = info(node).key, type_of(node)
         even = {d: {b for b in self.blocks.get((node, d), ()) if len(set(b)) == 1} for d in range(len(type_.shape))}   # what torch's placements can state
-        choices = self._cross(storage_strategies(type_.shape, even), {f"dim{d}": n for d, n in enumerate(type_.shape)})
-        choices = tuple(c for c in choices if _torch_can_state(values(c.output())))
-        device = self.cluster.device
-        moved = OPTIMIZERS[self.optimizer]["moved"] if type_.requires_grad else 0
-        local = np.array([math.prod(largest_local_shape(type_.shape, values(c.output()), self.mesh)) for c in choices]) * type_.itemsize
-        step = local * moved / device.memory_bytes_per_s
+        key = (type_, tuple(tuple(sorted(b)) for b in even.values()))
+        if key not in self._stored:
+            choices = self._cross(storage_strategies(type_.shape, even), {f"dim{d}": n for d, n in enumerate(type_.shape)})
+            choices = tuple(c for c in choices if _torch_can_state(values(c.output())))
+            moved = OPTIMIZERS[self.optimizer]["moved"] if type_.requires_grad else 0
+            local = np.array([math.prod(largest_local_shape(type_.shape, values(c.output()), self.mesh)) for c in choices]) * type_.itemsize
+            self._stored[key] = choices, local * moved / self.cluster.device.memory_bytes_per_s
+        choices, step = self._stored[key]
         return Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes)
 
     def _arriving(self, i: int, type_: TensorType) -> TensorType:

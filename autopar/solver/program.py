@@ -1,4 +1,4 @@
-"""Choose one choice per site: an integer program over the space.
+"""Choose one choice per site: by elimination (`solver/eliminate.py`), and as an integer program, which closes what that leaves open.
 
     minimise    sum_s seconds[s, i] x[s, i]  +  sum_e seconds[e, f, g] y[e, f, g]
     such that   sum_i x[s, i] = 1                                                    one_choice_per_site
@@ -24,15 +24,32 @@ from autopar.sharding.convert import Step
 from autopar.sharding.placement import Sharding
 from autopar.sharding.space import Edge, Flows, Space
 from autopar.sharding.strategies import gradients, values
+from autopar.solver.eliminate import Factor, Problem
 from autopar.solver.plan import Conversion, Decision, Plan
 
+_CLOSED = 1e-9                                                 # a gap that is rounding
+_SMALL = 200_000                                               # flow pairs that an integer program is given
 _SCALE = 1e6                                                   # the program counts microseconds: CBC's tolerances are absolute
 
 
-def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = ()) -> Plan:
-    """The fastest plan of the space."""
-    picked, bound = _optimise(space, solver)
+def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = (), gap: float = 0.0, reduce: bool = True) -> Plan:
+    """The fastest plan of the space, or one proven to be within `gap` of it. Without `reduce` the whole space goes to the integer program."""
+    backend = _backend(solver)
+    if reduce:
+        found = problem_of(space).minimise(gap=gap)
+        if not np.isfinite(found.bound):
+            raise _infeasible(space, "no choices go together")
+        picked, bound = found.picked, found.bound
+        if found.cost - found.bound > max(gap, _CLOSED) * found.cost and sum(e.seconds.size for e in space.edges) <= _SMALL:
+            picked, bound = _optimise(space, backend)
+    else:
+        picked, bound = _optimise(space, backend)
     return plan_of(space, picked, bound, defaults, assumptions)
+
+
+def problem_of(space: Space) -> Problem:
+    """The space as tables to eliminate."""
+    return Problem([s.seconds for s in space.sites], [Factor((e.source, e.target), (e.given_by, e.taken_by), e.seconds) for e in space.edges])
 
 
 def plan_of(space: Space, picked: Sequence[int], bound: float, defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = ()) -> Plan:
@@ -75,7 +92,11 @@ def fold_single_ends(space: Space) -> tuple[list[np.ndarray], list[Edge]]:
     return costs, rest
 
 
-def _optimise(space: Space, solver: str) -> tuple[list[int], float]:
+def _infeasible(space: Space, why: str) -> Infeasible:
+    return Infeasible(f"no plan satisfies the constraints on mesh {space.mesh}", seen=why, advice="pin fewer things")
+
+
+def _optimise(space: Space, backend: Any) -> tuple[list[int], float]:
     """The picked choice of every site, and the proven bound in seconds."""
     costs, edges = fold_single_ends(space)
     problem = pulp.LpProblem("plan", pulp.LpMinimize)
@@ -89,9 +110,9 @@ def _optimise(space: Space, solver: str) -> tuple[list[int], float]:
     problem.setObjective(pulp.LpAffineExpression(terms))
     for row in rows:
         problem.addConstraint(row)
-    status = problem.solve(_backend(solver))
+    status = problem.solve(backend)
     if pulp.LpStatus[status] != "Optimal":
-        raise Infeasible(f"no plan satisfies the constraints on mesh {space.mesh}", seen=f"the solver says {pulp.LpStatus[status]}", advice="pin fewer things")
+        raise _infeasible(space, f"the solver says {pulp.LpStatus[status]}")
     picked = [max(range(len(row)), key=lambda i, row=row: row[i].value() if row[i] is not None else -1.0) for row in x]     # type: ignore[misc]
     return picked, pulp.value(problem.objective) / _SCALE
 

@@ -20,6 +20,7 @@ from autopar.sharding.placement import Flow, P, R, S, flow
 from autopar.sharding.space import Edge, Site, Space
 from autopar.sharding.strategies import Choice, Strategy
 from autopar.solver import solve
+from autopar.solver.eliminate import Factor, Problem
 from autopar.solver.program import fold_single_ends
 from tests.models import eager_links, mlp_case
 
@@ -53,15 +54,15 @@ def by_trying_everything(space):
     return min(space.cost({s.name: c for s, c in zip(space.sites, pick)}) for pick in itertools.product(*(s.choices for s in space.sites)))
 
 
-@settings(max_examples=60, deadline=None)
-@given(spaces(), st.sampled_from(["cbc", "highs"]))
-def test_the_solver_agrees_with_trying_everything(space, solver):
+@settings(max_examples=100, deadline=None)
+@given(spaces(), st.sampled_from(["cbc", "highs"]), st.booleans())
+def test_the_solver_agrees_with_trying_everything(space, solver, reduce):
     best = by_trying_everything(space)
     if np.isinf(best):
         with pytest.raises(autopar.Infeasible):
-            solve(space, solver)
+            solve(space, solver, reduce=reduce)
         return
-    plan = solve(space, solver)
+    plan = solve(space, solver, reduce=reduce)
     assert plan.step_time_s == pytest.approx(best, abs=1e-12)
     assert plan.lower_bound_s <= best + 1e-12 and plan.gap <= 1e-6
     assert space.cost({name: d.choice for name, d in plan.decisions.items()}) == pytest.approx(plan.step_time_s, abs=1e-12)
@@ -74,6 +75,35 @@ def test_folding_keeps_every_cost(space):
     for pick in itertools.islice(itertools.product(*(range(len(s.choices)) for s in space.sites)), 50):
         folded = sum(c[i] for c, i in zip(costs, pick)) + sum(e.seconds[e.given_by[pick[e.source]], e.taken_by[pick[e.target]]] for e in rest)
         assert folded == pytest.approx(space.cost({s.name: s.choices[i] for s, i in zip(space.sites, pick)}))
+
+
+@st.composite
+def problems(draw):
+    """Random tables over few variables, loops and all; several factors may see a variable by different classes."""
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    sizes = [int(n) for n in rng.integers(1, 4, draw(st.integers(2, 7)))]
+    costs = [rng.integers(0, 30, n).astype(float) for n in sizes]
+    for c in costs:
+        c[rng.random(len(c)) < 0.1] = np.inf
+    factors = []
+    for _ in range(draw(st.integers(1, 14))):
+        scope = tuple(sorted(rng.choice(len(sizes), 2, replace=False).tolist()))
+        classes = tuple(np.unique(rng.integers(0, sizes[v], sizes[v]), return_inverse=True)[1] for v in scope)
+        table = rng.integers(0, 30, [int(m.max()) + 1 for m in classes]).astype(float)
+        table[rng.random(table.shape) < 0.05] = np.inf
+        factors.append(Factor(scope, classes, table))
+    return Problem(costs, factors)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.sampled_from([1 << 22, 8, 3, 1]))
+def test_elimination_finds_the_least_and_goes_under_it_where_variables_are_split(problem, widest):
+    best = min(problem.value(pick) for pick in itertools.product(*(range(len(c)) for c in problem.costs)))
+    found = problem.minimise(widest)
+    assert found.bound <= best + 1e-9
+    if not found.split:
+        assert found.bound == pytest.approx(best) and found.cost == pytest.approx(best)
+    assert found.cost >= best - 1e-9 and (np.isinf(found.cost) or problem.value(found.picked) == pytest.approx(found.cost))
 
 
 def small_plan(**how):

@@ -1,0 +1,275 @@
+"""Exact minimisation of a sum of small tables by eliminating variables one after the other; where that grows too wide, a lower bound and a plan near it.
+
+    variable     a site; its cost table is one number a choice
+    factor       a table over classes of choices of some variables: an edge prices what leaves and what arrives, not whole choices
+    eliminate    add up all that a variable has a part in, minimise over it, and leave a factor over its neighbours
+
+What was computed once for the same tables is found again by their identity, so the layers of a repeated model cost one layer, and a chain of them its logarithm. A variable that many others neighbour
+(a rotary table, a mask, an encoder's output) is split into one copy a neighbour when tables would grow over the limit: the minimum of the split problem is a lower bound, and its copies' choices, made one, a plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+WIDEST = 1 << 22                                               # entries of a table
+_MOST_WORK = 1 << 29                                           # entries times choices of one elimination
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factor:
+    """A table over classes of choices: its axes are variables, each with the class of every choice."""
+
+    scope: tuple[int, ...]
+    classes: tuple[np.ndarray, ...]
+    table: np.ndarray
+    generation: int = 0                                        # how many eliminations it has been through
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Choices of all variables, their cost, and a number that no choices go under."""
+
+    picked: list[int]
+    cost: float
+    bound: float
+    split: tuple[int, ...] = ()                                # variables that were split
+
+
+@dataclass
+class Problem:
+    """Costs of the choices of each variable, and factors over them."""
+
+    costs: list[np.ndarray]
+    factors: list[Factor]
+    memo: dict[Any, Any] = field(default_factory=dict)         # what was computed once, by the identity of its tables
+
+    def __post_init__(self) -> None:
+        alike: dict[bytes, np.ndarray] = {}
+        self.costs = [alike.setdefault(c.tobytes(), c) for c in self.costs]
+
+    def value(self, picked: Sequence[int]) -> float:
+        return float(sum(c[i] for c, i in zip(self.costs, picked, strict=True)) + sum(f.table[tuple(m[picked[v]] for v, m in zip(f.scope, f.classes, strict=True))] for f in self.factors))
+
+    def minimise(self, widest: int = WIDEST, tries: int = 8, gap: float = 0.0) -> Found:
+        """The best choices; where variables had to be split, the best of a few ways to make their copies agree."""
+        first = _Run(self, {}, widest)
+        if not math.isfinite(first.bound) or not first.copies:
+            return Found(first.picked, self.value(first.picked) if math.isfinite(first.bound) else math.inf, first.bound)
+        fixed = {v: int(np.argmin(np.sum([first.marginals[c] for c in copies], axis=0))) for v, copies in first.copies.items()}
+        best: tuple[float, list[int]] = (math.inf, first.picked)
+        options = itertools.chain([fixed], _neighbours(first, fixed))
+        for chosen in itertools.islice(options, tries):
+            run = _Run(self, chosen, widest)
+            cost = self.value(run.picked) if not run.copies else math.inf
+            best = min(best, (cost, run.picked), key=lambda b: b[0])
+            if best[0] - first.bound <= gap * best[0]:
+                break
+        return Found(best[1], best[0], first.bound, tuple(first.copies))
+
+
+def _neighbours(run: _Run, fixed: Mapping[int, int]) -> Any:
+    """The agreement with one split variable at another of the choices that its copies asked for."""
+    for v, copies in run.copies.items():
+        asked = sorted({run.wished[c] for c in copies} - {fixed[v]}, key=lambda k: sum(run.marginals[c][k] for c in copies))
+        for k in asked[:3]:
+            yield {**fixed, v: k}
+
+
+class _Run:
+    """One elimination of everything, with some variables held at a choice."""
+
+    def __init__(self, problem: Problem, fixed: Mapping[int, int], widest: int) -> None:
+        self.memo, self.widest = problem.memo, widest
+        self.costs: dict[int, np.ndarray] = dict(enumerate(problem.costs))
+        self.of: dict[int, list[Factor]] = {v: [] for v in self.costs}
+        self.copies: dict[int, list[int]] = {}
+        self.constant, self.fixed, self.count = 0.0, dict(fixed), len(problem.costs)
+        for v, choice in fixed.items():
+            self.constant += float(self.costs.pop(v)[choice])
+        for factor in problem.factors:
+            self._add(self._without_fixed(factor))
+        self.steps: list[tuple[int, np.ndarray, list[Factor]]] = []
+        self._eliminate_all()
+        self.bound = self.constant
+        self._decide(len(problem.costs))
+
+    def _without_fixed(self, factor: Factor) -> Factor:
+        held = [i for i, v in enumerate(factor.scope) if v in self.fixed]
+        if not held:
+            return factor
+        at = tuple(int(m[self.fixed[v]]) if v in self.fixed else slice(None) for v, m in zip(factor.scope, factor.classes, strict=True))
+        key = ("fixed", id(factor.table), at if all(not isinstance(a, slice) for a in at) else tuple(a if isinstance(a, int) else None for a in at))
+        table = self._once(key, (factor.table,), lambda: factor.table[at])
+        rest = [i for i in range(len(factor.scope)) if i not in held]
+        return Factor(tuple(factor.scope[i] for i in rest), tuple(factor.classes[i] for i in rest), table)
+
+    def _once(self, key: Any, held: Any, compute: Any) -> Any:
+        """What a key names, computed the first time; what its identities belong to is held, so that they stay theirs."""
+        if key not in self.memo:
+            self.memo[key] = (held, compute())
+        return self.memo[key][1]
+
+    def _add(self, factor: Factor) -> None:
+        if not factor.scope:
+            self.constant += float(factor.table)
+        elif len(factor.scope) == 1:
+            (v,), (m,), before = factor.scope, factor.classes, self.costs[factor.scope[0]]
+            self.costs[v] = self._once(("unary", id(before), id(factor.table), id(m)), (before, factor.table, m), lambda: before + factor.table[m])
+        else:
+            for v in factor.scope:
+                self.of[v].append(factor)
+
+    # -- elimination
+
+    def _eliminate_all(self) -> None:
+        queue: list[tuple[Any, int]] = []
+        current: dict[int, Any] = {}
+
+        def rank(v: int) -> None:
+            current[v] = self._rank(v)
+            heapq.heappush(queue, (current[v], v))
+
+        for v in self.costs:
+            rank(v)
+        while queue:
+            priority, v = heapq.heappop(queue)
+            if current.get(v) != priority or v not in self.costs:
+                continue
+            if priority[0] > self.widest:
+                hub = self._loosest(v)
+                if hub is not None:
+                    for u in self._split(hub):
+                        rank(u)
+                    heapq.heappush(queue, (priority, v))
+                    continue
+            for u in self._eliminate(v):
+                rank(u)
+            del current[v]
+
+    def _rank(self, v: int) -> tuple[int, int, int]:
+        """How wide a table its elimination leaves; among equals the ones that have been through least, so that chains are halved and not eaten from one end."""
+        axes: dict[int, dict[int, int]] = {}
+        for f in self.of[v]:
+            for u, m, n in zip(f.scope, f.classes, f.table.shape, strict=True):
+                if u != v:
+                    axes.setdefault(u, {})[id(m)] = n
+        width = math.prod(min(math.prod(maps.values()), len(self.costs[u])) for u, maps in axes.items())
+        return width, max((f.generation for f in self.of[v]), default=0), len(self.of[v])
+
+    def _loosest(self, v: int) -> int | None:
+        """Of a variable and its neighbours the one to split: whose factors change least with its choice, so that disagreeing copies save little."""
+        near = sorted({u for f in self.of[v] for u in f.scope})
+        able = [u for u in near if len({tuple(x for x in f.scope if x != u) for f in self.of[u]}) > 1]
+        return min(able, key=lambda u: (sum(self._spread(f, f.scope.index(u)) for f in self.of[u]), u), default=None)
+
+    def _spread(self, factor: Factor, axis: int) -> float:
+        def most() -> float:
+            finite = np.isfinite(factor.table)
+            spread = np.where(finite, factor.table, -math.inf).max(axis) - np.where(finite, factor.table, math.inf).min(axis)
+            return float(spread[np.isfinite(spread)].max(initial=0.0))
+        return float(self._once(("spread", id(factor.table), axis), factor.table, most))
+
+    def _split(self, hub: int) -> list[int]:
+        """One copy for each neighbour, with an equal share of the cost."""
+        factors, cost = self.of.pop(hub), self.costs.pop(hub)
+        groups: dict[tuple[int, ...], list[Factor]] = {}
+        for f in factors:
+            groups.setdefault(tuple(sorted(u for u in f.scope if u != hub)), []).append(f)
+        share = self._once(("share", id(cost), len(groups)), cost, lambda: cost / len(groups))
+        touched, made = set(), []
+        for group in groups.values():
+            copy, self.count = self.count, self.count + 1
+            self.costs[copy], self.of[copy] = share, []
+            made.append(copy)
+            for f in group:
+                for u in f.scope:
+                    if u != hub:
+                        self.of[u].remove(f)
+                        touched.add(u)
+                self._add(Factor(tuple(copy if u == hub else u for u in f.scope), f.classes, f.table, f.generation))
+        self.copies.setdefault(hub, []).extend(made)
+        return [*made, *touched]
+
+    def _eliminate(self, v: int) -> set[int]:
+        cost, factors = self.costs.pop(v), self.of.pop(v)
+        self.steps.append((v, cost, factors))
+        neighbours: set[int] = set()
+        for f in factors:
+            for u in f.scope:
+                if u != v:
+                    self.of[u].remove(f)
+                    neighbours.add(u)
+        scope = tuple(sorted(neighbours))
+        place = {u: i for i, u in enumerate(scope)}
+        key = ("eliminate", id(cost), tuple((id(f.table), tuple((place.get(u, -1), id(m)) for u, m in zip(f.scope, f.classes, strict=True))) for f in factors))
+        classes, table = self._once(key, (cost, factors), lambda: _minimised(v, cost, factors, scope))
+        self._add(Factor(scope, classes, table, 1 + max((f.generation for f in factors), default=0)))
+        return neighbours
+
+    # -- choices
+
+    def _decide(self, variables: int) -> None:
+        """Backwards through the eliminations: each variable takes what is best for those decided after it."""
+        decided: dict[int, int] = dict(self.fixed)
+        self.wished: dict[int, int] = {}
+        self.marginals: dict[int, np.ndarray] = {}
+        hubs = {copy: hub for hub, copies in self.copies.items() for copy in copies}
+        for v, cost, factors in reversed(self.steps):
+            total = cost.copy()
+            for f in factors:
+                at = tuple(m if u == v else m[decided[u]] for u, m in zip(f.scope, f.classes, strict=True))
+                total += f.table[at]
+            decided[v] = int(np.argmin(total))
+            if v in hubs:
+                self.wished[v], self.marginals[v] = decided[v], total
+                decided.setdefault(hubs[v], decided[v])        # what was eliminated before the split asks for it
+        self.picked = [decided[v] for v in range(variables)]
+
+
+def _minimised(v: int, cost: np.ndarray, factors: Sequence[Factor], scope: tuple[int, ...]) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """The minimum over one variable of its cost and its factors: the classes of each neighbour, and the table over them."""
+    maps: list[list[np.ndarray]] = [[] for _ in scope]         # the different classes by which factors see each neighbour
+    for f in factors:
+        for u, m in zip(f.scope, f.classes, strict=True):
+            if u != v and not any(m is known for known in maps[scope.index(u)]):
+                maps[scope.index(u)].append(m)
+    joint, views = [], []
+    for known in maps:
+        rows, inverse = np.unique(np.stack(known), axis=1, return_inverse=True) if len(known) > 1 else (np.arange(known[0].max() + 1)[None], known[0])
+        joint.append(np.asarray(inverse).reshape(-1))
+        views.append({id(m): rows[i] for i, m in enumerate(known)})
+    own = np.stack([m for f in factors for u, m in zip(f.scope, f.classes, strict=True) if u == v]) if factors else np.zeros((1, len(cost)), int)
+    finite = np.flatnonzero(np.isfinite(cost))
+    shape = tuple(int(j.max()) + 1 for j in joint)
+    result = np.full(shape, math.inf)
+    if not len(finite):
+        return tuple(joint), result
+    kinds, where = np.unique(own[:, finite], axis=1, return_inverse=True)
+    least = np.full(kinds.shape[1], math.inf)
+    np.minimum.at(least, np.asarray(where).reshape(-1), cost[finite])
+    terms = []
+    for f in factors:                                          # each with the variable first, its other axes where the result has them
+        others = [u for u in f.scope if u != v]
+        table = np.moveaxis(f.table, f.scope.index(v), 0)
+        for axis, u in enumerate(others):
+            table = np.take(table, views[scope.index(u)][id(f.classes[f.scope.index(u)])], axis=axis + 1)
+        order = np.argsort([scope.index(u) for u in others], kind="stable")
+        table = table.transpose(0, *(int(o) + 1 for o in order))
+        wide = [1] * len(scope)
+        for o in order:
+            wide[scope.index(others[int(o)])] = shape[scope.index(others[int(o)])]
+        terms.append(table.reshape(table.shape[0], *wide))
+    for k in range(kinds.shape[1]):
+        total: Any = least[k]
+        for term, row in zip(terms, kinds, strict=False):           # without factors there is one kind, and no term
+            total = total + term[row[k]]
+        np.minimum(result, total, out=result)
+    return tuple(joint), result
