@@ -114,7 +114,7 @@ def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
     from autopar.tracer.graph import info, op_name
 
     kind = Cluster.of(cluster).device.kernels
-    memory, _alive = _memories(graph)
+    memory, _alive = memories(graph)
     rows: list[Saved] = []
     counted: set[Any] = {memory[n] for n in graph.nodes if info(n).kind in ("parameter", "buffer", "input")}
 
@@ -125,24 +125,32 @@ def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
             whole = owner[memory[node]]
             rows.append(Saved(whole.name, f"for {why}", info(whole).outputs[0].shape, info(whole).outputs[0].nbytes or type_.nbytes))
 
-    owner = _owners(graph, memory)
+    owner = owners(graph, memory)
     for node in graph.nodes:
-        about = info(node)
-        if about.kind != "op" or not any(t.requires_grad for t in about.outputs):
-            continue
-        line = LINES.get(op_name(node))
-        if callable(line):
-            line = line(node, kind)
-        if line is None:                                       # no line: it may keep everything
-            line = Line((*node.kwargs, "out"))
-        for name in line.values:
-            for value in _nodes((node if not any(info(u).kind == "part" for u in node.users) else list(node.users)) if name == "out" else node.kwargs.get(name)):
-                if _is_needed(node, name, value):
-                    count(value, op_name(node))
-        formula = dict(line.extra).get(kind)
-        if formula and (besides := int(_bytes(formula)(**_quantities(node)))):
+        values, besides = kept_by(node, kind)
+        for value in values:
+            count(value, op_name(node))
+        if besides:
             rows.append(Saved(node.name, f"besides, {op_name(node)}", None, besides))
     return tuple(rows)
+
+
+def kept_by(node: fx.Node, kind: str) -> tuple[list[fx.Node], int]:
+    """The values that one op keeps for its backward on a kind of device, and the bytes of what it makes besides."""
+    from autopar.tracer.graph import info, op_name
+
+    about = info(node)
+    if about.kind != "op" or not any(t.requires_grad for t in about.outputs):
+        return [], 0
+    line = LINES.get(op_name(node))
+    if callable(line):
+        line = line(node, kind)
+    if line is None:                                           # no line: it may keep everything
+        line = Line((*node.kwargs, "out"))
+    values = [v for name in line.values for v in _nodes((node if not any(info(u).kind == "part" for u in node.users) else list(node.users)) if name == "out" else node.kwargs.get(name))
+              if _is_needed(node, name, v)]
+    formula = dict(line.extra).get(kind)
+    return values, int(_bytes(formula)(**_quantities(node))) if formula else 0
 
 
 def saved_bytes(graph: Graph, cluster: Any = None) -> int:
@@ -173,7 +181,7 @@ def _nodes(value: Any) -> list[fx.Node]:
     return [value] if hasattr(value, "meta") else []
 
 
-def _memories(graph: Graph) -> tuple[dict[fx.Node, Any], Any]:
+def memories(graph: Graph) -> tuple[dict[fx.Node, Any], Any]:
     """On which memory each value lies: found by running the graph on meta tensors, where a view is a view. With what was run: storages stay apart while it lives."""
     import torch
 
@@ -201,7 +209,7 @@ def _memories(graph: Graph) -> tuple[dict[fx.Node, Any], Any]:
     return {n: found.get(n, n) for n in graph.nodes}, env
 
 
-def _owners(graph: Graph, memory: dict[fx.Node, Any]) -> dict[Any, fx.Node]:
+def owners(graph: Graph, memory: dict[fx.Node, Any]) -> dict[Any, fx.Node]:
     """The first value on each memory: the one whose size it has."""
     owner: dict[Any, Any] = {}
     for node in graph.nodes:
