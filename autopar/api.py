@@ -8,14 +8,16 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from autopar.codegen import lower, parallelise
-from autopar.letters import BadPlan, NotServed
+from autopar.letters import BadBudget, BadPlan, NotServed
 from autopar.runtime.world import all_ranks_hold, coordinate, from_rank_0, start_world, world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import OPTIMIZERS
@@ -59,14 +61,33 @@ def plan(
     `meta_inputs` are example tensors (meta ones are enough) of the global shapes, as a dict or a tuple. `loss(outputs,
     inputs)` is planned with the model. `constraints` pin what they name. The model is not modified.
     """
-    _refuse_unserved(memory_budget=memory_budget, precision=precision, parallel=parallel, time_limit=time_limit, recompute=(recompute, ("auto", "none")),
-                     accumulation=(accumulation, (1,)), gap=(gap, (0.0,)), kernels=(kernels, (True, False)))
+    _refuse_unserved(precision=precision, parallel=parallel, time_limit=time_limit, recompute=(recompute, ("auto", "none")),
+                     accumulation=(accumulation, (1,)), kernels=(kernels, (True, False)))
     if optimizer not in OPTIMIZERS:
         raise NotServed(f"optimizer={optimizer!r} is not known", seen=f"known: {', '.join(OPTIMIZERS)}")
     logical, hardware = _mesh(mesh), Cluster.of(cluster)
     graph = ColoTracer().trace(model, meta_inputs, assume=assume, loss=loss)
-    space = shardings(graph, logical, hardware, constraints, optimizer, strict)
-    return solve(space, solver, _defaults(mesh, cluster, recompute, kernels), graph.assumptions)
+    budget = _bytes(memory_budget, hardware)
+    words: dict[str, Any] = dict(solver=solver, gap=gap, assumptions=graph.assumptions, defaults=_defaults(mesh, cluster, memory_budget, hardware, recompute, kernels))
+    fastest = solve(shardings(graph, logical, hardware, constraints, optimizer, strict), **words)
+    if fastest.peak_bytes <= budget:
+        return fastest if memory_budget is None or math.isinf(budget) else replace(fastest, budget=int(budget))
+    return solve(shardings(graph, logical, hardware, constraints, optimizer, strict, regather=True), **words, budget=budget)
+
+
+_RESERVE = 0.1                                                 # of a device's memory, for what no plan counts: the allocator's gaps, the libraries
+_UNITS = {"": 1, "B": 1, **{f"{u}iB": 2**(10 * (i + 1)) for i, u in enumerate("KMGT")}, **{f"{u}B": 10**(3 * (i + 1)) for i, u in enumerate("KMGT")}}
+
+
+def _bytes(given: Any, cluster: Cluster) -> float:
+    """A budget in bytes from what a caller may pass."""
+    if given is None:
+        return cluster.device.memory_bytes * (1 - _RESERVE)
+    if isinstance(given, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?|inf)\s*([A-Za-z]*)\s*", given)) and match[2] in _UNITS:
+        given = float(match[1]) * _UNITS[match[2]]
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
+        raise BadBudget(f"memory_budget={given!r} is no number of bytes", advice='bytes, or text such as "16GiB"; float("inf") for no limit')
+    return float(given)
 
 
 def autoparallelize(
@@ -118,12 +139,13 @@ def _refuse_unserved(**arguments: Any) -> None:
             raise NotServed(f"{name}={given!r} is not served by any stage yet", advice=f"leave {name} at its default")
 
 
-def _defaults(mesh: Any, cluster: Any, recompute: str, kernels: bool) -> list[tuple[str, str]]:
+def _defaults(mesh: Any, cluster: Any, budget: Any, hardware: Cluster, recompute: str, kernels: bool) -> list[tuple[str, str]]:
     """What arguments left at their default meant."""
-    said = [("memory_budget", "none: memory is not modelled yet"), ("precision", "the model's own dtypes"), ("recompute", "none: no stage drops activations yet")]
+    said = [("precision", "the model's own dtypes"), ("recompute", "none: no stage drops activations yet")]
+    if budget is None:
+        said.insert(0, ("memory_budget", f"{1 - _RESERVE:.0%} of the {hardware.device.memory_bytes / 2**30:.0f} GiB of a device"))
     if cluster is None:
         said.insert(0, ("cluster", "generic: a documented stand-in, no machine was measured"))
     if isinstance(mesh, int):
         said.insert(0, ("mesh", f"one axis of {mesh}: factorisations are not searched yet"))
     return said if recompute == "auto" else [s for s in said if s[0] != "recompute"]
-

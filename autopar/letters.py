@@ -56,6 +56,10 @@ class BadConstraint(Letter):
     """A constraint that matches nothing, or that no strategy can satisfy."""
 
 
+class BadBudget(Letter):
+    """A memory budget that cannot be read."""
+
+
 class BadCluster(Letter):
     """A cluster description that cannot be found or read."""
 

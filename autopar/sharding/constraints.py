@@ -42,7 +42,7 @@ class Pins:
     pattern: str
     storage: Pin
     use: Pin
-    regathered: bool = False
+    gather: str = ""                                           # "kept" or "regathered", where it is said
     is_about_storage: bool = False
 
 
@@ -62,6 +62,10 @@ class Constraints:
                 self._used.add(pin.pattern)
                 return pin
         return None
+
+    @property
+    def speak_of_gathering(self) -> bool:
+        return any(pin.gather == "regathered" for pin in self.pins)
 
     def check_all_used(self, known: list[str]) -> None:
         for pin in self.pins:
@@ -85,7 +89,7 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
         if len(fields) > 3 or (len(fields) == 3 and fields[2] not in ("kept", "regathered")):
             raise BadConstraint(f"{what!r} is not storage; use; kept or regathered")
         storage = _pin(fields[0], mesh)
-        return Pins(pattern, storage, _pin(fields[1], mesh) if len(fields) > 1 else storage, fields[-1] == "regathered", len(fields) > 1)
+        return Pins(pattern, storage, _pin(fields[1], mesh) if len(fields) > 1 else storage, fields[2] if len(fields) == 3 else "", len(fields) > 1)
     except Letter as e:
         raise BadConstraint(f"the constraint {pattern!r}: {what!r} cannot be read", seen=e.what, advice=e.advice or f'"S(0)@{mesh.axes[0]}", or "R"') from e
 

@@ -28,17 +28,22 @@ FORMULAS: dict[str, sp.Expr] = {
     "lodge":          launch + 2 * whole / bandwidth,
 }
 
-# FLOPs per point of an op's factor space (the product of its factors): a contraction multiplies and adds.
-FLOPS_PER_POINT = {"linear": 2, "mm": 2, "matmul": 2, "scaled_dot_product_attention": 4}
+# FLOPs of products: so many for each point of the space of their factors, which are loops, but for some that are no loops of their own. Any other op reads and writes: one FLOP for an element of its largest tensor.
+PRODUCTS: dict[str, tuple[float, str]] = {
+    **dict.fromkeys(("linear", "mm", "matmul", "addmm", "baddbmm", "einsum", "bilinear", "mv", "dot", "outer"), (2, "")),
+    "grouped_mm": (2, "e"),                                    # a row goes to one expert
+    "scaled_dot_product_attention": (4, "e|m"),                # two products, over the width of keys and over that of values
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), (2, r"s\d+")),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), (2, r"t\d+")),
+}
 LOCAL = frozenset({"slice", "lodge"})                            # steps that move nothing between devices
-CONTRACTIONS = frozenset(FLOPS_PER_POINT)
 FREE = frozenset({"identity", "view", "transpose", "permute", "t", "split", "narrow", "select", "expand"})   # they show their operand's memory
 
-# Per byte of parameter on a device: what the step reads and writes (parameter, gradient, states), and what it keeps (states).
+# Per byte of parameter on a device: what the step reads and writes (parameter, gradient, states), what it keeps (states), and what it makes for the while (torch's step over all parameters at once).
 OPTIMIZERS = {
-    "adamw":        {"moved": 7, "kept": 2},
-    "sgd":          {"moved": 3, "kept": 0},
-    "sgd-momentum": {"moved": 5, "kept": 1},
+    "adamw":        {"moved": 7, "kept": 2, "temporary": 1},
+    "sgd":          {"moved": 3, "kept": 0, "temporary": 0},
+    "sgd-momentum": {"moved": 5, "kept": 1, "temporary": 0},
 }
 
 

@@ -14,8 +14,9 @@ from autopar.letters import BadConstraint, BadRule, NoRule
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.constraints import Constraints, Pin
 from autopar.sharding.convert import ShapeConsistencyManager
-from autopar.sharding.costs import CONTRACTIONS, FLOPS_PER_POINT, FREE, OPTIMIZERS, seconds, step_seconds
+from autopar.sharding.costs import FREE, OPTIMIZERS, PRODUCTS, seconds, step_seconds
 from autopar.sharding.discovery import discovered
+from autopar.sharding.memory import memory_of
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
 from autopar.sharding.placement import R, Sharding, flow, largest_local_shape, part
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
     from autopar.tracer.graph import Graph, TensorType
 
 
-def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Mapping[str, Any] | None = None, optimizer: str = "adamw", strict: bool = False) -> Space:
-    """Every legal way to run `graph` on `mesh`, priced on `cluster`, less what `constraints` forbid."""
-    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh), optimizer, strict).build()
+def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Mapping[str, Any] | None = None, optimizer: str = "adamw", strict: bool = False,
+              regather: bool = False) -> Space:
+    """Every legal way to run `graph` on `mesh`, priced on `cluster`, less what `constraints` forbid. With `regather`, gathered parameters may be dropped and gathered again in backward."""
+    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh), optimizer, strict, regather).build()
 
 
 # Factors along which the local form of an op counts positions from where its part begins: their parts are one range.
@@ -49,13 +51,14 @@ class _Draft:
 
 
 class _Builder:
-    def __init__(self, graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Constraints, optimizer: str, strict: bool) -> None:
+    def __init__(self, graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Constraints, optimizer: str, strict: bool, regather: bool) -> None:
         self.graph, self.mesh, self.cluster, self.constraints, self.optimizer, self.strict = graph, mesh, cluster, constraints, optimizer, strict
+        self.regather = regather or constraints.speak_of_gathering
         self.conversions = ShapeConsistencyManager(mesh, cluster)
         self._crossed: dict[Any, tuple[Choice, ...]] = {}
         # ops and edges that are alike share their tables: what is repeated in the model is computed once
         self._sites: dict[Any, tuple[tuple[Choice, ...], np.ndarray, bool]] = {}
-        self._stored: dict[Any, tuple[tuple[Choice, ...], np.ndarray]] = {}
+        self._stored: dict[Any, tuple[tuple[Choice, ...], np.ndarray, tuple[bool, ...]]] = {}
         self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = {}
         self._tables: dict[Any, np.ndarray] = {}
 
@@ -70,14 +73,18 @@ class _Builder:
         for draft in drafts.values():
             if draft.keep is not None:
                 kept = np.flatnonzero(draft.keep)
-                draft.site = replace(draft.site, choices=tuple(draft.site.choices[i] for i in kept), seconds=draft.site.seconds[kept])
+                site = draft.site
+                draft.site = replace(site, choices=tuple(site.choices[i] for i in kept), seconds=site.seconds[kept], regathered=tuple(site.regathered[i] for i in kept) if site.regathered else ())
         index = {key: i for i, key in enumerate(drafts)}
-        edges = []
+        edges, ends = [], []
         for key, draft in drafts.items():
             for i, value in enumerate(draft.sources):
                 source, port = source_of(value)
                 edges.append(self._edge(index[source], port, index[key], i, drafts[source].site, draft.site, draft.operands[i]))
-        return Space(self.mesh, self.cluster, tuple(d.site for d in drafts.values()), tuple(edges), self.conversions, self.graph.digest, self.optimizer)
+                ends.append((value, key[0] if isinstance(key, tuple) else key))
+        sites = tuple(d.site for d in drafts.values())
+        memory = memory_of(self.graph, self.mesh, self.cluster, self.optimizer, sites, edges, ends, index)
+        return Space(self.mesh, self.cluster, sites, tuple(edges), self.conversions, self.graph.digest, self.optimizer, memory)
 
     # -- rules fitted to calls, and the blocks that values may be cut by
 
@@ -178,9 +185,11 @@ class _Builder:
             choices = tuple(c for c in choices if _torch_can_state(values(c.output())))
             moved = OPTIMIZERS[self.optimizer]["moved"] if type_.requires_grad else 0
             local = np.array([math.prod(largest_local_shape(type_.shape, values(c.output()), self.mesh)) for c in choices]) * type_.itemsize
-            self._stored[key] = choices, local * moved / self.cluster.device.memory_bytes_per_s
-        choices, step = self._stored[key]
-        return Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes)
+            step = local * moved / self.cluster.device.memory_bytes_per_s
+            cut = [i for i, c in enumerate(choices) if self.regather and any(s.cut for s in c.strategies)]      # these twice: their gathered copy is kept, or made again
+            self._stored[key] = (*choices, *(choices[i] for i in cut)), np.concatenate([step, step[cut]]), (False,) * len(choices) + (True,) * len(cut)
+        choices, step, again = self._stored[key]
+        return Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes, regathered=again if any(again) else ())
 
     def _arriving(self, i: int, type_: TensorType) -> TensorType:
         """An output beside a loss leaves without a gradient."""
@@ -221,23 +230,28 @@ class _Builder:
         """Forward and backward on the fullest device. Without a rule, every device does everything."""
         if op in FREE:
             return np.zeros(len(choices))
-        device, largest = self.cluster.device, max((math.prod(t.shape) for t in (*operands, *outputs)), default=0)
-        points = np.empty(len(choices))
-        moved = np.empty(len(choices))
+        device = self.cluster.device
+        per_point, unlooped = PRODUCTS.get(op, (1.0, ""))
+        loops = [f for f in sizes if not re.fullmatch(unlooped, f)] if op in PRODUCTS and binding else None
+        points, moved = np.empty(len(choices)), np.empty(len(choices))
         for i, choice in enumerate(choices):
-            local = dict(sizes)
-            for strategy, n in zip(choice.strategies, self.mesh.shape, strict=True):
-                for factor in strategy.cut.factors if strategy.cut else ():
-                    local[factor] = part(local[factor], n, 0)[1]
-            points[i] = math.prod(local.values()) if binding else largest * math.prod(n / sizes[f] for f, n in local.items())
             ends = [(t, choice.operand(k)) for k, t in enumerate(operands)] + [(t, choice.output(k)) for k, t in enumerate(outputs)]
-            moved[i] = sum(math.prod(largest_local_shape(t.shape, values(flows), self.mesh)) * t.itemsize for t, flows in ends)
+            held = [(math.prod(largest_local_shape(t.shape, values(flows), self.mesh)), t.itemsize) for t, flows in ends]
+            moved[i] = sum(n * itemsize for n, itemsize in held)
+            points[i] = max((n for n, _ in held), default=0) if loops is None else math.prod(self._local_sizes(choice, sizes)[f] for f in loops)
         trained = sum(t.requires_grad for t in operands)
-        backward = trained if op in CONTRACTIONS else min(trained, 1)
-        per_point = FLOPS_PER_POINT.get(op, 1)
+        backward = trained if op in PRODUCTS else min(trained, 1)
         rate = device.rate(outputs[0].dtype)
         run = seconds("compute", flops=per_point * points, bytes=moved, rate=rate, bandwidth=device.memory_bytes_per_s, launch=device.launch_s)
         return run * (1 + backward) + self._inside_seconds(binding, choices, outputs)
+
+    def _local_sizes(self, choice: Choice, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The factors' sizes on the fullest device."""
+        local = dict(sizes)
+        for strategy, n in zip(choice.strategies, self.mesh.shape, strict=True):
+            for factor in strategy.cut.factors if strategy.cut else ():
+                local[factor] = part(local[factor], n, 0)[1]
+        return local
 
     def _inside_seconds(self, binding: Binding | None, choices: Sequence[Choice], outputs: Sequence[TensorType]) -> np.ndarray | float:
         """What local forms exchange themselves: two sums of each factor that is left, forward and again backward."""
@@ -251,7 +265,7 @@ class _Builder:
     # -- conversions
 
     def _edge(self, source_index: int, port: int, target_index: int, operand: int, source: Site, target: Site, type_: TensorType) -> Edge:
-        given, given_by = self._end(source.choices, port, Choice.output)
+        given, given_by = self._end(source.choices, port, Choice.output, bool(source.regathered))
         taken, taken_by = self._end(target.choices, operand, Choice.operand)
         key = (id(given), id(taken), type_, source.regathered)
         if key not in self._tables:
@@ -259,14 +273,16 @@ class _Builder:
             backward: Any = 0.0
             if type_.requires_grad:
                 backward = self.conversions.table(type_.shape, type_.itemsize, [gradients(f) for f in taken], [gradients(f) for f in given]).T
-            self._tables[key] = (2 * forward if source.regathered else forward) + backward
+            again = np.array(source.regathered)[:, None] if source.regathered else 0
+            self._tables[key] = forward * (1 + again) + backward
         return Edge(source_index, target_index, operand, given, taken, given_by, taken_by, self._tables[key], type_.shape, type_.itemsize, type_.requires_grad)
 
-    def _end(self, choices: tuple[Choice, ...], i: int, flows_of: Callable[[Choice, int], Flows]) -> tuple[tuple[Flows, ...], np.ndarray]:
-        """What may leave or arrive at one end, once each; the same objects for the same choices."""
+    def _end(self, choices: tuple[Choice, ...], i: int, flows_of: Callable[[Choice, int], Flows], apart: bool = False) -> tuple[tuple[Flows, ...], np.ndarray]:
+        """What may leave or arrive at one end, once each; the same objects for the same choices. `apart`: each choice by itself."""
         key = (id(choices), i, flows_of)
         if key not in self._ends:
-            self._ends[key] = (choices, *_distinct([flows_of(c, i) for c in choices]))     # the choices are held, so that their id stays theirs
+            flows = [flows_of(c, i) for c in choices]
+            self._ends[key] = (choices, *((tuple(flows), np.arange(len(flows))) if apart else _distinct(flows)))     # the choices are held, so that their id stays theirs
         return self._ends[key][1:]
 
     # -- pins
@@ -300,7 +316,8 @@ class _Builder:
             uses = takers.get(key, [])
             if site.kind == "parameter":
                 self._admit(draft, None, pins.storage)
-                draft.site = replace(draft.site, regathered=pins.regathered)
+                if pins.gather and draft.site.regathered:      # what is stored whole is neither
+                    draft.keep &= np.array([again == (pins.gather == "regathered") or not any(s.cut for s in c.strategies) for again, c in zip(draft.site.regathered, draft.site.choices, strict=True)])
                 uses = uses + [further for d, _ in uses if d.site.op == "identity" for further in takers.get(_key_of(drafts, d), [])]
             for taker, i in uses:
                 if taker.site.kind not in ("output", "update"):                # outputs have a word of their own

@@ -12,6 +12,7 @@ import numpy as np
 
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.convert import ShapeConsistencyManager
+from autopar.sharding.memory import Memory
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Flow
 from autopar.sharding.strategies import Choice
@@ -29,7 +30,7 @@ class Site:
     source: str = ""
     has_rule: bool = True
     bytes: int = 0                                             # of a parameter, whole
-    regathered: bool = False                                   # a parameter whose gathered copy is made again in backward
+    regathered: tuple[bool, ...] = ()                          # by choice of a parameter: is the gathered copy made again in backward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +57,7 @@ class Space:
     conversions: ShapeConsistencyManager
     digest: str                                                # of the graph
     optimizer: str = "adamw"
+    memory: Memory | None = None
 
     def __str__(self) -> str:
         lines = [f"space on mesh {self.mesh} of {self.cluster}: {len(self.sites)} sites, {sum(len(s.choices) for s in self.sites)} choices, {len(self.edges)} edges"]

@@ -19,7 +19,7 @@ from autopar.sharding.strategies import Choice, Strategy, values
 if TYPE_CHECKING:
     import torch
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,14 @@ class Plan:
     without_rule: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     defaults: tuple[tuple[str, str], ...] = ()                 # what an argument left at its default meant
+    memory: Mapping[str, int] = field(default_factory=dict, repr=False)      # bytes a device at the peak, by kind
+    peak_at: str = ""                                          # where in the step the peak stands
+    budget: int | None = None                                  # bytes a device; None: not asked for
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decisions", MappingProxyType(dict(self.decisions)))
         object.__setattr__(self, "parameter_bytes", MappingProxyType(dict(self.parameter_bytes)))
+        object.__setattr__(self, "memory", MappingProxyType(dict(self.memory)))
 
     def __reduce__(self) -> Any:                               # a plan travels between ranks as data
         return Plan.from_dict, (self.to_dict(),)
@@ -89,9 +93,9 @@ class Plan:
         return {name: values(d.flows()) for name, d in self.decisions.items() if d.kind == "parameter"}
 
     @property
-    def peak_bytes(self) -> int | None:
-        """Not modelled yet: no stage of this version counts activations."""
-        return None
+    def peak_bytes(self) -> int:
+        """What the fullest device holds at most during a step."""
+        return sum(self.memory.values())
 
     # -- text
 
@@ -106,7 +110,9 @@ class Plan:
         lines = [
             f"plan for {self.mesh.size} devices, mesh {self.mesh}, cluster {self.cluster}",
             f"step      {_time(self.step_time_s)} a step: {_time(compute)} compute and optimizer, {_time(moved)} communication, nothing overlapped",
-            f"bound     {_time(self.lower_bound_s)} at least for any plan of this model on this mesh: gap {self.gap:.2%}",
+            f"bound     {_time(self.lower_bound_s)} at least for any plan of this model on this mesh{' within the budget' if self.budget is not None else ''}: gap {self.gap:.2%}",
+            f"memory    {_size(self.peak_bytes)} at the {self.peak_at}" + (f", of {_size(self.budget)}" if self.budget is not None else "")
+            + ": " + ", ".join(f"{kind} {_size(n)}" for kind, n in sorted(self.memory.items(), key=lambda kn: -kn[1]) if n),
             "",
             *_table([("parameter", "stored", "bytes a device"), *_folded(stored)]),
             "",
@@ -183,6 +189,9 @@ class Plan:
             "without_rule": list(self.without_rule),
             "assumptions": list(self.assumptions),
             "defaults": [list(pair) for pair in self.defaults],
+            "memory": dict(self.memory),
+            "peak_at": self.peak_at,
+            "budget": self.budget,
         }
 
     @staticmethod
@@ -211,6 +220,7 @@ class Plan:
                 mesh, str(data["cluster"]), decisions, conversions, frozenset(data["regathered"]), float(data["step_time_s"]), float(data["lower_bound_s"]),
                 {str(k): int(v) for k, v in data["parameter_bytes"].items()}, str(data["digest"]), str(data["optimizer"]),
                 tuple(map(str, data["without_rule"])), tuple(map(str, data["assumptions"])), tuple((str(a), str(b)) for a, b in data["defaults"]),
+                {str(k): int(v) for k, v in data["memory"].items()}, str(data["peak_at"]), None if data["budget"] is None else int(data["budget"]),
             )
         except Letter:
             raise
@@ -245,6 +255,13 @@ def _time(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.2f} {unit}"
     return f"{seconds * 1e6:.1f} us"
+
+
+def _size(n: float) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= scale:
+            return f"{n / scale:.2f} {unit}"
+    return f"{n:.0f} B"
 
 
 def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -13,6 +13,7 @@ belong to the choices at the other end (`fold_single_ends`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,27 +25,53 @@ from autopar.sharding.convert import Step
 from autopar.sharding.placement import Sharding
 from autopar.sharding.space import Edge, Flows, Space
 from autopar.sharding.strategies import gradients, values
+from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import Factor, Problem
 from autopar.solver.plan import Conversion, Decision, Plan
 
 _CLOSED = 1e-9                                                 # a gap that is rounding
-_SMALL = 200_000                                               # flow pairs that an integer program is given
+_SMALL, _SMALL_WITH_ROWS = 200_000, 4_000                      # flow pairs that an integer program is given; memory rows make it hard
 _SCALE = 1e6                                                   # the program counts microseconds: CBC's tolerances are absolute
 
 
-def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = (), gap: float = 0.0, reduce: bool = True) -> Plan:
-    """The fastest plan of the space, or one proven to be within `gap` of it. Without `reduce` the whole space goes to the integer program."""
+def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = (), gap: float = 0.0, reduce: bool = True, budget: float | None = None) -> Plan:
+    """The fastest plan of the space, or one proven to be within `gap` of it. Without `reduce` the whole space goes to the integer program. No device holds more than `budget` bytes."""
     backend = _backend(solver)
-    if reduce:
-        found = problem_of(space).minimise(gap=gap)
-        if not np.isfinite(found.bound):
-            raise _infeasible(space, "no choices go together")
-        picked, bound = found.picked, found.bound
-        if found.cost - found.bound > max(gap, _CLOSED) * found.cost and sum(e.seconds.size for e in space.edges) <= _SMALL:
-            picked, bound = _optimise(space, backend)
-    else:
-        picked, bound = _optimise(space, backend)
-    return plan_of(space, picked, bound, defaults, assumptions)
+    found = problem_of(space).minimise(gap=gap)
+    if not np.isfinite(found.bound):
+        raise _infeasible(space, "no choices go together")
+    picked, bound, cost = found.picked, found.bound, found.cost
+    small, limit, times = sum(e.seconds.size for e in space.edges) <= _SMALL, None, list[int]()
+    if budget is not None and np.isfinite(budget):
+        counted = Budgeted(space)
+        first = counted.point(picked)
+        if first.peak > budget:
+            limit = float(budget)
+            outcome = counted.fastest(limit, gap)
+            times, small = sorted(counted.rows), sum(e.seconds.size for e in space.edges) <= _SMALL_WITH_ROWS
+            if outcome.best is None and not small:
+                raise _over(space, counted, limit)
+            picked, bound = (outcome.best.picked, outcome.bound) if outcome.best else (picked, outcome.bound)
+            cost = outcome.best.seconds if outcome.best else np.inf
+    if small and (not reduce or not np.isfinite(cost) or cost - bound > max(gap, _CLOSED) * cost):
+        try:
+            picked, bound = _optimise(space, backend, limit, times)
+        except Infeasible:
+            if limit is None:
+                raise
+            raise _over(space, counted, limit) from None
+    return plan_of(space, picked, bound, defaults, assumptions, limit)
+
+
+def _over(space: Space, counted: Budgeted, budget: float) -> Infeasible:
+    """What to say of a budget that nothing fits."""
+    best, bound = counted.smallest()
+    assert space.memory is not None
+    time = int(best.held.argmax())
+    kinds = {kind: held[time] for kind, held in space.memory.held(best.picked, space.edges).items()}
+    fills = ", ".join(f"{kind} {n:,.0f}" for kind, n in sorted(kinds.items(), key=lambda kn: -kn[1]) if n)
+    return Infeasible(f"no plan of {budget:,.0f} bytes a device was found on mesh {space.mesh}", seen=f"{bound:,.0f} bytes are needed by any plan; at the {space.memory.when(time)}, the fullest time of the smallest plan: {fills}",
+                      advice=f"memory_budget={math.ceil(best.peak)}, the smallest for which a plan was found, or more devices")
 
 
 def problem_of(space: Space) -> Problem:
@@ -52,7 +79,7 @@ def problem_of(space: Space) -> Problem:
     return Problem([s.seconds for s in space.sites], [Factor((e.source, e.target), (e.given_by, e.taken_by), e.seconds) for e in space.edges])
 
 
-def plan_of(space: Space, picked: Sequence[int], bound: float, defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = ()) -> Plan:
+def plan_of(space: Space, picked: Sequence[int], bound: float, defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = (), budget: float | None = None) -> Plan:
     """The plan that picks these choices."""
     sites = space.sites
     decisions = {s.name: Decision(s.op, s.kind, s.choices[i], float(s.seconds[i]), s.source) for s, i in zip(sites, picked, strict=True)}
@@ -63,11 +90,20 @@ def plan_of(space: Space, picked: Sequence[int], bound: float, defaults: Sequenc
         total += seconds
         conversion = _conversion(space, e, e.given[f], e.taken[g], seconds)
         conversions += [conversion] if conversion.forward or conversion.backward else []
-    regathered = frozenset(s.name for s in sites if s.regathered)
+    regathered = frozenset(s.name for s, i in zip(sites, picked, strict=True) if s.regathered and s.regathered[i])
     sizes = {s.name: s.bytes for s in sites if s.kind == "parameter"}
     without_rule = tuple(s.name for s in sites if not s.has_rule)
     return Plan(space.mesh, str(space.cluster), decisions, tuple(conversions), regathered, total, min(bound, total), sizes, space.digest, space.optimizer,
-                without_rule, tuple(assumptions), tuple(defaults))
+                without_rule, tuple(assumptions), tuple(defaults), *_peak(space, picked), None if budget is None else int(budget))
+
+
+def _peak(space: Space, picked: Sequence[int]) -> tuple[dict[str, int], str]:
+    """Bytes at the fullest time by kind, and when that is."""
+    if space.memory is None:
+        return {}, ""
+    held = space.memory.held(picked, space.edges)
+    time = int(np.sum(list(held.values()), axis=0).argmax())
+    return {kind: round(float(n[time])) for kind, n in held.items()}, space.memory.when(time)
 
 
 def _conversion(space: Space, e: Edge, given: Flows, taken: Flows, seconds: float) -> Conversion:
@@ -96,25 +132,46 @@ def _infeasible(space: Space, why: str) -> Infeasible:
     return Infeasible(f"no plan satisfies the constraints on mesh {space.mesh}", seen=why, advice="pin fewer things")
 
 
-def _optimise(space: Space, backend: Any) -> tuple[list[int], float]:
-    """The picked choice of every site, and the proven bound in seconds."""
-    costs, edges = fold_single_ends(space)
+def _optimise(space: Space, backend: Any, budget: float | None = None, times: Sequence[int] = ()) -> tuple[list[int], float]:
+    """The picked choice of every site, and the proven bound in seconds. A time joins the memory rows where a plan holds more than the budget."""
+    costs, edges = fold_single_ends(space) if budget is None else ([s.seconds for s in space.sites], list(space.edges))
     problem = pulp.LpProblem("plan", pulp.LpMinimize)
     x = [[pulp.LpVariable(f"x_{s}_{i}", cat="Binary") if np.isfinite(c) else None for i, c in enumerate(cost)] for s, cost in enumerate(costs)]
+    y = [{(f, g): pulp.LpVariable(f"y_{k}_{f}_{g}", lowBound=0) for f, g in zip(*np.nonzero(np.isfinite(e.seconds)), strict=True)} for k, e in enumerate(edges)]
     terms = [(v, c * _SCALE) for row, cost in zip(x, costs, strict=True) for v, c in zip(row, cost, strict=True) if v is not None]
     rows = [_one_choice_per_site(row) for row in x]
-    for k, e in enumerate(edges):
-        y = {(f, g): pulp.LpVariable(f"y_{k}_{f}_{g}", lowBound=0) for f, g in zip(*np.nonzero(np.isfinite(e.seconds)), strict=True)}
-        terms += [(v, float(e.seconds[fg]) * _SCALE) for fg, v in y.items()]
-        rows += _ends_agree(e, y, x)
+    for e, flows in zip(edges, y, strict=True):
+        terms += [(v, float(e.seconds[fg]) * _SCALE) for fg, v in flows.items()]
+        rows += _ends_agree(e, flows, x)
     problem.setObjective(pulp.LpAffineExpression(terms))
     for row in rows:
         problem.addConstraint(row)
-    status = problem.solve(backend)
-    if pulp.LpStatus[status] != "Optimal":
-        raise _infeasible(space, f"the solver says {pulp.LpStatus[status]}")
-    picked = [max(range(len(row)), key=lambda i, row=row: row[i].value() if row[i] is not None else -1.0) for row in x]     # type: ignore[misc]
-    return picked, pulp.value(problem.objective) / _SCALE
+    counted: set[int] = set()
+    while True:
+        for time in sorted({*times} - counted):
+            problem.addConstraint(_within(space, budget or 0.0, time, x, y))
+        counted |= set(times)
+        status = problem.solve(backend)
+        if pulp.LpStatus[status] != "Optimal":
+            raise _infeasible(space, f"the solver says {pulp.LpStatus[status]}")
+        picked = [max(range(len(row)), key=lambda i, row=row: row[i].value() if row[i] is not None else -1.0) for row in x]     # type: ignore[misc]
+        assert space.memory is not None or budget is None
+        held = np.sum(list(space.memory.held(picked, space.edges).values()), axis=0) if space.memory and budget is not None else np.zeros(1)
+        if budget is None or held.max() <= budget:
+            return picked, pulp.value(problem.objective) / _SCALE
+        if int(held.argmax()) in counted:                      # within the backend's tolerance of a budget that nothing fits
+            raise _infeasible(space, "the solver's own tolerance")
+        times = [int(held.argmax())]
+
+
+def _within(space: Space, budget: float, time: int, x: list[list[Any]], y: list[dict[Any, Any]]) -> Any:
+    """What is held at a time is at most the budget; in units of the largest of them."""
+    assert space.memory is not None
+    sites, edges = space.memory.row(time)
+    unit = max([budget, *(float(held.max()) for held in (*sites.values(), *edges.values()))])
+    terms = [(v, b / unit) for i, held in sites.items() for v, b in zip(x[i], held, strict=True) if v is not None and b]
+    terms += [(v, float(held[fg]) / unit) for k, held in edges.items() for fg, v in y[k].items() if held[fg]]
+    return pulp.LpAffineExpression(terms) <= budget / unit
 
 
 def _one_choice_per_site(row: list[Any]) -> Any:

@@ -123,7 +123,7 @@ def test_a_plan_survives_json_and_planning_again(tmp_path):
 def test_a_plan_speaks():
     plan = small_plan()
     text = str(plan)
-    assert "mesh (dp=2, tp=2)" in text and "blocks.*.up.weight (x2)" in text and "gap" in text and "memory is not modelled yet" in text
+    assert "mesh (dp=2, tp=2)" in text and "blocks.*.up.weight (x2)" in text and "gap" in text and "memory    " in text and "default   memory_budget: 90% of the 80 GiB" in text
     assert "blocks.0.up/linear" in plan.explain("blocks.0.up") and "models.py" in plan.explain("blocks.0")
     assert plan.diff(plan) == "the plans are the same"
     other = small_plan(constraints={"blocks.0.up.weight": "R"})

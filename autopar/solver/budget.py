@@ -1,0 +1,228 @@
+"""The fastest plan under a memory budget, with a bound for the joint problem.
+
+    minimise  seconds(x)     such that     bytes(x, t) <= budget   at every time t
+
+Each time is a row with a price. At given prices the problem is a sum of tables again, and elimination gives its least value: less the price of the budget that is a bound, and its choices are a plan with
+its bytes. A small linear program over the plans met so far gives the next prices (a row joins where a plan's peak stands over the budget). Layers that take the cheaper plan up to some point
+and the smaller one from there on fill what is left between two plans.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pulp
+
+from autopar.sharding.space import Space
+from autopar.solver.eliminate import Factor, Problem
+
+ROUNDS = 16                                                    # of prices; the search counts rounds, never seconds
+_SAME, _MET = 1e-12, 1e-9
+_TINY = 1e-30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Point:
+    """A plan that was met: its choices, seconds, and bytes at every time."""
+
+    picked: list[int]
+    seconds: float
+    held: np.ndarray
+
+    @property
+    def peak(self) -> float:
+        return float(self.held.max())
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The best plan within the budget, if one was found, and what no plan within it goes under."""
+
+    best: Point | None
+    bound: float
+    points: list[Point]
+
+
+@dataclass
+class Budgeted:
+    """A space whose memory is counted."""
+
+    space: Space
+    rows: dict[int, tuple[dict[int, np.ndarray], dict[int, np.ndarray]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.space.memory is not None
+        self.memory = self.space.memory
+        self._alike: dict[bytes, np.ndarray] = {}
+        sites, first = self.space.sites, dict[int, int]()
+        for e in self.space.edges:
+            if sites[e.source].kind != "op":                   # a parameter stands where it is first used
+                first[e.source] = min(first.get(e.source, e.target), e.target)
+        rank = sorted(range(len(sites)), key=lambda i: (first.get(i, i), i not in first, i))
+        self.place: np.ndarray = np.empty(len(rank), dtype=int)
+        self.place[rank] = np.arange(len(rank))
+
+    # -- a plan at prices
+
+    def at(self, prices: dict[int, float], of_time: float = 1.0) -> tuple[Point, float]:
+        """The plan of least seconds (times `of_time`) and priced bytes, and a bound of that sum."""
+        memo: dict[Any, np.ndarray] = {}
+
+        def priced(base: np.ndarray, extras: list[tuple[float, np.ndarray]]) -> np.ndarray:
+            key = (id(base), *((p, id(b)) for p, b in extras))
+            if key not in memo:
+                memo[key] = (base if of_time == 1.0 else np.where(np.isfinite(base), np.nan_to_num(base, posinf=0.0) * of_time, math.inf)) + sum(p * b for p, b in extras)   # what leads nowhere does so at any price
+            return memo[key]
+
+        rows = [(price, self._row(t)) for t, price in sorted(prices.items()) if price > 0]
+        costs = [priced(s.seconds, [(p, sites[i]) for p, (sites, _) in rows if i in sites]) for i, s in enumerate(self.space.sites)]
+        tables = [priced(e.seconds, [(p, edges[k]) for p, (_, edges) in rows if k in edges]) for k, e in enumerate(self.space.edges)]
+        problem = Problem(costs, [Factor((e.source, e.target), (e.given_by, e.taken_by), t) for e, t in zip(self.space.edges, tables, strict=True)])
+        found = problem.minimise(tries=1)
+        return self.point(found.picked), found.bound
+
+    def point(self, picked: Sequence[int]) -> Point:
+        return Point(list(picked), self.seconds(picked), np.sum(list(self.memory.held(picked, self.space.edges).values()), axis=0))
+
+    def seconds(self, picked: Sequence[int]) -> float:
+        return float(sum(s.seconds[i] for s, i in zip(self.space.sites, picked, strict=True)) + sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in self.space.edges))
+
+    def _row(self, time: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+        if time not in self.rows:
+            self.rows[time] = tuple({i: self._alike.setdefault(b.tobytes() + repr(b.shape).encode(), b) for i, b in part.items()} for part in self.memory.row(time))   # type: ignore[assignment]
+        return self.rows[time]
+
+    # -- the search
+
+    def fastest(self, budget: float, gap: float, incumbents: Iterable[Sequence[int]] = ()) -> Outcome:
+        """Prices are raised until plan and bound meet within the gap."""
+        points, bounds, times = [self.point(p) for p in incumbents], list[float](), list[int]()
+        prices: dict[int, float] = {}
+        for _ in range(ROUNDS):
+            point, least = self.at(prices)
+            points += [point] if math.isfinite(point.seconds) else []
+            bounds.append(least - sum(prices.values()) * budget)
+            within = [p for p in points if p.peak <= budget]
+            best = min(within, key=lambda p: p.seconds, default=None)
+            if best is not None and best.seconds - max(bounds) <= max(gap, _SAME) * best.seconds:
+                break
+            times = sorted({*times, *(t for t in self._peaks(point) if point.held[t] > budget)})
+            after = _prices(points, times, budget)
+            if all(abs(after.get(t, 0.0) - prices.get(t, 0.0)) <= 1e-9 * max(after.get(t, 0.0), 1e-30) for t in {*after, *prices}):
+                break
+            prices = after
+        points += self._spliced(points, budget)
+        return Outcome(min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None), max(bounds), points)
+
+    def smallest(self) -> tuple[Point, float]:
+        """The plan of the lowest peak that was found, and what no plan's peak goes under."""
+        first, _ = self.at({})
+        points, times, bound = [first], self._peaks(first), 0.0
+        weights, done = dict.fromkeys(times, 1.0 / len(times)), list[dict[int, float]]()
+        a_little = 1e-3 * first.peak / max(_TINY, first.seconds)           # what no row speaks of goes by time
+        for _ in range(ROUNDS):
+            point, _ = self.at(weights, a_little)
+            points += [point] if math.isfinite(point.seconds) else []
+            times, before = sorted({*times, *self._peaks(point)}), weights
+            weights, guess = _weights(points, times)
+            done.append(before)
+            if min(p.peak for p in points) <= guess * 1.001 or weights in done:
+                break
+        for w in (before, weights):
+            bound = max(bound, self.at(w, 0.0)[1])
+        points = [p for p in points if math.isfinite(p.seconds)] or [first]
+        best = min(points, key=lambda p: (p.peak, p.seconds))
+        for share in (0.3, 0.5, 0.7):                          # plans met on the way to budgets between the two
+            if best.peak <= bound * (1 + _MET):
+                break
+            found = self.fastest(bound + (best.peak - bound) * share, 0.02).points
+            best = min([best, *found], key=lambda p: (p.peak, p.seconds))
+        return best, bound
+
+    def _peaks(self, point: Point) -> list[int]:
+        """Where a plan holds most: in the forward, in each half of the backward, and in the optimizer's step."""
+        n = len(self.memory.ops)
+        edges = [0, n, n + n // 2, 2 * n, 2 * n + 1]
+        return [low + int(point.held[low:high].argmax()) for low, high in itertools.pairwise(edges) if high > low]
+
+    def _spliced(self, points: Sequence[Point], budget: float) -> list[Point]:
+        """Of each plan over the budget and one within it: one up to some place in the model, the other from there on."""
+        under = sorted((p for p in points if p.peak <= budget), key=lambda p: p.seconds)[:3]
+        over = sorted((p for p in points if p.peak > budget and under and p.seconds < under[0].seconds), key=lambda p: p.peak)[:3]
+        made = []
+        for a in under:
+            for b in over:
+                for first, second in ((a, b), (b, a)):
+                    made += self._best_splice(first, second, budget)
+        return made
+
+    def _best_splice(self, first: Point, second: Point, budget: float) -> list[Point]:
+        sites, edges, n = self.space.sites, self.space.edges, len(self.space.sites)
+        seconds = np.zeros(n + 2)
+
+        def count(into: np.ndarray, places: tuple[int, ...], value: Any) -> None:
+            """Add what a part costs to every number of sites that take the first plan."""
+            marks = sorted({0, *(p + 1 for p in places), n + 1})
+            for low, high in itertools.pairwise(marks):
+                amount = value([first.picked if low > p else second.picked for p in places])
+                into[low] += amount
+                into[high] -= amount
+
+        for i, s in enumerate(sites):
+            count(seconds, (int(self.place[i]),), lambda picks, i=i, s=s: s.seconds[picks[0][i]])
+        for e in edges:
+            count(seconds, (int(self.place[e.source]), int(self.place[e.target])), lambda picks, e=e: _inf_as_big(e.seconds[e.given_by[picks[0][e.source]], e.taken_by[picks[1][e.target]]]))
+        along = np.cumsum(seconds)[: n + 1]
+        found: list[Point] = []
+        order = np.argsort(self.place)
+        limit = min(first.seconds if first.peak <= budget else math.inf, second.seconds if second.peak <= budget else math.inf)
+        able = np.flatnonzero(along < limit)
+        able = able[np.argsort(along[able], kind="stable")]
+        for k in able[:: max(1, len(able) // 24)]:             # a few, evenly from the fastest on
+            picked = list(second.picked)
+            for i in order[: int(k)]:
+                picked[int(i)] = first.picked[int(i)]
+            point = self.point(picked)
+            if point.peak <= budget and math.isfinite(point.seconds):
+                found.append(point)
+                break
+        return found
+
+
+def _inf_as_big(x: float) -> float:
+    return float(x) if math.isfinite(x) else 1e9
+
+
+def _prices(points: Sequence[Point], times: Sequence[int], budget: float) -> dict[int, float]:
+    """The prices under which the plans met so far are worth most: max theta, theta <= seconds + sum of price * (bytes - budget)."""
+    if not points:
+        return dict.fromkeys(times, 1.0)
+    program = pulp.LpProblem("prices", pulp.LpMaximize)
+    most = max(p.seconds for p in points) or 1.0
+    unit = budget / most                                       # prices are in seconds a budget's worth of bytes, seconds in those of the slowest plan
+    theta = pulp.LpVariable("theta")
+    price = {t: pulp.LpVariable(f"p_{t}", lowBound=0, upBound=1e4) for t in times}
+    program.setObjective(theta + 0)
+    for p in points:
+        program.addConstraint(theta - pulp.lpSum(v * float((p.held[t] - budget) / budget) for t, v in price.items()) <= p.seconds / most)
+    program.solve(pulp.PULP_CBC_CMD(msg=False, threads=1))
+    return {t: max(0.0, float(v.value() or 0.0)) / unit for t, v in price.items()}
+
+
+def _weights(points: Sequence[Point], times: Sequence[int]) -> tuple[dict[int, float], float]:
+    """The mixture of times at which the smallest of the plans met so far holds most, and what it holds then."""
+    program = pulp.LpProblem("weights", pulp.LpMaximize)
+    unit = max(_TINY, *(p.peak for p in points))
+    theta = pulp.LpVariable("theta")
+    weight = {t: pulp.LpVariable(f"w_{t}", lowBound=0) for t in times}
+    program.setObjective(theta + 0)
+    program.addConstraint(pulp.lpSum(weight.values()) == 1)
+    for p in points:
+        program.addConstraint(theta - pulp.lpSum(v * float(p.held[t] / unit) for t, v in weight.items()) <= 0)
+    program.solve(pulp.PULP_CBC_CMD(msg=False, threads=1))
+    return {t: max(0.0, float(v.value() or 0.0)) for t, v in weight.items()}, float(theta.value() or 0.0) * unit

@@ -1,0 +1,141 @@
+"""Memory: what a plan holds and when, the fastest plan under a budget, and the letter where there is none."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autopar
+from autopar import Cluster, DeviceMesh
+from autopar.letters import BadBudget, Infeasible
+from autopar.sharding import shardings
+from autopar.sharding.memory import Memory, Piece
+from autopar.solver import solve
+from autopar.solver.budget import Budgeted
+from autopar.tracer import ColoTracer
+from tests.models import mlp_case
+from tests.solver.test_program import spaces
+
+
+@st.composite
+def spaces_with_memory(draw):
+    """A random small space, with random pieces of memory over a few times."""
+    space = draw(spaces())
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    ops = tuple(f"op{i}" for i in range(draw(st.integers(1, 3))))
+    pieces = []
+    for i, site in enumerate(space.sites):
+        for _ in range(rng.integers(0, 3)):
+            first = int(rng.integers(0, 2 * len(ops) + 1))
+            pieces.append(Piece("transients", i, False, rng.integers(0, 40, len(site.choices)).astype(float), first, int(rng.integers(first, 2 * len(ops) + 1))))
+    for k, e in enumerate(space.edges):
+        first = int(rng.integers(0, 2 * len(ops) + 1))
+        pieces.append(Piece("gradients", k, True, rng.integers(0, 40, e.seconds.shape).astype(float), first, int(rng.integers(first, 2 * len(ops) + 1))))
+    return replace(space, memory=Memory(tuple(pieces), ops))
+
+
+def everything(space):
+    """Seconds and peak of every assignment, added up here."""
+    for pick in itertools.product(*(range(len(s.choices)) for s in space.sites)):
+        seconds = sum(s.seconds[i] for s, i in zip(space.sites, pick)) + sum(e.seconds[e.given_by[pick[e.source]], e.taken_by[pick[e.target]]] for e in space.edges)
+        held = [0.0] * (2 * len(space.memory.ops) + 1)
+        for p in space.memory.pieces:
+            e = space.edges[p.place] if p.is_edge else None
+            amount = p.bytes[e.given_by[pick[e.source]], e.taken_by[pick[e.target]]] if e else p.bytes[pick[p.place]]
+            for t in range(p.first, p.last + 1):
+                held[t] += amount
+        yield seconds, max(held)
+
+
+@settings(max_examples=100, deadline=None)
+@given(spaces_with_memory(), st.floats(0.0, 1.0), st.sampled_from(["cbc", "highs"]))
+def test_under_a_budget_the_solver_agrees_with_trying_everything(space, share, solver):
+    all_ = [(s, p) for s, p in everything(space) if np.isfinite(s)]
+    if not all_:
+        return
+    low, high = min(p for _, p in all_), max(p for _, p in all_)
+    budget = low + share * (high - low) + 0.5
+    best = min(s for s, p in all_ if p <= budget)
+    plan = solve(space, solver, budget=budget)
+    assert plan.step_time_s == pytest.approx(best, abs=1e-12) and plan.peak_bytes <= budget and plan.lower_bound_s <= best + 1e-12
+    counted = Budgeted(space)
+    outcome = counted.fastest(budget, 0.0)
+    assert outcome.bound <= best + 1e-12 and (outcome.best is None or (outcome.best.seconds >= best - 1e-12 and outcome.best.peak <= budget))
+    found, bound = counted.smallest()
+    assert bound <= low + 1e-6 and found.peak >= low - 1e-6
+    if low > 1:
+        with pytest.raises(Infeasible, match="no plan of"):
+            solve(space, solver, budget=low - 0.5)
+
+
+def gpt2(layers=2):
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers, n_embd=64, n_head=4, vocab_size=512, n_positions=64)).train()
+    ids = torch.zeros(8, 64, dtype=torch.long)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+MODELS = {"gpt2": gpt2, "mlp": mlp_case}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_more_memory_is_never_slower(name):
+    model, batch = MODELS[name]()
+    free = autopar.plan(model, batch, mesh=(2, 2))
+    with pytest.raises(Infeasible) as letter:
+        autopar.plan(model, batch, mesh=(2, 2), memory_budget=1)
+    least = int(letter.value.advice.split("=")[1].split(",")[0])
+    plans = [autopar.plan(model, batch, mesh=(2, 2), memory_budget=int(least + (free.peak_bytes - least) * k / 10)) for k in range(11)]
+    assert all(p.peak_bytes <= p.budget for p in plans)
+    assert all(a.step_time_s >= b.step_time_s * (1 - 1e-9) for a, b in itertools.pairwise(plans))
+    assert plans[-1].step_time_s == pytest.approx(free.step_time_s) and len({p.step_time_s for p in plans}) >= 5
+    bound = int(letter.value.seen.split(" bytes")[0].replace(",", ""))
+    with pytest.raises(Infeasible):
+        autopar.plan(model, batch, mesh=(2, 2), memory_budget=bound - 1)
+
+
+@pytest.mark.parametrize("budget", ["16 gigs", "", -1, 0, True, "GiB", [1]])
+def test_a_budget_that_cannot_be_read_is_a_letter(budget):
+    model, batch = mlp_case()
+    with pytest.raises(BadBudget, match="no number of bytes"):
+        autopar.plan(model, batch, mesh=2, memory_budget=budget)
+
+
+@pytest.mark.parametrize("text, nbytes", [("16GiB", 16 * 2**30), ("1.5 GB", 1_500_000_000), ("4096", 4096), (2**20, 2**20)])
+def test_a_budget_is_read(text, nbytes):
+    model, batch = mlp_case()
+    assert autopar.plan(model, batch, mesh=2, memory_budget=text if not isinstance(text, str) or text != "4096" else "400 KiB").budget == (nbytes if text != "4096" else 400 * 1024)
+
+
+def test_on_one_device_the_peak_is_what_torch_counts():
+    """MemTracker counts what tensors of a real step hold."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    model, batch = gpt2(3)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    cpu = replace(Cluster.of("generic"), device=replace(Cluster.of("generic").device, kernels="cpu"))
+    graph = ColoTracer().trace(model, batch)
+    space = shardings(graph, DeviceMesh((1,)), cpu)
+    plan = solve(space)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, *{id(t): t for t in batch.values()}.values())
+    with tracker:
+        for step in range(2):
+            if step:
+                tracker.reset_mod_stats()
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+    measured = sum(n for name, n in tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items() if str(name) == "Total") or tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert plan.peak_bytes == pytest.approx(measured, rel=0.1)
