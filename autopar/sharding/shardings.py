@@ -92,6 +92,7 @@ class _Builder:
         from autopar.tracer.graph import info, op_name, type_of
 
         self.bindings: dict[fx.Node, Binding | None] = {}
+        known: dict[Any, Binding] = {}
         for node in self.graph.nodes:
             if info(node).kind != "op":
                 continue
@@ -104,14 +105,16 @@ class _Builder:
                                  advice=f'autopar.rule("{op_name(node)}", "... -> ...")')
                 self.bindings[node] = None
                 continue
-            shapes = [None if n is None else type_of(n).shape if hasattr(n, "meta") else () for n in given]
-            try:
-                binding = _without_numbers(rule.bind(shapes, [t.shape for t in about.outputs]), given)
-                if not all("float" in t.dtype for t in about.outputs):    # a sum of truth values is an or, and whole numbers wrap: no parts of sums
-                    binding = replace(binding, groups=())
-                self.bindings[node] = binding
-            except BadRule as e:
-                raise BadRule(f"{op_name(node)}: {e.what}", at=about.source, seen=e.seen) from e
+            shapes = tuple(None if n is None else type_of(n).shape if hasattr(n, "meta") else () for n in given)
+            key = (rule, shapes, about.outputs, tuple(n is None or hasattr(n, "meta") for n in given))
+            if key not in known:
+                try:
+                    binding = _without_numbers(rule.bind(shapes, [t.shape for t in about.outputs]), given)
+                except BadRule as e:
+                    raise BadRule(f"{op_name(node)}: {e.what}", at=about.source, seen=e.seen) from e
+                # a sum of truth values is an or, and whole numbers wrap: no parts of sums
+                known[key] = binding if all("float" in t.dtype for t in about.outputs) else replace(binding, groups=())
+            self.bindings[node] = known[key]
 
     def _spread_blocks(self) -> None:
         """Where several values stand end to end in one dim, that dim may be cut by blocks; so may every dim that is the same factor
@@ -133,15 +136,18 @@ class _Builder:
                         factors.setdefault(dim.factor, []).append((value, i))
             joined = {f for row in binding.rows for dim in row if dim.joined for f in dim.factors}
             places += [held for f, held in factors.items() if f not in joined and f not in binding.whole and not _counts(node, f)]
-        changed = bool(self.blocks)
-        while changed:
-            changed = False
-            for held in places:
-                known = set().union(*(self.blocks.get(p, set()) for p in held))
-                for place in held:
-                    mine = self.blocks.setdefault(place, set())
-                    changed |= mine != known
-                    mine |= known
+        meets: dict[tuple[fx.Node, int], list[list[tuple[fx.Node, int]]]] = {}
+        for held in places if any(self.blocks.values()) else ():
+            for place in held:
+                meets.setdefault(place, []).append(held)
+        waiting = [place for place, blocks in self.blocks.items() if blocks]
+        while waiting:
+            place = waiting.pop()
+            for held in meets.get(place, ()):
+                for other in held:
+                    if not self.blocks[place] <= self.blocks.setdefault(other, set()):
+                        self.blocks[other] |= self.blocks[place]
+                        waiting.append(other)
 
     def _blocks_of_factors(self, node: fx.Node, binding: Binding) -> dict[str, set[tuple[int, ...]]]:
         values_ = [n for n, row in zip(node.target.operands(node.kwargs), binding.operands, strict=True) if row is not None]   # type: ignore[union-attr]
@@ -290,12 +296,17 @@ class _Builder:
     def _pin(self, drafts: dict[Any, _Draft]) -> None:
         from autopar.tracer.graph import info
 
+        if not self.constraints.pins:
+            return
         last: dict[str, fx.Node] = {}                          # what a module gives is what was computed last in it, its children included
         for n in self.graph.nodes:
             if info(n).kind == "op" and self.bindings[n] is not None and n.target.name != "identity":     # type: ignore[union-attr]
                 path = info(n).module
                 while path:
                     last[path], path = n, path.rpartition(".")[0]
+        paths: dict[fx.Node, list[str]] = {}
+        for path, n in last.items():
+            paths.setdefault(n, []).append(path)
         takers: dict[Any, list[tuple[_Draft, int]]] = {}
         for draft in drafts.values():
             for i, value in enumerate(draft.sources):
@@ -309,7 +320,7 @@ class _Builder:
                     self._admit(draft, 0, pins.use)
                 continue
             about = info(key)
-            names = about.names or (site.name,) if site.kind != "op" else tuple(path for path, n in last.items() if n is key)
+            names = about.names or (site.name,) if site.kind != "op" else tuple(paths.get(key, ()))
             pins = self.constraints.of(*names, is_parameter=site.kind == "parameter") if names else None
             if not pins:
                 continue

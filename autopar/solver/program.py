@@ -88,8 +88,9 @@ def plan_of(space: Space, picked: Sequence[int], bound: float, defaults: Sequenc
         f, g = int(e.given_by[picked[e.source]]), int(e.taken_by[picked[e.target]])
         seconds = float(e.seconds[f, g])
         total += seconds
-        conversion = _conversion(space, e, e.given[f], e.taken[g], seconds)
-        conversions += [conversion] if conversion.forward or conversion.backward else []
+        if e.given[f] != e.taken[g]:
+            conversion = _conversion(space, e, e.given[f], e.taken[g], seconds)
+            conversions += [conversion] if conversion.forward or conversion.backward else []
     regathered = frozenset(s.name for s, i in zip(sites, picked, strict=True) if s.regathered and s.regathered[i])
     sizes = {s.name: s.bytes for s in sites if s.kind == "parameter"}
     without_rule = tuple(s.name for s in sites if not s.has_rule)

@@ -1,0 +1,74 @@
+"""Seconds and memory of whole `autopar.plan` calls on meta weights, no process group: LLaMA-8B's shape, free and 30 % under its own peak, and how the time grows with depth.
+
+    python -m benchmarks.planning            each call in a process of its own; fails above a bar
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+import warnings
+
+#        what, layers, mesh, share of the free plan's peak, seconds, gap
+CALLS = [("LLaMA-8B shape, free", 32, (8, 8), None, 10.0, 0.01), ("30 % under its own peak", 32, (8, 8), 0.7, 15.0, 0.015), ("12 layers", 12, (8, 8), None, None, None), ("96 layers", 96, (8, 8), None, None, None)]
+
+
+def call(layers: int, mesh: list[int], budget: float | None, dtype: str) -> None:
+    """One call, in this process; figures as JSON."""
+    import logging
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.ERROR)
+    import torch
+    import transformers
+
+    import autopar
+
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(num_hidden_layers=layers, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192)
+        model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).train()
+        ids = torch.zeros(16, 8192, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    graph_s = time.perf_counter()
+    autopar.tracer.ColoTracer().trace(model, batch, assume=autopar.Assume(no_padding=True))
+    graph_s = time.perf_counter() - graph_s
+    start, cpu = time.perf_counter(), time.process_time()
+    plan = autopar.plan(model, batch, mesh=tuple(mesh), cluster="h100-8x8", assume=autopar.Assume(no_padding=True), memory_budget=budget or float("inf"), gap=0.005)
+    print(json.dumps({"wall": time.perf_counter() - start, "cpu": time.process_time() - cpu, "trace": graph_s, "step": plan.step_time_s, "gap": plan.gap, "peak": plan.peak_bytes,
+                      "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+
+
+def apart(*arguments: object) -> dict[str, float]:
+    return dict(json.loads(subprocess.run([sys.executable, "-m", "benchmarks.planning", json.dumps(arguments)], check=True, capture_output=True, text=True).stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    import torch
+
+    print(f"torch {torch.__version__}; batch 16, sequence 8192, cluster h100-8x8, weights on meta, no padding assumed; one process a call; median of 3\n")
+    print("| call | dtype | wall s | CPU s | of that, tracing alone | peak of the process | planned step | gap | planned peak |\n|---|---|---|---|---|---|---|---|---|")
+    late, after = [], {}
+    for dtype in ("float32", "bfloat16"):
+        free = None
+        for what, layers, mesh, share, bar, gap in CALLS:
+            if bar is None and dtype != "float32":
+                continue
+            runs = [apart(layers, mesh, share and share * free["peak"], dtype) for _ in range(3)]     # type: ignore[index]
+            middle = sorted(runs, key=lambda r: r["wall"])[1]
+            free = free or middle
+            after[layers] = middle["wall"] - middle["trace"]
+            print(f"| {what} | {dtype} | {middle['wall']:.1f} ({min(r['wall'] for r in runs):.1f} to {max(r['wall'] for r in runs):.1f}) | {middle['cpu']:.1f} | {middle['trace']:.1f} | {middle['rss'] / 2**30:.2f} GiB "
+                  f"| {middle['step']:.3f} s | {middle['gap']:.2%} | {middle['peak'] / 2**30:.1f} GiB |", flush=True)
+            if bar is not None and (middle["wall"] > bar or middle["gap"] > gap or (share is None and middle["rss"] > 1e9)):
+                late.append((what, dtype))
+    growth = after[96] / after[12]
+    print(f"\nfrom 12 to 96 layers the time after tracing grows {growth:.2f} times")
+    if late or growth > 1.5:
+        sys.exit(f"over the bar: {late}, growth {growth:.2f}")
+
+
+if __name__ == "__main__":
+    call(*json.loads(sys.argv[1])) if len(sys.argv) > 1 else main()
