@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 
 from autopar.codegen import lower, parallelise
-from autopar.letters import BadBudget, BadPlan, NotServed
+from autopar.letters import BadBudget, BadPlan, BadSharding, NotServed
 from autopar.runtime.world import all_ranks_hold, coordinate, from_rank_0, start_world, world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import OPTIMIZERS
 from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.presets import constraints_of
 from autopar.sharding.shardings import shardings
+from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
 from autopar.solver.program import solve
 from autopar.tracer import Assume, ColoTracer
@@ -61,18 +64,37 @@ def plan(
     `meta_inputs` are example tensors (meta ones are enough) of the global shapes, as a dict or a tuple. `loss(outputs,
     inputs)` is planned with the model. `constraints` pin what they name. The model is not modified.
     """
-    _refuse_unserved(precision=precision, parallel=parallel, time_limit=time_limit, recompute=(recompute, ("auto", "none")),
+    _refuse_unserved(precision=precision, time_limit=time_limit, recompute=(recompute, ("auto", "none")),
                      accumulation=(accumulation, (1,)), kernels=(kernels, (True, False)))
     if optimizer not in OPTIMIZERS:
         raise NotServed(f"optimizer={optimizer!r} is not known", seen=f"known: {', '.join(OPTIMIZERS)}")
-    logical, hardware = _mesh(mesh), Cluster.of(cluster)
+    hardware = Cluster.of(cluster)
     graph = ColoTracer().trace(model, meta_inputs, assume=assume, loss=loss)
     budget = _bytes(memory_budget, hardware)
     words: dict[str, Any] = dict(solver=solver, gap=gap, assumptions=graph.assumptions, defaults=_defaults(mesh, cluster, memory_budget, hardware, recompute, kernels))
-    fastest = solve(shardings(graph, logical, hardware, constraints, optimizer, strict), **words)
-    if fastest.peak_bytes <= budget:
-        return fastest if memory_budget is None or math.isinf(budget) else replace(fastest, budget=int(budget))
-    return solve(shardings(graph, logical, hardware, constraints, optimizer, strict, regather=True), **words, budget=budget)
+
+    def on(logical: DeviceMesh) -> Plan:
+        pins: Any = constraints
+        if parallel is not None:                               # the caller's own words come first
+            mine = dict(constraints or {})
+            pins = {**mine, **{name: pin for name, pin in constraints_of(parallel, graph, logical).items() if name not in mine}}
+        fastest = solve(shardings(graph, logical, hardware, pins, optimizer, strict), **words)
+        if fastest.peak_bytes <= budget:
+            return fastest if memory_budget is None or math.isinf(budget) else replace(fastest, budget=int(budget))
+        return solve(shardings(graph, logical, hardware, pins, optimizer, strict, regather=True), **words, budget=budget)
+
+    return best_mesh(meshes(_devices(mesh, hardware)), on) if mesh is None or (isinstance(mesh, int) and not isinstance(mesh, bool)) else on(DeviceMesh.of(mesh))
+
+
+def _devices(mesh: int | None, cluster: Cluster) -> int:
+    """How many devices there are to search meshes of."""
+    if mesh is not None:
+        return mesh
+    if world_size() > 1 or "WORLD_SIZE" in os.environ:
+        return max(world_size(), int(os.environ.get("WORLD_SIZE", "1")))
+    if re.search(r"-\d+x\d+$", cluster.name):
+        return cluster.devices_per_node * cluster.nodes
+    raise BadSharding("mesh=None, and nothing says how many devices there are", advice='mesh=8, cluster="h100-8x4", or torchrun')
 
 
 _RESERVE = 0.1                                                 # of a device's memory, for what no plan counts: the allocator's gaps, the libraries
@@ -125,12 +147,6 @@ def _plan(model: torch.nn.Module, meta_inputs: Any, planning: Mapping[str, Any])
     return plan(model, meta_inputs, **{"mesh": world_size(), **planning})
 
 
-def _mesh(given: Any) -> DeviceMesh:
-    if given is None:
-        raise NotServed("mesh=None, the search over factorisations of the world size, is not served yet", advice="mesh=(2, 4)")
-    return DeviceMesh.of(given)
-
-
 def _refuse_unserved(**arguments: Any) -> None:
     """An argument that no stage serves yet is a letter, unless it has its default."""
     for name, value in arguments.items():
@@ -146,6 +162,4 @@ def _defaults(mesh: Any, cluster: Any, budget: Any, hardware: Cluster, recompute
         said.insert(0, ("memory_budget", f"{1 - _RESERVE:.0%} of the {hardware.device.memory_bytes / 2**30:.0f} GiB of a device"))
     if cluster is None:
         said.insert(0, ("cluster", "generic: a documented stand-in, no machine was measured"))
-    if isinstance(mesh, int):
-        said.insert(0, ("mesh", f"one axis of {mesh}: factorisations are not searched yet"))
     return said if recompute == "auto" else [s for s in said if s[0] != "recompute"]

@@ -60,6 +60,10 @@ class BadBudget(Letter):
     """A memory budget that cannot be read."""
 
 
+class BadPreset(Letter):
+    """A preset that is not known, or that the mesh or the model cannot carry."""
+
+
 class BadCluster(Letter):
     """A cluster description that cannot be found or read."""
 

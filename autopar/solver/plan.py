@@ -70,6 +70,7 @@ class Plan:
     memory: Mapping[str, int] = field(default_factory=dict, repr=False)      # bytes a device at the peak, by kind
     peak_at: str = ""                                          # where in the step the peak stands
     budget: int | None = None                                  # bytes a device; None: not asked for
+    meshes: tuple[tuple[str, float, float, int, str], ...] = ()    # what the search over meshes met: mesh, seconds, bound, peak bytes, why it was refused
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decisions", MappingProxyType(dict(self.decisions)))
@@ -123,6 +124,9 @@ class Plan:
         if self.without_rule:
             cost = sum(self.decisions[name].seconds for name in self.without_rule)
             lines += ["", f"replicated for want of a rule: {', '.join(self.without_rule)} ({_time(cost)} a step)"]
+        if self.meshes:
+            rows = [(mesh, _time(step) if step else "-", _time(bound) if step else "-", why, _size(peak) if step else "-") for mesh, step, bound, peak, why in self.meshes]
+            lines += ["", *_table([("mesh", "step", "bound", "", "peak"), *rows])]
         lines += ["", *(f"assumed   {a}" for a in self.assumptions), *(f"default   {name}: {meaning}" for name, meaning in self.defaults)]
         return "\n".join(lines)
 
@@ -192,6 +196,7 @@ class Plan:
             "memory": dict(self.memory),
             "peak_at": self.peak_at,
             "budget": self.budget,
+            "meshes": [list(row) for row in self.meshes],
         }
 
     @staticmethod
@@ -221,6 +226,7 @@ class Plan:
                 {str(k): int(v) for k, v in data["parameter_bytes"].items()}, str(data["digest"]), str(data["optimizer"]),
                 tuple(map(str, data["without_rule"])), tuple(map(str, data["assumptions"])), tuple((str(a), str(b)) for a, b in data["defaults"]),
                 {str(k): int(v) for k, v in data["memory"].items()}, str(data["peak_at"]), None if data["budget"] is None else int(data["budget"]),
+                tuple((str(m), float(s), float(b), int(p), str(w)) for m, s, b, p, w in data["meshes"]),
             )
         except Letter:
             raise

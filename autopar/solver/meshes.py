@@ -1,0 +1,48 @@
+"""The search over meshes: every ordered factorisation of a number of devices into axes, each planned, the fastest taken, all of them in the plan.
+
+The order of axes is their mapping to links: ranks are row-major, so the last axis joins neighbours. Two axes at most: a third multiplies the choices of every op, and is for those who name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from autopar.letters import BadPreset, BadSharding, Infeasible
+from autopar.sharding.mesh import DeviceMesh
+from autopar.solver.plan import Plan
+
+MOST_AXES = 2
+
+
+def meshes(devices: int, axes: int = MOST_AXES) -> list[DeviceMesh]:
+    """Every mesh of so many devices, few axes first."""
+    if devices < 1:
+        raise BadSharding(f"{devices} is no number of devices")
+    return [DeviceMesh(shape) for shape in sorted(_factored(devices, axes), key=lambda shape: (len(shape), shape))]
+
+
+def _factored(n: int, axes: int) -> Iterator[tuple[int, ...]]:
+    yield (n,)
+    if axes > 1:
+        for first in range(2, n // 2 + 1):
+            if n % first == 0:
+                yield from ((first, *rest) for rest in _factored(n // first, axes - 1))
+
+
+def best_mesh(candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh], Plan]) -> Plan:
+    """The fastest of the plans; with the table of all. A mesh that the budget or a preset refuses is listed with why."""
+    plans, table, refused = list[Plan](), list[tuple[str, float, float, int, str]](), list[Exception]()
+    for mesh in candidates:
+        try:
+            plan = on(mesh)
+        except (Infeasible, BadPreset) as e:
+            refused.append(e)
+            table.append((str(mesh), 0.0, 0.0, 0, e.what))
+            continue
+        plans.append(plan)
+        table.append((str(mesh), plan.step_time_s, plan.lower_bound_s, plan.peak_bytes, ""))
+    if not plans:
+        raise refused[0]
+    best = min(plans, key=lambda p: p.step_time_s)
+    return replace(best, meshes=tuple(table)) if len(candidates) > 1 else best
