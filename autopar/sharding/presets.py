@@ -114,9 +114,16 @@ def _megatron(graph: Graph, parts: int) -> dict[str, str]:
     cut: set[fx.Node] = set()                                  # values whose features are cut
     found: dict[str, str] = {}
 
-    def parameter(value: Any) -> str | None:
-        while hasattr(value, "meta") and info(value).kind == "op" and op_name(value) == "identity":
+    def origin(value: Any, through: tuple[str, ...] = ("identity",)) -> tuple[Any, bool]:
+        """What a value is, before these ops; and whether it is turned."""
+        turned = False
+        while hasattr(value, "meta") and info(value).kind == "op" and op_name(value) in through:
+            turned ^= op_name(value) == "t"
             value = value.kwargs["input"]
+        return value, turned
+
+    def parameter(value: Any) -> str | None:
+        value, _ = origin(value, ("identity", "t"))
         return info(value).key if hasattr(value, "meta") and info(value).kind == "parameter" else None
 
     for node in graph.nodes:
@@ -125,25 +132,29 @@ def _megatron(graph: Graph, parts: int) -> dict[str, str]:
         if info(node).kind != "op":
             continue
         name, k = op_name(node), node.kwargs
-        given, weight, bias, rows, columns = {"linear": (k.get("input"), k.get("weight"), k.get("bias"), 1, 0), "addmm": (k.get("mat1"), k.get("mat2"), k.get("input"), 0, 1)}.get(name, (None,) * 5)
+        operands: Any = {"linear": (k.get("input"), k.get("weight"), k.get("bias"), 1, 0), "addmm": (k.get("mat1"), k.get("mat2"), k.get("input"), 0, 1)}.get(name, (None,) * 5)
+        given, weight, bias, rows, columns = operands
         held = parameter(weight)
         if held is not None:
-            shape = type_of(weight).shape                      # type: ignore[arg-type]
+            shape = type_of(weight).shape
+            turned = origin(weight, ("identity", "t"))[1]
+            stored = {rows: 1 - rows, columns: 1 - columns} if turned else {rows: rows, columns: columns}     # the dims of the parameter itself
             known = found.get(held, "")                        # tied to one that came before
-            by_input = known.startswith(f"S({rows}") if known else given in cut
-            if by_input and shape[rows] % parts == 0:          # type: ignore[index]
-                found[held] = f"S({rows})"
+            by_input = known.startswith(f"S({stored[rows]}") if known else given in cut
+            if by_input and shape[rows] % parts == 0:
+                found[held] = f"S({stored[rows]})"
                 if (its := parameter(bias)) is not None:
                     found.setdefault(its, "P(sum)")            # added to the sum, by one device
-            elif not by_input and shape[columns] % parts == 0:    # type: ignore[index]
-                blocks = _blocks(node, shape[columns])         # type: ignore[index]
+            elif not by_input and shape[columns] % parts == 0:
+                blocks = _blocks(node, shape[columns])
                 by = f", blocks={blocks}" if blocks and all(b % parts == 0 for b in blocks) else ""
-                found.setdefault(held, f"S({columns}{by})")
+                found.setdefault(held, f"S({stored[columns]}{by})")
                 if (its := parameter(bias)) is not None:
                     found.setdefault(its, f"S(0{by})")
                 cut.add(node)
         elif name == "embedding" and (table := parameter(k["weight"])) is not None and type_of(k["weight"]).shape[0] % parts == 0:     # type: ignore[arg-type]
-            found.setdefault(table, "S(0)")
+            if info(origin(k["input"], ("identity", "view"))[0]).kind == "input":      # of words; positions are computed
+                found.setdefault(table, "S(0)")
         elif any(operand in cut for operand in node._input_nodes):
             cut.add(node)
     return found

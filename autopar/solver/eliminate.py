@@ -118,6 +118,10 @@ class _Run:
         return self.memo[key][1]
 
     def _add(self, factor: Factor) -> None:
+        if 1 in factor.table.shape:                            # a variable that is seen as one class has no part in it
+            seen = [i for i, n in enumerate(factor.table.shape) if n > 1]
+            table = self._once(("squeezed", id(factor.table)), factor.table, lambda: factor.table.reshape([factor.table.shape[i] for i in seen]))
+            factor = Factor(tuple(factor.scope[i] for i in seen), tuple(factor.classes[i] for i in seen), table, factor.generation)
         if not factor.scope:
             self.constant += float(factor.table)
         elif len(factor.scope) == 1:

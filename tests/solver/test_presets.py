@@ -9,9 +9,14 @@ import torch
 import transformers
 
 import autopar
-from autopar import DeviceMesh
+from autopar import Cluster, DeviceMesh
 from autopar.letters import BadCluster, BadConstraint, BadPreset, BadSharding, Infeasible, Letter
+from autopar.sharding import shardings
+from autopar.solver import solve
+from autopar.solver.budget import Budgeted
+from autopar.solver.program import _backend, _optimise
 from autopar.testing import Equality
+from autopar.tracer import ColoTracer
 from tests.models import mlp_case
 from tests.solver.test_budget import gpt2
 from tests.training import whole
@@ -129,3 +134,30 @@ def test_a_wrong_argument_is_a_letter(name):
     with pytest.raises(kind) as letter:
         autopar.plan(model, batch, **{"mesh": DeviceMesh((2, 2)), **how})
     assert len(str(letter.value).splitlines()) <= 6
+
+
+def real_space(name, layers, mesh, regather=False):
+    if name == "gpt2":
+        model, batch = gpt2(layers)
+    else:
+        config = transformers.LlamaConfig(num_hidden_layers=layers, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=256, max_position_embeddings=64)
+        ids = torch.zeros(8, 32, dtype=torch.long)
+        model, batch = transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+    graph = ColoTracer().trace(model, batch, assume=ASSUME if name == "llama" else None)
+    return shardings(graph, mesh, Cluster.of("h100-8x1"), regather=regather)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, layers, tight", [("gpt2", 2, False), ("llama", 4, False), ("gpt2", 1, True)])
+def test_the_whole_integer_program_finds_the_same(name, layers, tight):
+    space = real_space(name, layers, DeviceMesh((2, 2)), tight)
+    ours = solve(space)
+    budget = None
+    if tight:
+        counted = Budgeted(space)
+        budget = (counted.smallest()[0].peak + ours.peak_bytes) / 2
+        ours = solve(space, budget=budget, gap=0.0)
+    theirs, _ = _optimise(space, _backend("highs"), budget)
+    best = Budgeted(space).point(theirs)
+    assert best.seconds >= ours.lower_bound_s * (1 - 1e-9)
+    assert ours.step_time_s == pytest.approx(best.seconds, rel=1e-6 if not tight else 0.01) and ours.step_time_s >= best.seconds * (1 - 1e-6)

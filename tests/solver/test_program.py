@@ -106,6 +106,22 @@ def test_elimination_finds_the_least_and_goes_under_it_where_variables_are_split
     assert found.cost >= best - 1e-9 and (np.isinf(found.cost) or problem.value(found.picked) == pytest.approx(found.cost))
 
 
+def test_a_variable_may_have_a_hundred_neighbours():
+    rng = np.random.default_rng(0)
+    costs = [rng.random(3) for _ in range(120)]
+    one, three = np.zeros(3, int), np.arange(3)
+    factors = [Factor((0, v), (three, one if v % 2 else three), rng.random((3, 1 if v % 2 else 3))) for v in range(1, 120)]
+    factors += [Factor((v, v + 1), (three, three), rng.random((3, 3))) for v in range(1, 119)]
+    found = Problem(costs, factors).minimise()
+    by_hand = []
+    for k in range(3):                                         # a chain, once the hub is held
+        along = costs[1] + factors[0].table[k, factors[0].classes[1]]
+        for v in range(2, 120):
+            along = (along[:, None] + factors[119 + v - 2].table).min(0) + costs[v] + factors[v - 1].table[k, factors[v - 1].classes[1]]
+        by_hand.append(costs[0][k] + along.min())
+    assert found.cost == pytest.approx(min(by_hand)) and found.bound == pytest.approx(min(by_hand))
+
+
 def small_plan(**how):
     model, batch = mlp_case()
     return autopar.plan(model, batch, **{"mesh": DeviceMesh((2, 2), ("dp", "tp")), "cluster": eager_links(), **how})
