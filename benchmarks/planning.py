@@ -1,4 +1,4 @@
-"""Seconds and memory of whole `autopar.plan` calls on meta weights, no process group: LLaMA-8B's shape, free and 30 % under its own peak, and how the time grows with depth.
+"""Seconds and memory of whole `autopar.plan` calls on meta weights, no process group: LLaMA-8B's shape, free and 30 % under its own peak, how the time grows with depth, and GPT-3's shape on three axes.
 
     python -m benchmarks.planning            each call in a process of its own; fails above a bar
 """
@@ -12,11 +12,12 @@ import sys
 import time
 import warnings
 
-#        what, layers, mesh, share of the free plan's peak, seconds, gap
-CALLS = [("LLaMA-8B shape, free", 32, (8, 8), None, 10.0, 0.01), ("30 % under its own peak", 32, (8, 8), 0.7, 15.0, 0.015), ("12 layers", 12, (8, 8), None, None, None), ("96 layers", 96, (8, 8), None, None, None)]
+#        what, model, layers, mesh, share of the free plan's peak, seconds, gap
+CALLS = [("LLaMA-8B shape, free", "llama", 32, (8, 8), None, 10.0, 0.01), ("30 % under its own peak", "llama", 32, (8, 8), 0.7, 15.0, 0.015), ("12 layers", "llama", 12, (8, 8), None, None, None),
+         ("96 layers", "llama", 96, (8, 8), None, None, None), ("GPT-3 175B shape", "gpt3", 96, (16, 8, 8), None, 25.0, 0.01), ("4,096 devices", "gpt3", 96, (64, 8, 8), None, None, None)]
 
 
-def call(layers: int, mesh: list[int], budget: float | None, dtype: str) -> None:
+def call(name: str, layers: int, mesh: list[int], budget: float | None, dtype: str) -> None:
     """One call, in this process; figures as JSON."""
     import logging
 
@@ -28,15 +29,18 @@ def call(layers: int, mesh: list[int], budget: float | None, dtype: str) -> None
     import autopar
 
     with torch.device("meta"):
-        config = transformers.LlamaConfig(num_hidden_layers=layers, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192)
-        model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).train()
-        ids = torch.zeros(16, 8192, dtype=torch.long)
-    batch = {"input_ids": ids, "labels": ids.clone()}
+        if name == "llama":
+            config = transformers.LlamaConfig(num_hidden_layers=layers, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192)
+            model, ids, assume = transformers.LlamaForCausalLM(config), torch.zeros(16, 8192, dtype=torch.long), autopar.Assume(no_padding=True)
+        else:
+            config = transformers.GPT2Config(n_layer=layers, n_embd=12288, n_head=96, n_positions=2048)
+            model, ids, assume = transformers.GPT2LMHeadModel(config), torch.zeros(64, 2048, dtype=torch.long), None
+    model, batch = model.to(getattr(torch, dtype)).train(), {"input_ids": ids, "labels": ids.clone()}
     graph_s = time.perf_counter()
-    autopar.tracer.ColoTracer().trace(model, batch, assume=autopar.Assume(no_padding=True))
+    autopar.tracer.ColoTracer().trace(model, batch, assume=assume)
     graph_s = time.perf_counter() - graph_s
     start, cpu = time.perf_counter(), time.process_time()
-    plan = autopar.plan(model, batch, mesh=tuple(mesh), cluster="h100-8x8", assume=autopar.Assume(no_padding=True), memory_budget=budget or float("inf"), gap=0.005)
+    plan = autopar.plan(model, batch, mesh=tuple(mesh), cluster="h100-8x8" if name == "llama" else "h100-8x128", assume=assume, memory_budget=budget or float("inf"), gap=0.005)
     print(json.dumps({"wall": time.perf_counter() - start, "cpu": time.process_time() - cpu, "trace": graph_s, "step": plan.step_time_s, "gap": plan.gap, "peak": plan.peak_bytes,
                       "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
 
@@ -48,23 +52,23 @@ def apart(*arguments: object) -> dict[str, float]:
 def main() -> None:
     import torch
 
-    print(f"torch {torch.__version__}; batch 16, sequence 8192, cluster h100-8x8, weights on meta, no padding assumed; one process a call; median of 3\n")
+    print(f"torch {torch.__version__}; LLaMA: batch 16, sequence 8192, cluster h100-8x8, no padding assumed; GPT-3: batch 64, sequence 2048, cluster h100-8x128, dropout on; weights on meta; one process a call; median of 3\n")
     print("| call | dtype | wall s | CPU s | of that, tracing alone | peak of the process | planned step | gap | planned peak |\n|---|---|---|---|---|---|---|---|---|")
     late, after = [], {}
     for dtype in ("float32", "bfloat16"):
         free = None
-        for what, layers, mesh, share, bar, gap in CALLS:
-            if bar is None and dtype != "float32":
+        for what, name, layers, mesh, share, bar, gap in CALLS:
+            if dtype != "float32" and (bar is None or name != "llama"):
                 continue
-            runs = [apart(layers, mesh, share and share * free["peak"], dtype) for _ in range(3)]     # type: ignore[index]
+            runs = [apart(name, layers, mesh, share and share * free["peak"], dtype) for _ in range(3)]     # type: ignore[index]
             middle = sorted(runs, key=lambda r: r["wall"])[1]
             free = free or middle
-            after[layers] = middle["wall"] - middle["trace"]
+            after[name, layers] = middle["wall"] - middle["trace"]
             print(f"| {what} | {dtype} | {middle['wall']:.1f} ({min(r['wall'] for r in runs):.1f} to {max(r['wall'] for r in runs):.1f}) | {middle['cpu']:.1f} | {middle['trace']:.1f} | {middle['rss'] / 2**30:.2f} GiB "
                   f"| {middle['step']:.3f} s | {middle['gap']:.2%} | {middle['peak'] / 2**30:.1f} GiB |", flush=True)
-            if bar is not None and (middle["wall"] > bar or middle["gap"] > gap or (share is None and middle["rss"] > 1e9)):
+            if bar is not None and (middle["wall"] > bar or middle["gap"] > gap or (name == "llama" and share is None and middle["rss"] > 1e9)):
                 late.append((what, dtype))
-    growth = after[96] / after[12]
+    growth = after["llama", 96] / after["llama", 12]
     print(f"\nfrom 12 to 96 layers the time after tracing grows {growth:.2f} times")
     if late or growth > 1.5:
         sys.exit(f"over the bar: {late}, growth {growth:.2f}")
