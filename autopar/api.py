@@ -66,7 +66,11 @@ def plan(
     """
     _refuse_unserved(precision=precision, time_limit=time_limit, recompute=(recompute, ("auto", "none")),
                      accumulation=(accumulation, (1,)), kernels=(kernels, (True, False)))
-    if optimizer not in OPTIMIZERS:
+    if not isinstance(gap, (int, float)) or not 0 <= gap < 1:
+        raise NotServed(f"gap={gap!r} is no share of the step time", advice="gap=0.01")
+    if not isinstance(solver, str) or not (loss is None or callable(loss)) or not (assume is None or isinstance(assume, Assume)):
+        raise NotServed("solver, loss or assume is of another kind than it may be", seen=f"solver={solver!r}, loss={loss!r}, assume={assume!r}", advice='solver="cbc", loss=callable, assume=autopar.Assume(...)')
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise NotServed(f"optimizer={optimizer!r} is not known", seen=f"known: {', '.join(OPTIMIZERS)}")
     hardware = Cluster.of(cluster)
     graph = ColoTracer().trace(model, meta_inputs, assume=assume, loss=loss)
@@ -74,14 +78,11 @@ def plan(
     words: dict[str, Any] = dict(solver=solver, gap=gap, assumptions=graph.assumptions, defaults=_defaults(mesh, cluster, memory_budget, hardware, recompute, kernels))
 
     def on(logical: DeviceMesh) -> Plan:
-        pins: Any = constraints
-        if parallel is not None:                               # the caller's own words come first
-            mine = dict(constraints or {})
-            pins = {**mine, **{name: pin for name, pin in constraints_of(parallel, graph, logical).items() if name not in mine}}
-        fastest = solve(shardings(graph, logical, hardware, pins, optimizer, strict), **words)
+        preset = constraints_of(parallel, graph, logical) if parallel is not None else None
+        fastest = solve(shardings(graph, logical, hardware, constraints, optimizer, strict, preset=preset), **words)
         if fastest.peak_bytes <= budget:
             return fastest if memory_budget is None or math.isinf(budget) else replace(fastest, budget=int(budget))
-        return solve(shardings(graph, logical, hardware, pins, optimizer, strict, regather=True), **words, budget=budget)
+        return solve(shardings(graph, logical, hardware, constraints, optimizer, strict, regather=True, preset=preset), **words, budget=budget)
 
     return best_mesh(meshes(_devices(mesh, hardware)), on) if mesh is None or (isinstance(mesh, int) and not isinstance(mesh, bool)) else on(DeviceMesh.of(mesh))
 
@@ -107,7 +108,7 @@ def _bytes(given: Any, cluster: Cluster) -> float:
         return cluster.device.memory_bytes * (1 - _RESERVE)
     if isinstance(given, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?|inf)\s*([A-Za-z]*)\s*", given)) and match[2] in _UNITS:
         given = float(match[1]) * _UNITS[match[2]]
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given >= 1 or (isinstance(given, int) and given > 2**62):
         raise BadBudget(f"memory_budget={given!r} is no number of bytes", advice='bytes, or text such as "16GiB"; float("inf") for no limit')
     return float(given)
 

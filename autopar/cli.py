@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from autopar.letters import Letter
+from autopar.letters import BadCluster, BadSharding, Letter
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calibrate.add_argument("-o", "--out", default="profile.json", help="where the profile goes")
     asked = parser.parse_args(arguments)
     try:
+        if asked.ranks is not None and asked.ranks < 1:
+            raise BadSharding(f"--ranks {asked.ranks} is no number of ranks")
+        if not os.path.isdir(os.path.dirname(asked.out) or "."):
+            raise BadCluster(f"there is no folder for {asked.out}")
         return _calibrate(asked)
     except Letter as e:
         print(e, file=sys.stderr)
@@ -50,7 +54,6 @@ def measure(rank: int, shape: str | None, largest: int, with_pairs: bool, out: s
     """Calibrate as one rank; what rank 0 has to say."""
     import torch.distributed as dist
 
-    from autopar.letters import BadSharding
     from autopar.runtime.calibration import SIZES, calibrate, pairs
     from autopar.sharding.mesh import DeviceMesh
     from autopar.sharding.topology import logical_mesh

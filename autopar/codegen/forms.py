@@ -135,9 +135,9 @@ def _attention(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
             return None
         how = {k: v for k, v in kwargs.items() if k in ("query", "key", "value", "scale", "enable_gqa")}
         return forms.causal_attention_part, {**how, "cuts": cuts(at, type_of(node.kwargs["query"]).shape, lies, rank - 2)}    # type: ignore[arg-type]
-    query, key = type_of(node.kwargs["query"]).shape, type_of(node.kwargs["key"]).shape                       # type: ignore[arg-type]
-    where = (*(cuts(at, query, lies, d) for d in range(len(query) - 1)), ())
-    return forms.attention_by_position, {**kwargs, "random_key": at.random_key, "op": info(node).random, "shape": (*query[:-1], key[-2]), "cuts": where}
+    out, key, leaves = info(node).outputs[0].shape, type_of(node.kwargs["key"]).shape, at.output(node)        # type: ignore[arg-type]
+    where = (*(cuts(at, out, leaves, d) for d in range(len(out) - 1)), ())
+    return forms.attention_by_position, {**kwargs, "random_key": at.random_key, "op": info(node).random, "shape": (*out[:-1], key[-2]), "cuts": where}
 
 
 def _batch_norm(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:

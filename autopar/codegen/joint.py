@@ -107,7 +107,7 @@ def _trace(program: LocalProgram, differentiable: Sequence[int], device: str) ->
             if node.op == "call_function":
                 env[node] = run(node, env)
         outputs = [env[n] for n in program.fx.output_node().args[0]]   # type: ignore[union-attr, index, misc]
-        if not differentiable:
+        if not differentiable or not wanted:
             return (*outputs,)
         return (*outputs, *torch.autograd.grad([outputs[i] for i in differentiable], [primals[i] for i in wanted], tangents, allow_unused=True))
 
@@ -116,6 +116,9 @@ def _trace(program: LocalProgram, differentiable: Sequence[int], device: str) ->
         outputs = _shapes_of(program, placeholders, primals)
         tangents = [torch.empty_like(outputs[i]) for i in differentiable]
         made = make_fx(step)(primals, tangents)
+        if any(map(_writes, made.graph.nodes)):                # an op's body, or a backward, that writes to memory: as values
+            made = make_fx(torch.func.functionalize(made, remove="mutations"))(primals, tangents)
+        assert not any(map(_writes, made.graph.nodes))
     for node in made.graph.find_nodes(op="get_attr"):          # torch.tensor([1, 2]) is written out where it stands
         held = getattr(made, str(node.target))
         value = held.constant if isinstance(held, FakeTensor) else held
@@ -131,6 +134,10 @@ def _trace(program: LocalProgram, differentiable: Sequence[int], device: str) ->
     flat = list(made.graph.output_node().args[0])              # type: ignore[arg-type]
     count = len(program.fx.output_node().args[0])              # type: ignore[arg-type]
     return JointGraph(made.graph, nodes[: len(primals)], nodes[len(primals):], flat[:count], flat[count:], wanted, tuple(differentiable))   # type: ignore[arg-type]
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _shapes_of(program: LocalProgram, placeholders: list[fx.Node], primals: list[torch.Tensor]) -> list[torch.Tensor]:

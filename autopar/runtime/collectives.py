@@ -138,7 +138,7 @@ def _length(size: int, axis: Axis) -> Any:
 STEPS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (all_reduce, all_reduce_bucket, all_reduce_max, all_gather, reduce_scatter, all_to_all, slice, lodge)}
 
 
-@torch.library.custom_op("autopar::convert", mutates_args=())
+@torch.library.custom_op("autopar::convert", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))   # so tagged, it is never computed while tracing, though its operand is a constant
 def convert(x: Tensor, forward: str, backward: str, shape: list[int]) -> Tensor:
     """A change of sharding: `forward` names its steps, `backward` those of its gradient, `shape` is what it leaves."""
     raise AssertionError("a convert is written out as collectives before it runs")

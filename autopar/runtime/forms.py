@@ -45,6 +45,7 @@ def cross_entropy_part(input: Tensor, target: Tensor, cuts: Cuts, classes: int, 
     top = _reduced(input.detach().amax(1, keepdim=True), "all_reduce_max", axes)
     total = _reduced((input - top).exp().sum(1, keepdim=True), "all_reduce", axes)
     log_sum = _reduced((top + total.log()).squeeze(1), "lodge", axes)       # one device counts it
+    target = target.long()
     place = target - start_of(input, cuts)
     counts = target != ignore_index
     here = counts & (place >= 0) & (place < input.shape[1])
@@ -67,13 +68,15 @@ def cross_entropy_part(input: Tensor, target: Tensor, cuts: Cuts, classes: int, 
 def amax_part(input: Tensor, axes: Sequence[str], dim: Any = None, keepdim: bool = False, least: bool = False) -> Tensor:
     """The largest (or least) of what all devices of the axes hold; its gradient goes in equal shares to all that are it, as torch's does."""
     dims = list(range(input.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    signed = -input if least else input
-    top = _reduced(signed.detach().amax(dims, keepdim=True), "all_reduce_max", axes)
-    mine = signed.detach() == top
-    count = _reduced(mine.sum(dims, keepdim=True).to(input.dtype), "all_reduce", axes)
-    share = torch.where(mine, signed.nan_to_num(), 0).sum(dims, keepdim=True) / count
-    value = top + (share - share.detach())
-    value = -value if least else value
+    floats = input.is_floating_point()
+    signed = input if floats else input.long()
+    signed = -signed if least else signed
+    value = top = _reduced(signed.detach().amax(dims, keepdim=True), "all_reduce_max", axes)
+    if floats:
+        mine = signed.detach() == top
+        count = _reduced(mine.sum(dims, keepdim=True).to(input.dtype), "all_reduce", axes)
+        value = top + torch.where(mine & signed.isfinite(), signed - signed.detach(), 0).sum(dims, keepdim=True) / count      # which is zero, and has the gradient
+    value = (-value if least else value).to(input.dtype)
     return value if keepdim else value.squeeze(dims)
 
 
@@ -153,7 +156,7 @@ def drawn_by_position(kind: str, key: Tensor, op: int, shape: Sequence[int], cut
         return normal(key, op, shape, cuts, local, dtype)
 
     def whole_numbers() -> Tensor:
-        first, last = (0, 2**24 if dtype.is_floating_point else min(2**31, torch.iinfo(dtype).max + 1)) if a is None else (0, int(a)) if b is None else (int(a), int(b))
+        first, last = (0, 2**24 if dtype.is_floating_point else 2 if dtype == torch.bool else min(2**31, torch.iinfo(dtype).max + 1)) if a is None else (0, int(a)) if b is None else (int(a), int(b))
         return (uniform(key, op, shape, cuts, local, torch.float64) * (last - first)).floor() + first
 
     kinds: dict[str, Callable[[], Tensor]] = {
@@ -186,6 +189,8 @@ def multinomial_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence
 
 def arange_part(start: float, step: float, length: int, cuts: Cuts, dtype: torch.dtype) -> Tensor:
     """This device's part of a count."""
+    if not dtype.is_floating_point:                            # as torch does, before it counts
+        start, step = int(start), int(step)
     places = torch.arange(length)
     places = places + start_of(places, cuts)
     return (places.double() * step + start).to(dtype) if isinstance(start, float) or isinstance(step, float) else (places * step + start).to(dtype)

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import escape
 from typing import Any
 
 from autopar.letters import BadConstraint, Letter
@@ -49,10 +50,14 @@ class Pins:
 class Constraints:
     """Patterns in order, and which of them have matched something."""
 
-    def __init__(self, given: Mapping[str, Any] | None, mesh: DeviceMesh) -> None:
+    def __init__(self, given: Mapping[str, Any] | None, mesh: DeviceMesh, of_preset: Mapping[str, str] | None = None) -> None:
         if given is not None and not isinstance(given, Mapping):
             raise BadConstraint(f"constraints is a {type(given).__name__}", advice='a dictionary: {"blocks.*.up.weight": "S(0)@tp"}')
+        if wrong := [pattern for pattern in given or {} if not isinstance(pattern, str)]:
+            raise BadConstraint(f"the pattern {wrong[0]!r} is no text", advice='{"blocks.*.up.weight": "S(0)@tp"}')
         self.pins = [_read(pattern, what, mesh) for pattern, what in (given or {}).items()]
+        self.asked = {pin.pattern for pin in self.pins}
+        self.pins += [_read(escape(name), what, mesh) for name, what in (of_preset or {}).items()]      # a preset speaks of names, after the caller
         self._used: set[str] = set()
 
     def of(self, *names: str, is_parameter: bool = False) -> Pins | None:
@@ -69,7 +74,7 @@ class Constraints:
 
     def check_all_used(self, known: list[str]) -> None:
         for pin in self.pins:
-            if pin.pattern not in self._used:
+            if pin.pattern in self.asked and pin.pattern not in self._used:
                 raise BadConstraint(f"the constraint {pin.pattern!r} matches nothing", seen=", ".join(known[:12]) + (", ..." if len(known) > 12 else ""),
                                     advice="a parameter, a module path, an input, or out")
 

@@ -192,7 +192,11 @@ class _Pieces:
         self._add("parameters", site, held, 0, always)
         if type_.requires_grad and self.users[node]:
             figures = OPTIMIZERS[self.optimizer]
-            self._add("gradients", site, held, 2 * self.n - 1 - self._last_use(node), always)
+            begins = 2 * self.n - 1 - self._last_use(node)
+            self._add("gradients", site, held, begins, always)
+            uses = [u for user in self.users[node] for u in (self.users[user] if self._passes(user, node) else [user]) if u in self.at]
+            if len(uses) > 1:                                  # of several uses: a part and the sum beside what there is
+                self._add("gradients", site, self._scaled(held, 2), begins, 2 * self.n - 1 - min(self.at[u] for u in uses))
             self._add("optimizer states", site, self._scaled(held, figures["kept"]), 0, always)
             self._add("step temporaries", site, self._scaled(held, figures["temporary"] if self.kind == "cuda" else 0), always, always)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autopar.letters import BadSharding, Disagreement
+from autopar.letters import BadSharding, Disagreement, NotServed
 
 if TYPE_CHECKING:
     import torch.distributed.device_mesh
@@ -26,8 +27,12 @@ class DeviceMesh:
     ranks: tuple[int, ...]                                     # empty: in their order
 
     def __init__(self, shape: tuple[int, ...] | int, axes: tuple[str, ...] | None = None, ranks: Sequence[int] = ()) -> None:
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        axes = tuple(str(a) for a in range(len(shape))) if axes is None else tuple(axes)
+        try:
+            shape = (shape,) if isinstance(shape, int) else tuple(shape)
+            axes = tuple(str(a) for a in range(len(shape))) if axes is None else tuple(axes)
+            ranks = [operator.index(r) for r in ranks]
+        except TypeError:
+            raise BadSharding(f"{shape!r} is not a mesh shape, or {axes!r} no names of axes, or {ranks!r} no ranks", advice='DeviceMesh((2, 4), ("dp", "tp"))') from None
         if not shape or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in shape):
             raise BadSharding(f"{shape} is not a mesh shape", advice="positive sizes, for example (2, 4)")
         if len(axes) != len(shape) or len(set(axes)) != len(axes):
@@ -97,6 +102,8 @@ class DeviceMesh:
                 f"mesh {self} has {self.size} devices, the world has {dist.get_world_size()} ranks",
                 advice=f"torchrun --nproc-per-node {self.size}, or another mesh",
             )
+        if any(list(group) != sorted(group) for axis in self.axes for group in self.groups(axis)):
+            raise NotServed(f"mesh {self} has ranks that do not ascend along an axis: torch's groups do", seen=f"ranks {list(self.ranks)}", advice="start the job with its ranks in the mesh's order")
         if self.ranks:
             return dist.device_mesh.DeviceMesh(device_type, torch.tensor(self.ranks).view(self.shape), mesh_dim_names=self.axes)
         return init_device_mesh(device_type, self.shape, mesh_dim_names=self.axes)

@@ -12,6 +12,7 @@
     "q|k|v -> q, k, v"       a dim that is several put end to end: they are cut together, each block of the dim by itself
     "a:3 (b c:4) -> ..."     a factor's size, where the shapes of a call do not say it
     "..., ... -> ..."        `...` leading dims, aligned from the right; a dim of size 1 against a larger one is broadcast
+    "nothing -> a*"          no operands; an empty place is an operand without dims
     linear="x, y"            linear in one operand at a time: that operand and the output may be P(sum), the others R
     linear="x+y"             linear in several jointly: all of them and the output are P(sum) together
 
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from autopar.letters import BadRule
 
 NAMES = "xyzuvwabcdefgh"                                       # what `linear=` calls the operands
-ELLIPSIS, ONE = "...", "1"
+ELLIPSIS, ONE, NOTHING = "...", "1", "nothing"
 _TOKEN = re.compile(r"\(([^()]*)\)(!?)|(\S+?)([!~*^]?)(?=\s|$)")
 _FACTOR = re.compile(r"(\.\.\.|1|[A-Za-z_]\w*)(?::(\d+))?(\+?)")
 
@@ -175,7 +176,7 @@ def parse(text: str, linear: str = "") -> Rule:
     whole: set[str] = set()
     given: dict[str, int] = {}
     inside = frozenset(re.findall(r"(\w+)\^", text))
-    operands = tuple(_operand(piece, text, whole, given) for piece in left.split(",")) if left.strip() else ()
+    operands = () if left.strip() == NOTHING else tuple(_operand(piece, text, whole, given) for piece in left.split(","))
     made: set[str] = set()
     outputs = tuple(_operand(piece, text, whole, given, made) for piece in right.split(","))
     known = made | {f for row in operands for d in row for f in d.factors}

@@ -62,7 +62,7 @@ def _read(given: Any, mesh: DeviceMesh) -> Layout:
         raise BadPreset(f"parallel={given!r} is neither a preset's name nor a dictionary of data and tensor", advice='parallel="zero3", or parallel=dict(tensor=dict(size=4, mode="megatron"), data=2)')
     sizes = {key: (value if isinstance(value, Mapping) else {"size": value}) for key, value in given.items()}
     for key, value in sizes.items():
-        if set(value) - {"size", "mode" if key == "tensor" else "zero"} or not isinstance(value.get("size"), int):
+        if set(value) - {"size", "mode" if key == "tensor" else "zero"} or any(isinstance(value.get(k, 1), bool) or not isinstance(value.get(k, 1), int) for k in ("size", "zero")) or not value.get("size", 0) > 0:
             raise BadPreset(f"parallel says {key}={given[key]!r}", advice="data=2, data=dict(size=2, zero=3), tensor=4 or tensor=dict(size=4, mode=\"megatron\")")
     data, tensor = sizes.get("data", {"size": 1}), sizes.get("tensor", {"size": 1})
     if tensor.get("mode", "megatron") not in TENSOR or data.get("zero", 0) not in (0, 1, 2, 3):

@@ -491,7 +491,7 @@ for name in ("full_like", "zeros_like", "ones_like", "empty_like"):
 @rule_for("arange")
 def arange(arguments: Mapping[str, Any]) -> Rule:
     """Each device counts from where its part begins."""
-    return parse(" -> a*")
+    return parse("nothing -> a*")
 
 
 @rule_for("rand", "randn", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")
@@ -499,7 +499,7 @@ def filled(arguments: Mapping[str, Any]) -> Rule:
     """The same number everywhere, or draws that depend on positions alone: each device makes its own part."""
     made = " ".join(f"a{i}*" for i in range(len(arguments["size"])))
     unused = " ".join(f"x{i}!" for i in range(len(arguments["input"].shape))) if "input" in arguments else None
-    return parse(f"{unused or ''} -> {made}")
+    return parse(f"{'nothing' if unused is None else unused} -> {made}")
 
 
 @rule_for("stack")

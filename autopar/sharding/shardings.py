@@ -31,9 +31,12 @@ if TYPE_CHECKING:
 
 
 def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Mapping[str, Any] | None = None, optimizer: str = "adamw", strict: bool = False,
-              regather: bool = False) -> Space:
-    """Every legal way to run `graph` on `mesh`, priced on `cluster`, less what `constraints` forbid. With `regather`, gathered parameters may be dropped and gathered again in backward."""
-    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh), optimizer, strict, regather).build()
+              regather: bool = False, preset: Mapping[str, str] | None = None) -> Space:
+    """Every legal way to run `graph` on `mesh`, priced on `cluster`, less what `constraints` forbid. With `regather`, gathered parameters may be dropped and gathered again in backward.
+
+    `preset` are an expert's constraints by exact names: the caller's come first.
+    """
+    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset), optimizer, strict, regather).build()
 
 
 # Factors along which the local form of an op counts positions from where its part begins: their parts are one range.

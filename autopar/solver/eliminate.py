@@ -172,7 +172,7 @@ class _Run:
         """Of a variable, its neighbours and theirs the one to split: whose factors change least with its choice, so that disagreeing copies save little, and which many neighbour."""
         near = {u for f in self.of[v] for u in f.scope}
         near |= {x for u in near for f in self.of[u] for x in f.scope}
-        able = [u for u in sorted(near) if len({tuple(x for x in f.scope if x != u) for f in self.of[u]}) > 1]
+        able = [u for u in sorted(near) if len({tuple(sorted(x for x in f.scope if x != u)) for f in self.of[u]}) > 1]
         return min(able, key=lambda u: (sum(self._spread(f, f.scope.index(u)) for f in self.of[u]) / len(self.of[u]) ** 2, u), default=None)
 
     def _spread(self, factor: Factor, axis: int) -> float:

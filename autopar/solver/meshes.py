@@ -5,10 +5,11 @@ The order of axes is their mapping to links: ranks are row-major, so the last ax
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from autopar.letters import BadPreset, BadSharding, Infeasible
+from autopar.letters import BadConstraint, BadPreset, BadSharding, Infeasible
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
 
@@ -25,24 +26,24 @@ def meshes(devices: int, axes: int = MOST_AXES) -> list[DeviceMesh]:
 def _factored(n: int, axes: int) -> Iterator[tuple[int, ...]]:
     yield (n,)
     if axes > 1:
-        for first in range(2, n // 2 + 1):
-            if n % first == 0:
+        for first in sorted({d for k in range(2, math.isqrt(n) + 1) if n % k == 0 for d in (k, n // k)}):
+            if first < n:
                 yield from ((first, *rest) for rest in _factored(n // first, axes - 1))
 
 
 def best_mesh(candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh], Plan]) -> Plan:
-    """The fastest of the plans; with the table of all. A mesh that the budget or a preset refuses is listed with why."""
+    """The fastest of the plans; with the table of all. A mesh that the budget, a preset or a constraint refuses is listed with why."""
     plans, table, refused = list[Plan](), list[tuple[str, float, float, int, str]](), list[Exception]()
     for mesh in candidates:
         try:
             plan = on(mesh)
-        except (Infeasible, BadPreset) as e:
+        except (Infeasible, BadPreset, BadConstraint) as e:
             refused.append(e)
             table.append((str(mesh), 0.0, 0.0, 0, e.what))
             continue
         plans.append(plan)
         table.append((str(mesh), plan.step_time_s, plan.lower_bound_s, plan.peak_bytes, ""))
     if not plans:
-        raise refused[0]
+        raise min(refused, key=lambda e: isinstance(e, (BadPreset, BadConstraint)))     # of a budget rather than of a preset
     best = min(plans, key=lambda p: p.step_time_s)
     return replace(best, meshes=tuple(table)) if len(candidates) > 1 else best

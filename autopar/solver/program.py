@@ -56,10 +56,13 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
     if small and (not reduce or not np.isfinite(cost) or cost - bound > max(gap, _CLOSED) * cost):
         try:
             picked, bound = _optimise(space, backend, limit, times)
-        except Infeasible:
+        except Infeasible:                                     # of the space; or a budget that the backend's tolerance steps over, where what prices found stands
             if limit is None:
                 raise
-            raise _over(space, counted, limit) from None
+            if not np.isfinite(cost):
+                raise _over(space, counted, limit) from None
+    if not np.isfinite(cost) and not small:
+        raise _infeasible(space, "elimination had to split, and found no choices that go together")
     return plan_of(space, picked, bound, defaults, assumptions, limit)
 
 

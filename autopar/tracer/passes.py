@@ -191,6 +191,11 @@ def assignments_are_spelled_out(graph: Graph) -> None:
                         mask = emit(node, "view", input=index, size=(*shape, *[1] * (len(whole.shape) - len(shape))))
                     node.replace_all_uses_with(emit(node, "masked_fill", input=given, mask=mask, value=value))
                     continue
+                if isinstance(index, fx.Node) and type_of(index).dtype == "bool" and isinstance(value, fx.Node) and len(type_of(value).shape) <= len(whole.shape) - len(type_of(index).shape):
+                    mask = emit(node, "view", input=index, size=(*type_of(index).shape, *[1] * (len(whole.shape) - len(type_of(index).shape))))
+                    value = value if type_of(value).dtype == whole.dtype else emit(node, "to", input=value, dtype=whole.torch_dtype)
+                    node.replace_all_uses_with(emit(node, "where", condition=mask, input=value, other=given))
+                    continue
                 basic = _basic_index(index, len(whole.shape))
                 overwritten = basic is not None and all(isinstance(i, slice) and i == slice(None) for i in basic)
                 if basic is None or None in basic or (overwritten and type_of(node).requires_grad):     # what is overwritten has a gradient still: zeros

@@ -71,6 +71,44 @@ def through_views(m, x):
     return (z * x).sum() + (b @ m.weight).sum()
 
 
+class WritesBackward(torch.autograd.Function):
+    """Its backward writes to a part of what it was given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        g = g.clone()
+        g[::2] = 0
+        g[1].mul_(3)
+        return g
+
+
+def writes_every_other(m, x):
+    y = (x @ m.weight).clone()
+    y[1:5:2] = x[:2]
+    y[::2].mul_(0.5)
+    y[torch.tensor(3)] = x[1]
+    y[1:3, torch.tensor([1, 2])] = 0
+    return y.pow(2).sum()
+
+
+def writes_where(m, x):
+    y = (x @ m.weight).clone()
+    y[x > 0] = m.weight[0, 0]
+    y[torch.tensor([True, False, True, False, False, True])] = m.weight[0]
+    y[x < -1] = torch.tensor(3.0).double()
+    return y.pow(2).sum()
+
+
+def overwrites(m, x):
+    y = (x @ m.weight).clone()
+    y.copy_((x * 3).long())
+    return (y * x).sum() + 0 * m.weight.sum()
+
+
 class Scale(torch.autograd.Function):
     """Its backward is not the derivative of its forward."""
 
@@ -109,6 +147,14 @@ FUNCTIONS = {
     "losses": lambda m, x: F.binary_cross_entropy_with_logits(x @ m.weight, x.sigmoid(), pos_weight=m.mean + 2) + F.l1_loss(x @ m.weight, x) + F.smooth_l1_loss(x @ m.weight, x) + F.nll_loss(F.log_softmax(x @ m.weight, 1), torch.tensor([0, 1, 2, -100, 4, 5])) + F.kl_div((x @ m.weight).log_softmax(1), x.softmax(1), reduction="batchmean") + F.cross_entropy(x @ m.weight, torch.tensor([0, 1, -100, 3, 4, 5]), weight=m.mean + 1.5, label_smoothing=0.1),
     "writes in place": writes,
     "a write through views": through_views,
+    "writes to every other row": writes_every_other,
+    "writes where it is true": writes_where,
+    "a backward that writes": lambda m, x: (WritesBackward.apply(x @ m.weight) * x).sum(),
+    "overwritten": overwrites,
+    "the largest of nothing": lambda m, x: (x @ m.weight).masked_fill(torch.arange(36).view(6, 6) // 6 == 1, -torch.inf).amax(1).clamp(min=-9).pow(2).sum() + (x @ m.weight).sum(),
+    "the largest of whole numbers": lambda m, x: ((x * 5).long().amax(-1) + (x.abs() * 5).to(torch.uint8).amin(0)).sum() * (x @ m.weight).sum(),
+    "a count of whole numbers from a fraction": lambda m, x: (torch.arange(-2.5, 3.5, 1, dtype=torch.int32) + (x @ m.weight)).pow(2).sum(),
+    "without dims": lambda m, x: (x @ m.weight).sum().sum().view(1).unsqueeze(0).expand(3, 1, 1).sum() + (x @ m.weight).sum().amax() + (x @ m.weight).sum().softmax(0) + F.cross_entropy((x @ m.weight)[0], torch.tensor(2)),
     "its own backward": lambda m, x: Scale.apply(x @ m.weight).sum(),
     "running statistics": lambda m, x: (F.batch_norm(x @ m.weight, m.mean, m.var, training=True) * x).sum(),
     "statistics of pictures": lambda m, x: (F.batch_norm((x @ m.weight).view(2, 6, 3), m.mean, m.var, m.weight[0], m.weight[1], training=True).pow(3) * x.view(2, 6, 3)).sum(),

@@ -63,6 +63,17 @@ def test_ranks_in_another_order_train_alike(threads):
         torch.testing.assert_close(result, expected.detach())
 
 
+def test_ranks_that_do_not_ascend_are_a_letter_at_run_time(fake_world):
+    with fake_world(4), pytest.raises(autopar.NotServed, match="do not ascend"):
+        DeviceMesh((2, 2), None, (3, 0, 2, 1)).to_torch("cpu")
+
+
+@pytest.mark.parametrize("shape, axes, ranks", [(2.5, None, ()), (None, None, ()), ((2,), 5, ()), ((2,), None, 5), ((2,), None, (0.0, 1.0))])
+def test_what_is_no_mesh_is_a_letter(shape, axes, ranks):
+    with pytest.raises(BadSharding):
+        DeviceMesh(shape, axes, ranks)
+
+
 def test_an_axis_of_size_one_is_no_axis():
     model, batch = mlp_case()
     graph = ColoTracer().trace(model, batch)

@@ -114,6 +114,26 @@ def test_preset_and_constraints_go_together():
     assert plan.parameters["head.weight"].text(("dp", "tp")) == "S(0)@tp"
 
 
+def test_a_preset_gives_way_to_a_pattern():
+    plan = planned("mlp", DeviceMesh((2, 2), ("dp", "tp")), parallel="zero3", constraints={"head.*": "R"})
+    assert plan.parameters["head.weight"].text(("dp", "tp")) == "R" != plan.parameters["blocks.0.up.weight"].text(("dp", "tp"))
+
+
+def test_a_mesh_that_a_constraint_refuses_is_listed():
+    plan = planned("mlp", 4, constraints={"head.weight": "S(0)@1; R"})
+    assert plan.mesh.shape == (2, 2) and any("(0=4)" in row[0] and row[4] for row in plan.meshes)
+
+
+@pytest.mark.parametrize("less", [0, 1, 10, 1000])
+def test_a_byte_under_the_free_peak_is_a_budget_like_any_other(less):
+    """Large tensors: a byte is under the integer program's own tolerance."""
+    with torch.device("meta"):
+        model, x = torch.nn.Sequential(torch.nn.Linear(4096, 16384), torch.nn.GELU(), torch.nn.Linear(16384, 4096)), torch.empty(2048, 4096)
+    free = autopar.plan(model, (x,), mesh=(2,), loss=lambda out, inputs: out.square().mean(), memory_budget="inf")
+    plan = autopar.plan(model, (x,), mesh=(2,), loss=lambda out, inputs: out.square().mean(), memory_budget=free.peak_bytes - less)
+    assert plan.peak_bytes <= free.peak_bytes - less and plan.step_time_s >= free.step_time_s
+
+
 WRONG = {
     "a preset nobody knows": (BadPreset, dict(parallel="ddp")), "an empty dictionary": (BadPreset, dict(parallel={})), "another key": (BadPreset, dict(parallel=dict(pipeline=2))),
     "a size that is none": (BadPreset, dict(parallel=dict(data="two"))), "sizes that do not fit": (BadPreset, dict(parallel=dict(data=3, tensor=2))), "a mode nobody knows": (BadPreset, dict(parallel=dict(data=2, tensor=dict(size=2, mode="9d")))),
@@ -123,6 +143,9 @@ WRONG = {
     "a cluster nobody knows": (BadCluster, dict(cluster="h1000")), "a cluster of numbers": (BadCluster, dict(cluster=3)), "a cluster file that is not there": (BadCluster, dict(cluster="nowhere.json")),
     "a constraint on nothing": (BadConstraint, dict(constraints={"nothing": "R"})), "a constraint that is no sharding": (BadConstraint, dict(constraints={"x": "S(0"})),
     "an axis that is not there": (BadConstraint, dict(constraints={"x": "S(0)@zz"})), "a dim that is not there": (BadConstraint, dict(constraints={"head.weight": "S(7)@0"})), "constraints in a list": (BadConstraint, dict(constraints=["x"])),
+    "constraints in a list beside a preset": (BadConstraint, dict(parallel="dp", constraints=["x"])), "a pattern of numbers": (BadConstraint, dict(constraints={3: "R"})), "negative sizes": (BadPreset, dict(parallel=dict(data=-2, tensor=-2))),
+    "a gap of text": (Letter, dict(gap="0.1")), "a gap below nothing": (Letter, dict(gap=-1)), "a loss of numbers": (Letter, dict(loss=3)), "an assumption of numbers": (Letter, dict(assume=3)), "half a byte": (Letter, dict(memory_budget=0.5)),
+    "optimizers in a list": (Letter, dict(optimizer=["adamw"])), "no solver": (Letter, dict(solver=None)),
     "an optimizer nobody knows": (Letter, dict(optimizer="lion")), "a solver nobody has": (Letter, dict(solver="gurobi9")), "one byte": (Infeasible, dict(memory_budget=1)),
 }
 
