@@ -59,7 +59,7 @@ def plan(
     time_limit: float | None = None,
     gap: float = 0.0,
 ) -> Plan:
-    """The fastest plan for one training step of `model` on `mesh`. Needs no device, no process group and no weights.
+    """The fastest plan found for one training step of `model` on `mesh`, with a bound on any: `plan.gap`. Needs no device, no process group and no weights.
 
     `meta_inputs` are example tensors (meta ones are enough) of the global shapes, as a dict or a tuple. `loss(outputs,
     inputs)` is planned with the model. `constraints` pin what they name. The model is not modified.

@@ -531,20 +531,14 @@ def repeat(arguments: Mapping[str, Any]) -> Rule | None:
     return parse(f"{operands} -> {' '.join(right)}", linear="x")
 
 
-@rule_for("diagonal")
+@rule_for("diagonal", "diagonal_scatter")
 def diagonal(arguments: Mapping[str, Any]) -> Rule:
-    letters, rank = _letters(arguments["input"]), len(arguments["input"].shape)
-    gone = {arguments.get("dim1", 0) % rank, arguments.get("dim2", 1) % rank}
-    left = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
-    return parse(f"{left} -> {' '.join(a for i, a in enumerate(letters) if i not in gone)} diagonal!", linear="x")
-
-
-@rule_for("diagonal_scatter")
-def put_on_the_diagonal(arguments: Mapping[str, Any]) -> Rule:
+    """The two dims of the diagonal stay whole, whether it is taken out or put there."""
     letters, rank = _letters(arguments["input"]), len(arguments["input"].shape)
     gone = {arguments.get("dim1", 0) % rank, arguments.get("dim2", 1) % rank}
     row = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
-    return parse(f"{row}, {' '.join(a for i, a in enumerate(letters) if i not in gone)} diagonal! -> {row}", linear="x+y")
+    taken = f"{' '.join(a for i, a in enumerate(letters) if i not in gone)} diagonal!"
+    return parse(f"{row}, {taken} -> {row}", linear="x+y") if "src" in arguments else parse(f"{row} -> {taken}", linear="x")
 
 
 @rule_for("slice_scatter", "select_scatter")

@@ -35,7 +35,10 @@ _SCALE = 1e6                                                   # the program cou
 
 
 def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = (), gap: float = 0.0, reduce: bool = True, budget: float | None = None) -> Plan:
-    """The fastest plan of the space, or one proven to be within `gap` of it. Without `reduce` the whole space goes to the integer program. No device holds more than `budget` bytes."""
+    """The fastest plan of the space that was found: the search ends within `gap` of its bound, or where elimination and prices can do no more; the plan's own gap says how near that is.
+
+    Without `reduce` the whole space goes to the integer program. No device holds more than `budget` bytes.
+    """
     backend = _backend(solver)
     found = problem_of(space).minimise(gap=gap)
     if not np.isfinite(found.bound):
@@ -53,7 +56,7 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
                 raise _over(space, counted, limit)
             picked, bound = (outcome.best.picked, outcome.bound) if outcome.best else (picked, outcome.bound)
             cost = outcome.best.seconds if outcome.best else np.inf
-    if small and (not reduce or not np.isfinite(cost) or cost - bound > max(gap, _CLOSED) * cost):
+    if not reduce or (small and (not np.isfinite(cost) or cost - bound > max(gap, _CLOSED) * cost)):
         try:
             picked, bound = _optimise(space, backend, limit, times)
         except Infeasible:                                     # of the space; or a budget that the backend's tolerance steps over, where what prices found stands
@@ -61,7 +64,7 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
                 raise
             if not np.isfinite(cost):
                 raise _over(space, counted, limit) from None
-    if not np.isfinite(cost) and not small:
+    if not np.isfinite(cost) and not small and reduce:
         raise _infeasible(space, "elimination had to split, and found no choices that go together")
     return plan_of(space, picked, bound, defaults, assumptions, limit)
 
@@ -196,4 +199,4 @@ def _backend(name: str) -> Any:
     wanted = known.get(name.lower(), name)
     if wanted not in pulp.listSolvers(onlyAvailable=True):
         raise NotServed(f"the solver {name!r} is not available", seen=", ".join(pulp.listSolvers(onlyAvailable=True)), advice='solver="cbc"')
-    return pulp.getSolver(wanted, msg=False, **({"threads": 1} if wanted == "PULP_CBC_CMD" else {}))
+    return pulp.getSolver(wanted, msg=False, **({"threads": 1, "gapRel": 0} if wanted == "PULP_CBC_CMD" else {"gapRel": 0} if wanted == "HiGHS" else {}))   # what it calls optimal is the bound
