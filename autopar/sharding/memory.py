@@ -257,11 +257,17 @@ class _Pieces:
         key = (id(edge.given), id(edge.taken), type_)
         if key not in self._shared:
             given, taken = ([values(f) for f in side] for side in (edge.given, edge.taken))
-            moved = np.array([[a != b for b in taken] for a in given])
+            moved = _differ(given, taken)
             arrives, lies = np.array([self._bytes(type_, s) for s in taken], float), np.array([self._bytes(type_, s) for s in given], float)
             given_back, taken_back = ([gradients(f) for f in side] for side in (edge.given, edge.taken))
-            back_moved = np.array([[a != b for b in taken_back] for a in given_back])
+            back_moved = _differ(given_back, taken_back)
             returns = np.array([self._bytes(type_, s) for s in taken_back], float)
             self._shared[key] = (edge.given, edge.taken), (np.where(moved, arrives[None, :], 0.0), np.where(moved, 0.0, lies[:, None]), np.where(back_moved, returns[None, :], 0.0))
         found: tuple[np.ndarray, ...] = self._shared[key][1]
         return found
+
+
+def _differ(rows: Sequence[Sharding], columns: Sequence[Sharding]) -> np.ndarray:
+    """Where two shardings are not one: each is compared once, as a number."""
+    numbers: dict[Sharding, int] = {}
+    return np.not_equal.outer(*([numbers.setdefault(s, len(numbers)) for s in side] for side in (rows, columns)))

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import inspect
 import itertools
 import os
 import threading
@@ -51,6 +52,7 @@ class ColoTracer(fx.Tracer):
     def _capture(self, root: torch.nn.Module, meta_inputs: Any, assume: Assume | None, loss: Callable[..., Any] | None) -> tuple[Graph, list[weakref.ref[Tensor]]]:
         """The graph, and every tensor that was made on the way."""
         args, kwargs = as_call(meta_inputs)
+        refuse_other_arguments(root, args, kwargs)
         refuse_hooks(root)
         refuse_lazy(root)
         refuse_shared_memory(root)
@@ -92,6 +94,18 @@ class ColoTracer(fx.Tracer):
                 if where not in recorder.asked:
                     raise NotCaptured(f"the declared branch {where} was never asked for", advice="the file and line of graph.assumptions or of a letter")
             return graph, recorder.made
+
+
+def refuse_other_arguments(root: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    """Inputs that the model's forward does not take, or lacks."""
+    try:
+        signature = inspect.signature(root.forward)
+    except (TypeError, ValueError):                            # a forward that does not tell
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as e:
+        raise NotCaptured(f"{type(root).__name__}.forward does not take these inputs: {e}", seen=f"forward{signature}", advice="meta_inputs as the model is called: a dictionary of its arguments, or a tuple") from e
 
 
 def refuse_survivors(made: list[weakref.ref[Tensor]]) -> None:

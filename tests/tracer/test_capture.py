@@ -160,3 +160,9 @@ def test_the_model_is_itself_again_after_a_failure():
     with pytest.raises(ValueError, match="mine"):
         trace(model, (torch.randn(2, 4),))
     assert type(model.weight) is nn.Parameter and model.weight.device.type == "cpu" and model.weight.sum().item() == model.weight.sum().item()
+
+
+@pytest.mark.parametrize("inputs", [{"y": torch.ones(2, 3)}, (), (torch.ones(2, 3),) * 2], ids=["another name", "none", "too many"])
+def test_inputs_that_the_model_does_not_take_are_a_letter(inputs):
+    with pytest.raises(NotCaptured, match="does not take these inputs"):
+        ColoTracer().trace(torch.nn.Linear(3, 4), inputs)
