@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 import os
 import re
@@ -77,6 +79,7 @@ def plan(
     budget = _bytes(memory_budget, hardware)
     words: dict[str, Any] = dict(solver=solver, gap=gap, assumptions=graph.assumptions, defaults=_defaults(mesh, cluster, memory_budget, hardware, recompute, kernels))
 
+    @_without_collections
     def on(logical: DeviceMesh) -> Plan:
         preset = constraints_of(parallel, graph, logical) if parallel is not None else None
         fastest = solve(shardings(graph, logical, hardware, constraints, optimizer, strict, preset=preset), **words)
@@ -85,6 +88,20 @@ def plan(
         return solve(shardings(graph, logical, hardware, constraints, optimizer, strict, regather=True, preset=preset), **words, budget=budget)
 
     return best_mesh(meshes(_devices(mesh, hardware)), on) if mesh is None or (isinstance(mesh, int) and not isinstance(mesh, bool)) else on(DeviceMesh.of(mesh))
+
+
+def _without_collections(planning: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Planning makes many small objects that all stay and hold no cycles: the garbage collector would look through them, and all of torch, again and again. It rests for the while."""
+    @functools.wraps(planning)
+    def run(*arguments: Any) -> Plan:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            return planning(*arguments)
+        finally:
+            if was_on:
+                gc.enable()
+    return run
 
 
 def _devices(mesh: int | None, cluster: Cluster) -> int:

@@ -118,7 +118,7 @@ class _Pieces:
         """Who keeps which value, who lies on whose memory, and until when each value is needed through itself."""
         from autopar.tracer.graph import info
 
-        memory, _alive = memories(self.graph)
+        memory = memories(self.graph)
         owner = owners(self.graph, memory)
         self.keeps: dict[fx.Node, set[fx.Node]] = {}
         self.besides: dict[fx.Node, int] = {}

@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.letters import BadRule
@@ -138,7 +138,7 @@ class Binding:
     def rows(self) -> list[tuple[Dim, ...]]:
         return [row for row in (*self.operands, *self.outputs) if row is not None]
 
-    def cuts(self, blocks: dict[str, set[Shape]] | None = None) -> Iterator[Cut]:
+    def cuts(self, blocks: Mapping[str, Collection[Shape]] | None = None) -> Iterator[Cut]:
         """Everything that an axis may cut; `blocks` are those that a factor may also be cut by."""
         ends = {f: d.factors for row in self.rows for d in row if d.joined == "|" for f in d.factors}
         joined = {f for row in self.rows for d in row if d.joined for f in d.factors}

@@ -9,6 +9,7 @@ kernel depends on the call (attention), a function chooses the line. This is how
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
     from autopar.tracer.graph import info, op_name
 
     kind = Cluster.of(cluster).device.kernels
-    memory, _alive = memories(graph)
+    memory = memories(graph)
     rows: list[Saved] = []
     counted: set[Any] = {memory[n] for n in graph.nodes if info(n).kind in ("parameter", "buffer", "input")}
 
@@ -181,37 +182,65 @@ def _nodes(value: Any) -> list[fx.Node]:
     return [value] if hasattr(value, "meta") else []
 
 
-def memories(graph: Graph) -> tuple[dict[fx.Node, Any], Any]:
-    """On which memory each value lies: found by running the graph on meta tensors, where a view is a view. With what was run: storages stay apart while it lives."""
+def memories(graph: Graph) -> dict[fx.Node, int]:
+    """On which memory each value lies, as a number: found by running each kind of call once, on meta tensors of the strides that reach it, where a view is a view."""
     import torch
 
-    from autopar.tracer.graph import info, op_name, run, type_of
+    from autopar.tracer.blocks import calls
+    from autopar.tracer.graph import info, type_of
 
-    env: dict[fx.Node, Any] = {}
-    found: dict[fx.Node, Any] = {}
+    kinds = calls(graph)
+    shapes: dict[Any, torch.Tensor] = {}                       # one meta tensor for each type and strides
+    ran: dict[Any, list[tuple[torch.Tensor, int]]] = {}        # of a kind of call on these: each result, and on which operand's memory it lies; -1: its own
+    held: dict[fx.Node, list[tuple[torch.Tensor, int]]] = {}   # of each value: its like, and its memory
+
+    def like(t: torch.Tensor) -> torch.Tensor:
+        return shapes.setdefault((tuple(t.shape), t.dtype, t.stride()), t)
+
+    count = itertools.count()
     with torch.no_grad(), torch.device("meta"):
         for node in graph.nodes:
-            if node.op == "output":
-                continue
-            if info(node).kind in ("parameter", "buffer", "input"):
-                env[node] = torch.empty(type_of(node).shape, dtype=type_of(node).torch_dtype)
-            elif op_name(node) == "scaled_dot_product_attention":
-                query = env[node.kwargs["query"]]              # type: ignore[index]
-                env[node] = torch.empty_like(query[..., :1].expand(info(node).outputs[0].shape) if query.shape != info(node).outputs[0].shape else query)    # its kernels lay it out as the query
-            else:
-                try:
-                    env[node] = run(node, env)
-                except (RuntimeError, NotImplementedError):    # an op that meta tensors cannot run makes a new one
-                    env[node] = tuple(torch.empty(t.shape, dtype=t.torch_dtype) for t in info(node).outputs)
-                    env[node] = env[node][0] if len(env[node]) == 1 else env[node]
-            if isinstance(env[node], torch.Tensor):
-                found[node] = env[node].untyped_storage()._cdata
-    return {n: found.get(n, n) for n in graph.nodes}, env
+            about = info(node)
+            if about.kind in ("parameter", "buffer", "input"):
+                held[node] = [(like(torch.empty(type_of(node).shape, dtype=type_of(node).torch_dtype)), next(count))]
+            elif about.kind == "part":
+                held[node] = [held[node.args[0]][node.args[1]]]    # type: ignore[index]
+            elif about.kind == "op":
+                operands = node._input_nodes                   # each once, in order
+                key = (kinds[node], *(id(held[n][0][0]) for n in operands))
+                if key not in ran:
+                    ran[key] = [(like(t), at) for t, at in _run_alone(node, {n: held[n][0][0] for n in operands})]
+                before = [held[n][0][1] for n in operands]
+                fresh: dict[int, int] = {}                     # results may share a memory of their own
+                held[node] = [(t, before[at] if at >= 0 else fresh.setdefault(at, next(count))) for t, at in ran[key]]
+    return {n: held[n][0][1] if n in held and not any(info(u).kind == "part" for u in n.users) else next(count) for n in graph.nodes}    # what has parts lies nowhere itself
 
 
-def owners(graph: Graph, memory: dict[fx.Node, Any]) -> dict[Any, fx.Node]:
+def _run_alone(node: fx.Node, given: dict[fx.Node, Any]) -> list[tuple[Any, int]]:
+    """The results of one call on meta tensors; of each, which operand's memory it lies on, or a negative number for one of its own."""
+    import torch
+
+    from autopar.tracer.graph import info, op_name, run
+
+    about = info(node)
+    env = {n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for n, t in given.items()}      # apart, whatever was the same before
+    where = {t.untyped_storage()._cdata: i for i, t in enumerate(env.values())}
+    if op_name(node) == "scaled_dot_product_attention":
+        query: Any = env[node.kwargs["query"]]                 # type: ignore[index]
+        result: Any = torch.empty_like(query[..., :1].expand(about.outputs[0].shape) if query.shape != about.outputs[0].shape else query)    # its kernels lay it out as the query
+    else:
+        try:
+            result = run(node, env)
+        except (RuntimeError, NotImplementedError):            # an op that meta tensors cannot run makes a new one
+            result = [torch.empty(t.shape, dtype=t.torch_dtype) for t in about.outputs]
+    results = [r if isinstance(r, torch.Tensor) else torch.empty(()) for r in (result if isinstance(result, (tuple, list)) else [result])]
+    own: dict[Any, int] = {}
+    return [(t, where[c] if (c := t.untyped_storage()._cdata) in where else own.setdefault(c, -1 - len(own))) for t in results]
+
+
+def owners(graph: Graph, memory: dict[fx.Node, int]) -> dict[int, fx.Node]:
     """The first value on each memory: the one whose size it has."""
-    owner: dict[Any, Any] = {}
+    owner: dict[int, fx.Node] = {}
     for node in graph.nodes:
         owner.setdefault(memory[node], node)
     return owner

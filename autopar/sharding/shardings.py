@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,12 +58,17 @@ class _Builder:
         self.graph, self.mesh, self.cluster, self.constraints, self.optimizer, self.strict = graph, mesh, cluster, constraints, optimizer, strict
         self.regather = regather or constraints.speak_of_gathering
         self.conversions = ShapeConsistencyManager(mesh, cluster)
+        from autopar.tracer.blocks import calls
+
+        self.kinds = calls(graph)                              # of each op's node; what is said of one call is said of all of its kind
         self._crossed: dict[Any, tuple[Choice, ...]] = {}
         # ops and edges that are alike share their tables: what is repeated in the model is computed once
-        self._sites: dict[Any, tuple[tuple[Choice, ...], np.ndarray, bool]] = {}
+        self._sites: dict[Any, Site] = {}
         self._stored: dict[Any, tuple[tuple[Choice, ...], np.ndarray, tuple[bool, ...]]] = {}
+        self._kept: dict[Any, tuple[tuple[Choice, ...], np.ndarray, tuple[bool, ...]]] = {}
         self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = {}
         self._tables: dict[Any, np.ndarray] = {}
+        self._edges: dict[Any, Edge] = {}
 
     def build(self) -> Space:
         drafts: dict[Any, _Draft] = {}
@@ -75,9 +80,7 @@ class _Builder:
         self._pin(drafts)
         for draft in drafts.values():
             if draft.keep is not None:
-                kept = np.flatnonzero(draft.keep)
-                site = draft.site
-                draft.site = replace(site, choices=tuple(site.choices[i] for i in kept), seconds=site.seconds[kept], regathered=tuple(site.regathered[i] for i in kept) if site.regathered else ())
+                draft.site = self._narrowed(draft.site, draft.keep)
         index = {key: i for i, key in enumerate(drafts)}
         edges, ends = [], []
         for key, draft in drafts.items():
@@ -89,77 +92,94 @@ class _Builder:
         memory = memory_of(self.graph, self.mesh, self.cluster, self.optimizer, sites, edges, ends, index)
         return Space(self.mesh, self.cluster, sites, tuple(edges), self.conversions, self.graph.digest, self.optimizer, memory)
 
+    def _narrowed(self, site: Site, keep: np.ndarray) -> Site:
+        """The site with these choices alone; the same objects for sites that are alike and pinned alike."""
+        key = (id(site.choices), id(site.seconds), keep.tobytes())
+        if key not in self._kept:
+            kept = np.flatnonzero(keep)
+            self._kept[key] = tuple(site.choices[i] for i in kept), site.seconds[kept], tuple(site.regathered[i] for i in kept) if site.regathered else ()
+        choices, step, again = self._kept[key]
+        return replace(site, choices=choices, seconds=step, regathered=again)
+
     # -- rules fitted to calls, and the blocks that values may be cut by
 
     def _bind_all(self) -> None:
-        from autopar.tracer.graph import info, op_name, type_of
+        from autopar.tracer.graph import info
 
         self.bindings: dict[fx.Node, Binding | None] = {}
-        known: dict[Any, Binding] = {}
+        self.tensors: dict[fx.Node, tuple[fx.Node, ...]] = {}      # the tensor operands of each op, in order: those that its rule gives dims to
+        known: dict[int, tuple[Binding | None, tuple[int, ...]]] = {}
         for node in self.graph.nodes:
-            if info(node).kind != "op":
-                continue
-            about, given = info(node), node.target.operands(node.kwargs)       # type: ignore[union-attr]
-            rule = rule_of(op_name(node), {**typed(node.kwargs), "outputs": about.outputs})
-            present = [n for n in given if hasattr(n, "meta")]
-            if rule is None:
-                if self.strict and present:
-                    raise NoRule(f"autopar has no sharding rule for {op_name(node)}", at=about.source, seen=", ".join(f"{n.name}: {type_of(n)}" for n in present),
-                                 advice=f'autopar.rule("{op_name(node)}", "... -> ...")')
-                self.bindings[node] = None
-                continue
-            shapes = tuple(None if n is None else type_of(n).shape if hasattr(n, "meta") else () for n in given)
-            key = (rule, shapes, about.outputs, tuple(n is None or hasattr(n, "meta") for n in given))
-            if key not in known:
-                try:
-                    binding = _without_numbers(rule.bind(shapes, [t.shape for t in about.outputs]), given)
-                except BadRule as e:
-                    raise BadRule(f"{op_name(node)}: {e.what}", at=about.source, seen=e.seen) from e
-                # a sum of truth values is an or, and whole numbers wrap: no parts of sums
-                known[key] = binding if all("float" in t.dtype for t in about.outputs) else replace(binding, groups=())
-            self.bindings[node] = known[key]
+            if info(node).kind == "op":
+                given = node.target.operands(node.kwargs)          # type: ignore[union-attr]
+                kind = self.kinds[node]
+                if kind not in known:
+                    known[kind] = self._bind(node, given), tuple(i for i, n in enumerate(given) if hasattr(n, "meta"))
+                self.bindings[node], places = known[kind]
+                self.tensors[node] = tuple([given[i] for i in places])
+
+    def _bind(self, node: fx.Node, given: Sequence[Any]) -> Binding | None:
+        from autopar.tracer.graph import info, op_name, type_of
+
+        about = info(node)
+        rule = rule_of(op_name(node), {**typed(node.kwargs), "outputs": about.outputs})
+        present = [n for n in given if hasattr(n, "meta")]
+        if rule is None:
+            if self.strict and present:
+                raise NoRule(f"autopar has no sharding rule for {op_name(node)}", at=about.source, seen=", ".join(f"{n.name}: {type_of(n)}" for n in present),
+                             advice=f'autopar.rule("{op_name(node)}", "... -> ...")')
+            return None
+        shapes = tuple(None if n is None else type_of(n).shape if hasattr(n, "meta") else () for n in given)
+        try:
+            binding = _without_numbers(rule.bind(shapes, [t.shape for t in about.outputs]), given)
+        except BadRule as e:
+            raise BadRule(f"{op_name(node)}: {e.what}", at=about.source, seen=e.seen) from e
+        # a sum of truth values is an or, and whole numbers wrap: no parts of sums
+        return binding if all("float" in t.dtype for t in about.outputs) else replace(binding, groups=())
 
     def _spread_blocks(self) -> None:
         """Where several values stand end to end in one dim, that dim may be cut by blocks; so may every dim that is the same factor
         of some op, up and down the graph: a fused weight learns from the split behind it that it may be cut by heads."""
         self.blocks: dict[tuple[fx.Node, int], set[tuple[int, ...]]] = {}
-        places: list[list[tuple[fx.Node, int]]] = []
+        self.joints: dict[int, tuple[_Joint, ...]] = {}            # by kind of call
+        for node, binding in self.bindings.items():
+            if binding is not None and self.kinds[node] not in self.joints:
+                self.joints[self.kinds[node]] = _joints(node, binding)
+        if not any(joint.blocks for joints in self.joints.values() for joint in joints):
+            return
+        meets: dict[tuple[fx.Node, int], list[list[tuple[fx.Node, int]]]] = {}
         for node, binding in self.bindings.items():
             if binding is None:
                 continue
-            values_ = [n for n, row in zip(node.target.operands(node.kwargs), binding.operands, strict=True) if row is not None]   # type: ignore[union-attr]
-            factors: dict[str, list[tuple[fx.Node, int]]] = {}
-            for value, row in zip([*values_, *outputs_of(node)], binding.rows, strict=True):
-                for i, dim in enumerate(row):
-                    if value is not None and dim.joined == "|":
-                        self.blocks.setdefault((value, i), set()).add(tuple(binding.sizes[f] for f in dim.factors))
-                    elif value is not None and dim.joined == "*":
-                        self.blocks.setdefault((value, i), set()).update(b for f in dim.factors if f in binding.minor and (b := binding.blocks_of(dim, f)))
-                    elif value is not None and dim.factors:
-                        factors.setdefault(dim.factor, []).append((value, i))
-            joined = {f for row in binding.rows for dim in row if dim.joined for f in dim.factors}
-            places += [held for f, held in factors.items() if f not in joined and f not in binding.whole and not _counts(node, f)]
-        meets: dict[tuple[fx.Node, int], list[list[tuple[fx.Node, int]]]] = {}
-        for held in places if any(self.blocks.values()) else ():
-            for place in held:
-                meets.setdefault(place, []).append(held)
+            held = (*self.tensors[node], *outputs_of(node))
+            for joint in self.joints[self.kinds[node]]:
+                places = [(value, dim) for at, dim in joint.places if (value := held[at]) is not None]
+                if joint.blocks:
+                    for place in places:
+                        self.blocks.setdefault(place, set()).update(joint.blocks)
+                elif joint.passes_on:
+                    for place in places:
+                        meets.setdefault(place, []).append(places)
         waiting = [place for place, blocks in self.blocks.items() if blocks]
         while waiting:
             place = waiting.pop()
-            for held in meets.get(place, ()):
-                for other in held:
+            for held_ in meets.get(place, ()):
+                for other in held_:
                     if not self.blocks[place] <= self.blocks.setdefault(other, set()):
                         self.blocks[other] |= self.blocks[place]
                         waiting.append(other)
 
-    def _blocks_of_factors(self, node: fx.Node, binding: Binding) -> dict[str, set[tuple[int, ...]]]:
-        values_ = [n for n, row in zip(node.target.operands(node.kwargs), binding.operands, strict=True) if row is not None]   # type: ignore[union-attr]
+    def _blocks_of_factors(self, node: fx.Node, binding: Binding) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
+        if not self.blocks:
+            return ()
+        held = (*self.tensors[node], *outputs_of(node))
         found: dict[str, set[tuple[int, ...]]] = {}
-        for value, row in zip([*values_, *outputs_of(node)], binding.rows, strict=True):
-            for i, dim in enumerate(row):
-                if value is not None and len(dim.factors) == 1 and not _counts(node, dim.factor) and self.blocks.get((value, i)):
-                    found.setdefault(dim.factor, set()).update(self.blocks[value, i])
-        return found
+        for joint in self.joints[self.kinds[node]]:
+            if joint.factor:
+                for at, dim in joint.places:
+                    if held[at] is not None and (blocks := self.blocks.get((held[at], dim))):
+                        found.setdefault(joint.factor, set()).update(blocks)
+        return tuple((f, tuple(sorted(b))) for f, b in sorted(found.items()))
 
     # -- choices
 
@@ -214,26 +234,30 @@ class _Builder:
         return Site(f"out.{name}", "output", "update" if changes else "output", choices, np.zeros(len(choices)))
 
     def _op(self, node: fx.Node) -> _Draft:
+        from autopar.tracer.graph import info, type_of
+
+        about, binding, operands = info(node), self.bindings[node], self.tensors[node]
+        blocks = self._blocks_of_factors(node, binding) if binding else ()
+        key = self.kinds[node], blocks
+        if key not in self._sites:
+            self._sites[key] = self._new_site(node, dict(blocks))
+        like = self._sites[key]
+        return _Draft(Site(about.key, like.op, "op", like.choices, like.seconds, about.source, like.has_rule), operands, tuple([type_of(n) for n in operands]))
+
+    def _new_site(self, node: fx.Node, blocks: Mapping[str, Collection[tuple[int, ...]]]) -> Site:
         from autopar.tracer.graph import info, op_name, type_of
 
         about, binding = info(node), self.bindings[node]
         given = node.target.operands(node.kwargs)              # type: ignore[union-attr]
-        present = [n for n in given if hasattr(n, "meta")]
+        types = tuple(type_of(n) for n in self.tensors[node])
         wants, gives = [hasattr(n, "meta") and type_of(n).requires_grad for n in given], [t.requires_grad for t in about.outputs]
-        types, blocks = tuple(type_of(n) for n in present), self._blocks_of_factors(node, binding) if binding else {}
-        key = (op_name(node), types, about.outputs, tuple(wants), repr(typed(node.kwargs)) if binding is None else (binding.operands, binding.outputs, tuple(binding.sizes.items()), binding.whole, binding.groups),
-               tuple((f, tuple(sorted(b))) for f, b in sorted(blocks.items())))
-        if key not in self._sites:
-            found = None if binding or not present or about.random >= 0 else discovered(node.target, typed(node.kwargs), types, about.outputs)
-            if binding:
-                per_axis, sizes = strategies_on_one_axis(binding, wants, gives, blocks), binding.sizes
-            else:
-                per_axis, sizes = found or (replicated(len(present), [t.requires_grad for t in types], gives), {})
-            choices = self._cross(per_axis, sizes)
-            self._sites[key] = choices, self._op_seconds(op_name(node), binding, sizes, choices, types, about.outputs), found is not None
-        choices, cost, is_known = self._sites[key]
-        site = Site(about.key, op_name(node), "op", choices, cost, about.source, binding is not None or is_known or not present)
-        return _Draft(site, tuple(present), types)
+        found = None if binding or not types or about.random >= 0 else discovered(node.target, typed(node.kwargs), types, about.outputs)
+        if binding:
+            per_axis, sizes = strategies_on_one_axis(binding, wants, gives, blocks), binding.sizes
+        else:
+            per_axis, sizes = found or (replicated(len(types), [t.requires_grad for t in types], gives), {})
+        choices = self._cross(per_axis, sizes)
+        return Site(about.key, op_name(node), "op", choices, self._op_seconds(op_name(node), binding, sizes, choices, types, about.outputs), about.source, binding is not None or found is not None or not types)
 
     def _op_seconds(self, op: str, binding: Binding | None, sizes: Mapping[str, int], choices: Sequence[Choice], operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> np.ndarray:
         """Forward and backward on the fullest device. Without a rule, every device does everything."""
@@ -274,6 +298,13 @@ class _Builder:
     # -- conversions
 
     def _edge(self, source_index: int, port: int, target_index: int, operand: int, source: Site, target: Site, type_: TensorType) -> Edge:
+        key = (id(source.choices), port, id(target.choices), operand, type_, source.regathered)
+        like = self._edges.get(key)
+        if like is None:
+            like = self._edges[key] = self._new_edge(port, operand, source, target, type_)
+        return Edge(source_index, target_index, operand, like.given, like.taken, like.given_by, like.taken_by, like.seconds, like.shape, like.itemsize, like.has_gradient)
+
+    def _new_edge(self, port: int, operand: int, source: Site, target: Site, type_: TensorType) -> Edge:
         given, given_by = self._end(source.choices, port, Choice.output, bool(source.regathered))
         taken, taken_by = self._end(target.choices, operand, Choice.operand)
         key = (id(given), id(taken), type_, source.regathered)
@@ -284,7 +315,7 @@ class _Builder:
                 backward = self.conversions.table(type_.shape, type_.itemsize, [gradients(f) for f in taken], [gradients(f) for f in given]).T
             again = np.array(source.regathered)[:, None] if source.regathered else 0
             self._tables[key] = forward * (1 + again) + backward
-        return Edge(source_index, target_index, operand, given, taken, given_by, taken_by, self._tables[key], type_.shape, type_.itemsize, type_.requires_grad)
+        return Edge(0, 0, operand, given, taken, given_by, taken_by, self._tables[key], type_.shape, type_.itemsize, type_.requires_grad)
 
     def _end(self, choices: tuple[Choice, ...], i: int, flows_of: Callable[[Choice, int], Flows], apart: bool = False) -> tuple[tuple[Flows, ...], np.ndarray]:
         """What may leave or arrive at one end, once each; the same objects for the same choices. `apart`: each choice by itself."""
@@ -349,6 +380,34 @@ class _Builder:
             legal = sorted({values(f).text(self.mesh.axes) for f, possible in zip(flows, before, strict=True) if possible})
             raise BadConstraint(f"nothing satisfies {pin.text!r} at {site.name}, {end}", at=site.source, seen="what is pinned elsewhere leaves " + "; ".join(legal[:12]),
                                 advice="one of these, or pin fewer of its neighbours")
+
+
+@dataclass(frozen=True, slots=True)
+class _Joint:
+    """Dims of a call's values that blocks concern together: those of one factor, or one that has blocks of its own."""
+
+    places: tuple[tuple[int, int], ...]                        # which of the operands with dims, then outputs; and which dim
+    factor: str = ""                                           # that may be cut by blocks
+    passes_on: bool = False
+    blocks: tuple[tuple[int, ...], ...] = ()
+
+
+def _joints(node: fx.Node, binding: Binding) -> tuple[_Joint, ...]:
+    own, single, passed = list[_Joint](), dict[str, list[tuple[int, int]]](), dict[str, list[tuple[int, int]]]()
+    for at, row in enumerate(binding.rows):
+        for i, dim in enumerate(row):
+            if dim.joined == "|":
+                own.append(_Joint(((at, i),), blocks=(tuple(binding.sizes[f] for f in dim.factors),)))
+            elif dim.joined == "*":
+                if blocks := tuple(b for f in dim.factors if f in binding.minor and (b := binding.blocks_of(dim, f))):
+                    own.append(_Joint(((at, i),), blocks=blocks))
+            elif dim.factors:
+                passed.setdefault(dim.factor, []).append((at, i))
+            if len(dim.factors) == 1 and not _counts(node, dim.factor):
+                single.setdefault(dim.factor, []).append((at, i))
+    joined = {f for row in binding.rows for dim in row if dim.joined for f in dim.factors}
+    spread = [_Joint(tuple(places), passes_on=True) for f, places in passed.items() if f not in joined and f not in binding.whole and not _counts(node, f)]
+    return (*own, *(_Joint(tuple(places), f) for f, places in single.items()), *spread)
 
 
 def _counts(node: fx.Node, factor: str) -> bool:

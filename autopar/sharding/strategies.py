@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.letters import BadSharding
@@ -77,7 +77,7 @@ def gradients(flows: Sequence[Flow]) -> Sharding:
 
 
 def strategies_on_one_axis(
-    binding: Binding, wants_gradient: Sequence[bool], gives_gradient: Sequence[bool], blocks: dict[str, set[tuple[int, ...]]] | None = None
+    binding: Binding, wants_gradient: Sequence[bool], gives_gradient: Sequence[bool], blocks: Mapping[str, Collection[tuple[int, ...]]] | None = None
 ) -> tuple[Strategy, ...]:
     """Every strategy of a bound rule on one axis; `blocks` are those by which a factor may also be cut.
 

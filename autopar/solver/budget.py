@@ -19,7 +19,7 @@ import numpy as np
 import pulp
 
 from autopar.sharding.space import Space
-from autopar.solver.eliminate import Factor, Problem
+from autopar.solver.eliminate import Factor, Problem, regions_of
 
 ROUNDS = 16                                                    # of prices; the search counts rounds, never seconds
 _SAME, _MET = 1e-12, 1e-9
@@ -59,6 +59,7 @@ class Budgeted:
         assert self.space.memory is not None
         self.memory = self.space.memory
         self._alike: dict[bytes, np.ndarray] = {}
+        self.regions = regions_of(self.space)
         sites, first = self.space.sites, dict[int, int]()
         for e in self.space.edges:
             if sites[e.source].kind != "op":                   # a parameter stands where it is first used
@@ -82,7 +83,7 @@ class Budgeted:
         rows = [(price, self._row(t)) for t, price in sorted(prices.items()) if price > 0]
         costs = [priced(s.seconds, [(p, sites[i]) for p, (sites, _) in rows if i in sites]) for i, s in enumerate(self.space.sites)]
         tables = [priced(e.seconds, [(p, edges[k]) for p, (_, edges) in rows if k in edges]) for k, e in enumerate(self.space.edges)]
-        problem = Problem(costs, [Factor((e.source, e.target), (e.given_by, e.taken_by), t) for e, t in zip(self.space.edges, tables, strict=True)])
+        problem = Problem(costs, [Factor((e.source, e.target), (e.given_by, e.taken_by), t) for e, t in zip(self.space.edges, tables, strict=True)], self.regions)
         found = problem.minimise(tries=1)
         return self.point(found.picked), found.bound
 

@@ -4,8 +4,9 @@
     factor       a table over classes of choices of some variables: an edge prices what leaves and what arrives, not whole choices
     eliminate    add up all that a variable has a part in, minimise over it, and leave a factor over its neighbours
 
-What was computed once for the same tables is found again by their identity, so the layers of a repeated model cost one layer, and a chain of them its logarithm. A variable that many others neighbour
-(a rotary table, a mask, an encoder's output) is split into one copy a neighbour when tables would grow over the limit: the minimum of the split problem is a lower bound, and its copies' choices, made one, a plan.
+What was computed once for the same tables is found again by their identity. Regions (the layers of a model) are contracted first, each to tables over what surrounds it: alike ones cost one, and the chain that they
+leave, halved and not eaten from its end, its logarithm. A variable that many others neighbour (a rotary table, a mask, an encoder's output) is split into copies when tables would grow over the limit, one a region if
+that is enough: the minimum of the split problem is a lower bound, and its copies' choices, made one, a plan.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from autopar.sharding.space import Space
+
 WIDEST = 1 << 22                                               # entries of a table
-_MOST_WORK = 1 << 29                                           # entries times choices of one elimination
+_CHEAP = 1 << 16                                               # tables up to this size are all as good: what has been through least goes first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,11 +52,13 @@ class Problem:
 
     costs: list[np.ndarray]
     factors: list[Factor]
+    regions: Sequence[Sequence[int]] = ()                      # variables that are eliminated together, before all others
     memo: dict[Any, Any] = field(default_factory=dict)         # what was computed once, by the identity of its tables
 
     def __post_init__(self) -> None:
         alike: dict[bytes, np.ndarray] = {}
-        self.costs = [alike.setdefault(c.tobytes(), c) for c in self.costs]
+        known = {id(c): alike.setdefault(c.tobytes(), c) for c in {id(c): c for c in self.costs}.values()}
+        self.costs = [known[id(c)] for c in self.costs]
 
     def value(self, picked: Sequence[int]) -> float:
         return float(sum(c[i] for c, i in zip(self.costs, picked, strict=True)) + sum(f.table[tuple(m[picked[v]] for v, m in zip(f.scope, f.classes, strict=True))] for f in self.factors))
@@ -75,6 +80,19 @@ class Problem:
         return Found(best[1], best[0], first.bound, tuple(first.copies))
 
 
+def regions_of(space: Space) -> list[list[int]]:
+    """The layers of a model, by the numbers in names: of each the sites whose values do not leave it. Names are only where to look: layers are one if their tables are."""
+    paths = [s.name.partition("/")[0].split(".") for s in space.sites]
+    numbered = [[i for i, part in enumerate(path) if part[-1:].isdigit()] for path in paths]
+    region: dict[int, str] = {i: ".".join(path[: numbers[0] + 1]) for i, (path, numbers) in enumerate(zip(paths, numbered, strict=True)) if numbers}
+    leaves = {e.source for e in space.edges if region.get(e.source) != region.get(e.target)}
+    found: dict[str, list[int]] = {}
+    for i, name in region.items():
+        if i not in leaves:
+            found.setdefault(name, []).append(i)
+    return [region for region in found.values() if len(region) > 1]
+
+
 def _neighbours(run: _Run, fixed: Mapping[int, int]) -> Any:
     """The agreement with one split variable at another of the choices that its copies asked for."""
     for v, copies in run.copies.items():
@@ -83,11 +101,30 @@ def _neighbours(run: _Run, fixed: Mapping[int, int]) -> Any:
             yield {**fixed, v: k}
 
 
-class _Run:
-    """One elimination of everything, with some variables held at a choice."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Contracted:
+    """A region, and the variables around it in the order that its tables speak of; `run` is of the first region that was alike."""
 
-    def __init__(self, problem: Problem, fixed: Mapping[int, int], widest: int) -> None:
-        self.memo, self.widest = problem.memo, widest
+    inside: tuple[int, ...]
+    around: tuple[int, ...]
+    run: _Run
+
+
+class _TooWide(Exception):
+    """A region cannot be contracted: these variables make its tables wide."""
+
+    def __init__(self, near: set[int]) -> None:
+        super().__init__()
+        self.near = near
+
+
+class _Run:
+    """One elimination of everything but some variables that are kept, with others held at a choice."""
+
+    def __init__(self, problem: Problem, fixed: Mapping[int, int], widest: int, kept: int | None = None) -> None:
+        self.memo, self.widest, self.is_region, self.kept = problem.memo, widest, kept is not None, kept or 0      # the last `kept` variables stay
+        self.zeros: list[np.ndarray] = problem.costs[len(problem.costs) - self.kept:]
+        self._within: dict[tuple[int, ...], tuple[list[int], list[np.ndarray]]] = {}
         self.costs: dict[int, np.ndarray] = dict(enumerate(problem.costs))
         self.of: dict[int, list[Factor]] = {v: [] for v in self.costs}
         self.copies: dict[int, list[int]] = {}
@@ -96,10 +133,19 @@ class _Run:
             self.constant += float(self.costs.pop(v)[choice])
         for factor in problem.factors:
             self._add(self._without_fixed(factor))
-        self.steps: list[tuple[int, np.ndarray, list[Factor]]] = []
+        self.steps: list[tuple[int, np.ndarray, list[Factor]] | _Contracted] = []
+        self.region = {v: i for i, region in enumerate(problem.regions) for v in region}
+        if problem.regions:                                    # what leads to a hub first: its copies share the cost of that
+            near = {u for v in self.region if v in self.of for f in self.of[v] for u in f.scope}
+            self._eliminate_all([v for v in self.costs if v not in near])
+        for region in problem.regions:
+            self._contract(tuple(v for v in region if v in self.costs))
         self._eliminate_all()
         self.bound = self.constant
-        self._decide(len(problem.costs))
+        if not self.is_region:
+            decided, self.marginals = self._decide(self.fixed)
+            self.wished = {v: int(np.argmin(total)) for v, total in self.marginals.items()}
+            self.picked = [decided[v] for v in range(len(problem.costs))]
 
     def _without_fixed(self, factor: Factor) -> Factor:
         held = [i for i, v in enumerate(factor.scope) if v in self.fixed]
@@ -131,15 +177,77 @@ class _Run:
             for v in factor.scope:
                 self.of[v].append(factor)
 
+    # -- regions
+
+    def _contract(self, region: tuple[int, ...]) -> None:
+        """Put tables over what surrounds a region in its place; where they are too wide, split what makes them so."""
+        while region:
+            inside = (*region, *(v for v in self._copies_within(region)))
+            number = {v: i for i, v in enumerate(inside)}
+            factors: dict[int, Factor] = {id(f): f for v in inside for f in self.of[v]}
+            for f in factors.values():
+                for u in f.scope:
+                    number.setdefault(u, len(number))
+            around = tuple(number)[len(inside):]
+            lines = [(id(f.table), *((number[u], id(m)) for u, m in zip(f.scope, f.classes, strict=True))) for f in factors.values()]
+            key = ("region", len(region), *(id(self.costs[v]) for v in inside), *(len(self.costs[u]) for u in around), *lines)
+            run = self._once(key, (list(factors.values()), [self.costs[v] for v in inside]), lambda inside=inside, around=around, number=number, factors=factors: self._run_within(inside, around, number, factors))
+            if not isinstance(run, _TooWide):
+                break
+            names = list(number)
+            able = [u for u in sorted(names[n] for n in run.near) if self._can_split(u)]
+            if not able:
+                return                                         # left to the elimination of everything, which knows no limit where nothing can be split
+            self._split(min(able, key=lambda u: (self._looseness(u), u)))
+        else:
+            return
+        for v in inside:
+            for f in self.of.pop(v):
+                for u in f.scope:
+                    if u in self.of:
+                        self.of[u] = [g for g in self.of[u] if g is not f]
+            del self.costs[v]
+        self.constant += run.constant
+        for i, u in enumerate(around):
+            more = run.costs[len(inside) + i]
+            if more is not run.zeros[i]:
+                self.costs[u] = self._once(("more", id(self.costs[u]), id(more)), (self.costs[u], more), lambda u=u, more=more: self.costs[u] + more)
+        left = {id(f): f for i in range(len(around)) for f in run.of[len(inside) + i]}
+        for f in left.values():
+            self._add(Factor(tuple(around[u - len(inside)] for u in f.scope), f.classes, f.table))
+        self.steps.append(_Contracted(inside, around, run))
+
+    def _copies_within(self, region: tuple[int, ...]) -> list[int]:
+        """Copies of split variables that nothing outside of the region neighbours."""
+        if not self.copies:
+            return []
+        mine = set(region)
+        near = sorted({u for v in region for f in self.of[v] for u in f.scope if u not in self.region and u not in mine and self._is_copy(u)})
+        return [u for u in near if all(x == u or x in mine for f in self.of[u] for x in f.scope)]
+
+    def _is_copy(self, v: int) -> bool:
+        return any(v in made for made in self.copies.values())
+
+    def _run_within(self, inside: tuple[int, ...], around: tuple[int, ...], number: Mapping[int, int], factors: Mapping[int, Factor]) -> _Run | _TooWide:
+        zeros = [self._once(("zeros", len(self.costs[u])), None, lambda u=u: np.zeros(len(self.costs[u]))) for u in around]
+        moved = [Factor(tuple(number[u] for u in f.scope), f.classes, f.table, f.generation) for f in factors.values()]
+        try:
+            return _Run(Problem([*(self.costs[v] for v in inside), *zeros], moved, memo=self.memo), {}, self.widest, len(around))
+        except _TooWide as e:
+            return e
+
     # -- elimination
 
-    def _eliminate_all(self) -> None:
+    def _eliminate_all(self, among: Collection[int] | None = None) -> None:
+        """Eliminate one after the other; `among` some, those that are cheap."""
         queue: list[tuple[Any, int]] = []
         current: dict[int, Any] = {}
+        wanted = set(among) if among is not None else set(range(self.count - self.kept)) if self.is_region else None
 
         def rank(v: int) -> None:
-            current[v] = self._rank(v)
-            heapq.heappush(queue, (current[v], v))
+            if wanted is None or v in wanted:
+                current[v] = self._rank(v)
+                heapq.heappush(queue, (current[v], v))
 
         for v in self.costs:
             rank(v)
@@ -147,10 +255,16 @@ class _Run:
             priority, v = heapq.heappop(queue)
             if current.get(v) != priority or v not in self.costs:
                 continue
+            if among is not None and priority[0] > _CHEAP:
+                continue
             if priority[0] > self.widest:
-                hub = self._loosest(v)
-                if hub is not None:
-                    for u in self._split(hub):
+                near = {u for f in self.of[v] for u in f.scope}
+                near |= {x for u in near for f in self.of[u] for x in f.scope}
+                if self.is_region:
+                    raise _TooWide(near)
+                able = [u for u in sorted(near) if self._can_split(u)]
+                if able:
+                    for u in self._split(min(able, key=lambda u: (self._looseness(u), u))):
                         rank(u)
                     heapq.heappush(queue, (priority, v))
                     continue
@@ -159,21 +273,21 @@ class _Run:
             del current[v]
 
     def _rank(self, v: int) -> tuple[int, int, int]:
-        """How wide a table its elimination leaves; among equals the ones that have been through least, so that chains are halved and not eaten from one end."""
+        """How wide a table its elimination leaves; among equals, or where all is cheap, the ones that have been through least, so that chains are halved and not eaten from one end."""
         axes: dict[int, dict[int, int]] = {}
         for f in self.of[v]:
             for u, m, n in zip(f.scope, f.classes, f.table.shape, strict=True):
                 if u != v:
                     axes.setdefault(u, {})[id(m)] = n
         width = math.prod(min(math.prod(maps.values()), len(self.costs[u])) for u, maps in axes.items())
-        return width, max((f.generation for f in self.of[v]), default=0), len(self.of[v])
+        return width if width > _CHEAP else 0, max((f.generation for f in self.of[v]), default=0), len(self.of[v])
 
-    def _loosest(self, v: int) -> int | None:
-        """Of a variable, its neighbours and theirs the one to split: whose factors change least with its choice, so that disagreeing copies save little, and which many neighbour."""
-        near = {u for f in self.of[v] for u in f.scope}
-        near |= {x for u in near for f in self.of[u] for x in f.scope}
-        able = [u for u in sorted(near) if len({tuple(sorted(x for x in f.scope if x != u)) for f in self.of[u]}) > 1]
-        return min(able, key=lambda u: (sum(self._spread(f, f.scope.index(u)) for f in self.of[u]) / len(self.of[u]) ** 2, u), default=None)
+    def _can_split(self, u: int) -> bool:
+        return len({tuple(sorted(x for x in f.scope if x != u)) for f in self.of[u]}) > 1
+
+    def _looseness(self, u: int) -> float:
+        """The lower, the better it is split: its factors change little with its choice, so that disagreeing copies save little, and many neighbour it."""
+        return sum(self._spread(f, f.scope.index(u)) for f in self.of[u]) / len(self.of[u]) ** 2
 
     def _spread(self, factor: Factor, axis: int) -> float:
         def most() -> float:
@@ -183,11 +297,17 @@ class _Run:
         return float(self._once(("spread", id(factor.table), axis), factor.table, most))
 
     def _split(self, hub: int) -> list[int]:
-        """One copy for each neighbour, with an equal share of the cost."""
+        """One copy for each region that neighbours it, or else for each neighbour, with an equal share of the cost."""
         factors, cost = self.of.pop(hub), self.costs.pop(hub)
-        groups: dict[tuple[int, ...], list[Factor]] = {}
-        for f in factors:
-            groups.setdefault(tuple(sorted(u for u in f.scope if u != hub)), []).append(f)
+        groups: dict[Any, list[Factor]] = {}
+        for by_region in (True, False):
+            groups.clear()
+            for f in factors:
+                others = tuple(sorted(u for u in f.scope if u != hub))
+                within = {self.region.get(u) for u in others} if by_region else {None}
+                groups.setdefault(others if within == {None} or len(within) > 1 else within.pop(), []).append(f)
+            if len(groups) > 1:
+                break
         share = self._once(("share", id(cost), len(groups)), cost, lambda: cost / len(groups))
         touched, made = set(), []
         for group in groups.values():
@@ -221,22 +341,41 @@ class _Run:
 
     # -- choices
 
-    def _decide(self, variables: int) -> None:
-        """Backwards through the eliminations: each variable takes what is best for those decided after it."""
-        decided: dict[int, int] = dict(self.fixed)
-        self.wished: dict[int, int] = {}
-        self.marginals: dict[int, np.ndarray] = {}
+    def _decide(self, given: Mapping[int, int]) -> tuple[dict[int, int], dict[int, np.ndarray]]:
+        """Backwards through the eliminations: each variable takes what is best for those decided after it. With what each copy of a split variable would pay for each choice."""
+        decided: dict[int, int] = dict(given)
+        marginals: dict[int, np.ndarray] = {}
         hubs = {copy: hub for hub, copies in self.copies.items() for copy in copies}
-        for v, cost, factors in reversed(self.steps):
-            total = cost.copy()
-            for f in factors:
-                at = tuple(m if u == v else m[decided[u]] for u, m in zip(f.scope, f.classes, strict=True))
-                total += f.table[at]
-            decided[v] = int(np.argmin(total))
-            if v in hubs:
-                self.wished[v], self.marginals[v] = decided[v], total
-                decided.setdefault(hubs[v], decided[v])        # what was eliminated before the split asks for it
-        self.picked = [decided[v] for v in range(variables)]
+        for step in reversed(self.steps):
+            if isinstance(step, _Contracted):
+                picks, totals = step.run.within(tuple(decided[u] for u in step.around))
+                decided.update(zip(step.inside, picks, strict=True))
+                copies = [(v, totals[i]) for i, v in enumerate(step.inside) if v in hubs] if hubs else []
+            else:
+                v, cost, factors = step
+                total = self._total(v, cost, factors, decided)
+                decided[v] = int(np.argmin(total))
+                copies = [(v, total)] if v in hubs or self.is_region else []
+            for v, total in copies:
+                marginals[v] = total
+                if v in hubs:
+                    decided.setdefault(hubs[v], decided[v])    # what was eliminated before the split asks for it
+        return decided, marginals
+
+    @staticmethod
+    def _total(v: int, cost: np.ndarray, factors: Sequence[Factor], decided: Mapping[int, int]) -> np.ndarray:
+        total = cost.copy()
+        for f in factors:
+            total += f.table[tuple(m if u == v else m[decided[u]] for u, m in zip(f.scope, f.classes, strict=True))]
+        return total
+
+    def within(self, around: tuple[int, ...]) -> tuple[list[int], list[np.ndarray]]:
+        """The choices of a region whose surroundings have decided, and what each of its variables would pay for every choice."""
+        if around not in self._within:
+            first = self.count - self.kept
+            decided, totals = self._decide({first + i: choice for i, choice in enumerate(around)})
+            self._within[around] = [decided[v] for v in range(first)], [totals[v] for v in range(first)]
+        return self._within[around]
 
 
 def _minimised(v: int, cost: np.ndarray, factors: Sequence[Factor], scope: tuple[int, ...]) -> tuple[tuple[np.ndarray, ...], np.ndarray]:

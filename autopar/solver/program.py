@@ -26,7 +26,7 @@ from autopar.sharding.placement import Sharding
 from autopar.sharding.space import Edge, Flows, Space
 from autopar.sharding.strategies import gradients, values
 from autopar.solver.budget import Budgeted
-from autopar.solver.eliminate import Factor, Problem
+from autopar.solver.eliminate import Factor, Problem, regions_of
 from autopar.solver.plan import Conversion, Decision, Plan
 
 _CLOSED = 1e-9                                                 # a gap that is rounding
@@ -82,7 +82,7 @@ def _over(space: Space, counted: Budgeted, budget: float) -> Infeasible:
 
 def problem_of(space: Space) -> Problem:
     """The space as tables to eliminate."""
-    return Problem([s.seconds for s in space.sites], [Factor((e.source, e.target), (e.given_by, e.taken_by), e.seconds) for e in space.edges])
+    return Problem([s.seconds for s in space.sites], [Factor((e.source, e.target), (e.given_by, e.taken_by), e.seconds) for e in space.edges], regions_of(space))
 
 
 def plan_of(space: Space, picked: Sequence[int], bound: float, defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = (), budget: float | None = None) -> Plan:

@@ -1,4 +1,4 @@
-"""Blocks that repeat: layers `h.0`, `h.1`, ... that run the same ops on the same shapes, wired the same way.
+"""What repeats: calls that are alike, and blocks of them: layers `h.0`, `h.1`, ... that run the same ops on the same shapes, wired the same way.
 
 A block is what runs under one numbered module path. Two are alike if their ops, arguments, types, relative module paths and parameters agree, and
 every operand comes from the same place: the same op of the block, the same parameter of the block, or the same one of its inputs, in order. Names are only where to look.
@@ -50,6 +50,34 @@ def repeated_blocks(graph: Graph) -> tuple[Repeat, ...]:
         open_nodes = [n for path, nodes in blocks.items() if path not in done for n in nodes]
         depth += 1
     return tuple(found)
+
+
+def calls(graph: Graph) -> dict[fx.Node, int]:
+    """Of each op's node a number: the same for nodes that call the same op with equal arguments on operands of equal types. What holds of one call holds of all that are alike."""
+    numbers: dict[Any, int] = {}
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        about = info(node)
+        if about.kind == "op":
+            met: dict[fx.Node, int] = {}
+            target: Any = node.target
+            key = (target.name, target.call, tuple((k, _given(v, met)) for k, v in node.kwargs.items()), about.outputs, about.random >= 0)
+            found[node] = numbers.setdefault(key, len(numbers))
+    return found
+
+
+def _given(value: Any, met: dict[fx.Node, int]) -> Any:
+    """An argument as something to compare: a tensor is its type, and which of the call's tensors it is."""
+    if isinstance(value, fx.Node):
+        return met.setdefault(value, len(met)), info(value).outputs[0]
+    if isinstance(value, (tuple, list)):
+        return tuple([_given(v, met) for v in value])
+    return type(value), repr(value) if isinstance(value, (float, slice)) or value.__hash__ is None else value
+
+
+def block_path(module: str) -> str:
+    """The numbered module that something ran in, if any: `model.layers.3` of `model.layers.3.mlp.up`."""
+    return _block_of(module, 0)
 
 
 def _block_of(module: str, depth: int) -> str:

@@ -7,6 +7,7 @@ Every op is pure: what writes in torch is here the form that returns a new tenso
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -173,7 +174,7 @@ class Op:
         """The arguments that rules speak of, in order: tensors, numbers in a tensor's place, None where one is absent."""
         if self.signature is None:
             return [leaf for leaf in pytree.tree_leaves(list(arguments.values())) if isinstance(leaf, (fx.Node, Tensor))]
-        found = [arguments.get(n, p.default) for n, p in self.signature.parameters.items() if p.annotation is Tensor]
+        found = [arguments.get(n, default) for n, default in _tensors(self)]
         return [leaf for value in found for leaf in (value if isinstance(value, (list, tuple)) else [value])]
 
     def local(self, annotation: Any) -> str | None:
@@ -186,6 +187,12 @@ class Op:
             positional = [v for n, v in arguments.items() if n[0] == "_" and n[1:].isdigit()]
             return self.call(*positional, **{n: v for n, v in arguments.items() if not (n[0] == "_" and n[1:].isdigit())})
         return self.call(**arguments)
+
+
+@functools.cache
+def _tensors(op: Op) -> tuple[tuple[str, Any], ...]:
+    """The names and defaults of an op's tensor arguments, in order."""
+    return tuple((n, p.default) for n, p in op.signature.parameters.items() if p.annotation is Tensor) if op.signature else ()
 
 
 def same(value: Any, default: Any) -> bool:

@@ -106,6 +106,37 @@ def test_elimination_finds_the_least_and_goes_under_it_where_variables_are_split
     assert found.cost >= best - 1e-9 and (np.isinf(found.cost) or problem.value(found.picked) == pytest.approx(found.cost))
 
 
+@st.composite
+def layered(draw):
+    """Layers that share their tables, but for some; the first variable of each is read by the next; hubs that any may read."""
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    layers, width, hubs = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(0, 2))
+    maps = [np.array(m) for m in ([0, 1], [0, 0], [1, 0])]
+    kinds = [([rng.integers(0, 30, 2).astype(float) for _ in range(width)], [rng.integers(0, 30, (2, 2)).astype(float) for _ in range(16)]) for _ in range(2)]
+    wiring = [(int(a), int(b), int(m)) for a, b, m in zip(rng.integers(0, width, 4), rng.integers(0, width, 4), rng.integers(0, 3, 4))]
+    to_hubs = [(int(v), int(h)) for v, h in zip(rng.integers(0, width, 3), rng.integers(0, max(hubs, 1), 3))]
+    costs, factors, regions = [rng.integers(0, 9, 2).astype(float) for _ in range(hubs)], [], []
+    for layer in range(layers):
+        own, tables = kinds[int(rng.random() < 0.3)]
+        first = hubs + layer * width
+        costs += own
+        ends = [(first + a, first + b, m) for a, b, m in wiring if a != b] + [(first - width, first + width - 1, 0)] * (layer > 0 and width > 0)
+        ends += [(first + v, h, 0) for v, h in to_hubs if hubs]
+        factors += [Factor(((a, b) if a < b else (b, a)), (maps[m], maps[0]), tables[k][: int(maps[m].max()) + 1]) for k, (a, b, m) in enumerate(ends)]
+        regions.append(list(range(first + 1, first + width)))
+    return Problem(costs, factors, [r for r in regions if r])
+
+
+@settings(max_examples=200, deadline=None)
+@given(layered(), st.sampled_from([1 << 22, 8, 3, 1]))
+def test_regions_are_contracted_to_what_they_were(problem, widest):
+    best = min(problem.value(pick) for pick in itertools.product(*(range(len(c)) for c in problem.costs)))
+    found = problem.minimise(widest)
+    assert found.bound <= best + 1e-9 and problem.value(found.picked) == pytest.approx(found.cost) and found.cost >= best - 1e-9
+    if not found.split:
+        assert found.cost == pytest.approx(best) == found.bound
+
+
 def test_a_variable_may_have_a_hundred_neighbours():
     rng = np.random.default_rng(0)
     costs = [rng.random(3) for _ in range(120)]
