@@ -47,7 +47,7 @@ def plan(
     mesh: DeviceMesh | tuple[int, ...] | int | None = None,
     cluster: Cluster | str | None = None,
     memory_budget: int | str | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | float = "adamw",
     precision: Precision | None = None,
     recompute: str = "auto",
     loss: Callable[..., Any] | None = None,
@@ -64,16 +64,19 @@ def plan(
     """The fastest plan found for one training step of `model` on `mesh`, with a bound on any: `plan.gap`. Needs no device, no process group and no weights.
 
     `meta_inputs` are example tensors (meta ones are enough) of the global shapes, as a dict or a tuple. `loss(outputs,
-    inputs)` is planned with the model. `constraints` pin what they name. The model is not modified.
+    inputs)` is planned with the model. `constraints` pin what they name. With `accumulation`, the inputs are one of so many
+    micro-batches of a step. The model is not modified.
     """
     _refuse_unserved(precision=precision, time_limit=time_limit, recompute=(recompute, ("auto", "none")),
-                     accumulation=(accumulation, (1,)), kernels=(kernels, (True, False)))
+                     kernels=(kernels, (True, False)))
     if not isinstance(gap, (int, float)) or not 0 <= gap < 1:
         raise NotServed(f"gap={gap!r} is no share of the step time", advice="gap=0.01")
     if not isinstance(solver, str) or not (loss is None or callable(loss)) or not (assume is None or isinstance(assume, Assume)):
         raise NotServed("solver, loss or assume is of another kind than it may be", seen=f"solver={solver!r}, loss={loss!r}, assume={assume!r}", advice='solver="cbc", loss=callable, assume=autopar.Assume(...)')
-    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
-        raise NotServed(f"optimizer={optimizer!r} is not known", seen=f"known: {', '.join(OPTIMIZERS)}")
+    if optimizer not in OPTIMIZERS if isinstance(optimizer, str) else isinstance(optimizer, bool) or not isinstance(optimizer, (int, float)) or not 0 <= optimizer < 1e6:
+        raise NotServed(f"optimizer={optimizer!r} is not known", seen=f"known: {', '.join(OPTIMIZERS)}", advice="one of these, or the bytes of its states for each parameter: 8 for AdamW in float32")
+    if isinstance(accumulation, bool) or not isinstance(accumulation, int) or not 1 <= accumulation < 2**20:
+        raise NotServed(f"accumulation={accumulation!r} is no number of micro-batches", advice="accumulation=4; meta_inputs are one micro-batch")
     hardware = Cluster.of(cluster)
     graph = ColoTracer().trace(model, meta_inputs, assume=assume, loss=loss)
     budget = _bytes(memory_budget, hardware)
@@ -82,10 +85,10 @@ def plan(
     @_without_collections
     def on(logical: DeviceMesh) -> Plan:
         preset = constraints_of(parallel, graph, logical) if parallel is not None else None
-        fastest = solve(shardings(graph, logical, hardware, constraints, optimizer, strict, preset=preset), **words)
+        fastest = solve(shardings(graph, logical, hardware, constraints, optimizer, strict, preset=preset, accumulation=accumulation), **words)
         if fastest.peak_bytes <= budget:
             return fastest if memory_budget is None or math.isinf(budget) else replace(fastest, budget=int(budget))
-        return solve(shardings(graph, logical, hardware, constraints, optimizer, strict, regather=True, preset=preset), **words, budget=budget)
+        return solve(shardings(graph, logical, hardware, constraints, optimizer, strict, regather=True, preset=preset, accumulation=accumulation), **words, budget=budget)
 
     return best_mesh(meshes(_devices(mesh, hardware)), on) if mesh is None or (isinstance(mesh, int) and not isinstance(mesh, bool)) else on(DeviceMesh.of(mesh))
 

@@ -2,7 +2,8 @@
 
     "x": "S(0)@dp"                           an input, as it is used
     "blocks.*.up.weight": "S(0)@tp"          a parameter: its storage and every use
-    "*": "S(0)@dp; R; regathered"            its storage; its use; and whether the gathered copy is kept for backward (parameters only)
+    "*": "S(0)@dp; R; regathered; each"      its storage; its use; whether the gathered copy is kept for backward; and, of several micro-batches, whether its gradient
+                                             is reduced at their end or in each (parameters only)
     "blocks.*.up": "S(1)@tp"                 a module: what the consumers of its output receive
     "out": "R"                               every output
 
@@ -44,6 +45,7 @@ class Pins:
     storage: Pin
     use: Pin
     gather: str = ""                                           # "kept" or "regathered", where it is said
+    reduce: str = ""                                           # "end" or "each": where a step has several micro-batches
     is_about_storage: bool = False
 
 
@@ -91,10 +93,10 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
         if not isinstance(what, str):
             raise BadConstraint(f"{what!r} is not a sharding")
         fields = [field.strip() for field in what.split(";")]
-        if len(fields) > 3 or (len(fields) == 3 and fields[2] not in ("kept", "regathered")):
-            raise BadConstraint(f"{what!r} is not storage; use; kept or regathered")
+        if len(fields) > 4 or fields[2:3] not in ([], ["kept"], ["regathered"]) or fields[3:] not in ([], ["end"], ["each"]):
+            raise BadConstraint(f"{what!r} is not storage; use; kept or regathered; end or each")
         storage = _pin(fields[0], mesh)
-        return Pins(pattern, storage, _pin(fields[1], mesh) if len(fields) > 1 else storage, fields[2] if len(fields) == 3 else "", len(fields) > 1)
+        return Pins(pattern, storage, _pin(fields[1], mesh) if len(fields) > 1 else storage, "".join(fields[2:3]), "".join(fields[3:]), len(fields) > 1)
     except Letter as e:
         raise BadConstraint(f"the constraint {pattern!r}: {what!r} cannot be read", seen=e.what, advice=e.advice or f'"S(0)@{mesh.axes[0]}", or "R"') from e
 

@@ -40,11 +40,19 @@ LOCAL = frozenset({"slice", "lodge"})                            # steps that mo
 FREE = frozenset({"identity", "view", "transpose", "permute", "t", "split", "narrow", "select", "expand"})   # they show their operand's memory
 
 # Per byte of parameter on a device: what the step reads and writes (parameter, gradient, states), what it keeps (states), and what it makes for the while (torch's step over all parameters at once).
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, dict[str, float]] = {
     "adamw":        {"moved": 7, "kept": 2, "temporary": 1},
     "sgd":          {"moved": 3, "kept": 0, "temporary": 0},
     "sgd-momentum": {"moved": 5, "kept": 1, "temporary": 0},
 }
+
+
+def optimizer_figures(optimizer: str | float, itemsize: int) -> dict[str, float]:
+    """The line of an optimizer; one given by the bytes of its states for each parameter reads and writes them beside parameter and gradient, and makes one tensor for the while."""
+    if isinstance(optimizer, str):
+        return OPTIMIZERS[optimizer]
+    kept = optimizer / itemsize
+    return {"moved": 3 + 2 * kept, "kept": kept, "temporary": 1}
 
 
 @functools.cache

@@ -11,13 +11,14 @@ peak of a plan is the largest of them. Values that lie on one memory (views) are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autopar.sharding.costs import OPTIMIZERS
+from autopar.sharding.costs import optimizer_figures
+from autopar.sharding.overlap import marked
 from autopar.sharding.placement import Sharding, largest_local_shape
 from autopar.sharding.saved import kept_by, memories, owners
 from autopar.sharding.strategies import Choice, gradients, values
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from autopar.sharding.cluster import Cluster
     from autopar.sharding.mesh import DeviceMesh
+    from autopar.sharding.overlap import Cut
     from autopar.sharding.space import Edge, Site
     from autopar.tracer.graph import Graph, TensorType
 
@@ -84,17 +86,19 @@ class Memory:
         return sites, edges
 
 
-def memory_of(graph: Graph, mesh: DeviceMesh, cluster: Cluster, optimizer: str, sites: Sequence[Site], edges: Sequence[Edge], ends: Sequence[tuple[fx.Node, int]], index: Mapping[Any, int]) -> Memory:
-    """The pieces of a graph's step. `ends` say of each edge which value it carries and how its site is found."""
-    return _Pieces(graph, mesh, cluster, optimizer, sites, edges, ends, index).build()
+def memory_of(graph: Graph, mesh: DeviceMesh, cluster: Cluster, optimizer: str | float, sites: Sequence[Site], edges: Sequence[Edge], ends: Sequence[tuple[fx.Node, fx.Node]], index: Mapping[Any, int],
+              made: Cut, handed_on: Collection[fx.Node], accumulation: int = 1) -> Memory:
+    """The pieces of a graph's step. `ends` say of each edge which value it carries and who takes it; `made` how the forward is cut into windows; `handed_on` are the values that move beside them."""
+    return _Pieces(graph, mesh, cluster, optimizer, sites, edges, ends, index, made, handed_on, accumulation).build()
 
 
 class _Pieces:
-    def __init__(self, graph: Graph, mesh: DeviceMesh, cluster: Cluster, optimizer: str, sites: Sequence[Site], edges: Sequence[Edge], ends: Sequence[Any], index: Mapping[Any, int]) -> None:
+    def __init__(self, graph: Graph, mesh: DeviceMesh, cluster: Cluster, optimizer: str | float, sites: Sequence[Site], edges: Sequence[Edge], ends: Sequence[Any], index: Mapping[Any, int],
+                 made: Cut, handed_on: Collection[fx.Node], accumulation: int) -> None:
         from autopar.tracer.graph import info
 
         self.graph, self.mesh, self.kind, self.optimizer = graph, mesh, cluster.device.kernels, optimizer
-        self.sites, self.edges, self.ends, self.index = sites, edges, ends, index
+        self.sites, self.edges, self.ends, self.index, self.cut, self.handed_on, self.accumulates = sites, edges, ends, index, made, handed_on, accumulation > 1
         self.ops = [n for n in graph.nodes if info(n).kind == "op"]
         self.at = {n: i for i, n in enumerate(self.ops)}
         self.n = len(self.ops)
@@ -191,9 +195,9 @@ class _Pieces:
             return
         self._add("parameters", site, held, 0, always)
         if type_.requires_grad and self.users[node]:
-            figures = OPTIMIZERS[self.optimizer]
+            figures = optimizer_figures(self.optimizer, type_.itemsize)
             begins = 2 * self.n - 1 - self._last_use(node)
-            self._add("gradients", site, held, begins, always)
+            self._add("gradients", site, held, 0 if self.accumulates else begins, always)
             uses = [u for user in self.users[node] for u in (self.users[user] if self._passes(user, node) else [user]) if u in self.at]
             if len(uses) > 1:                                  # of several uses: a part and the sum beside what there is
                 self._add("gradients", site, self._scaled(held, 2), begins, 2 * self.n - 1 - min(self.at[u] for u in uses))
@@ -225,7 +229,7 @@ class _Pieces:
 
     def _conversion(self, e: int, value: fx.Node, target: fx.Node) -> None:
         """What a change of sharding makes, as long as it is needed; and how much longer a value stays for the views on it."""
-        from autopar.tracer.graph import info, type_of
+        from autopar.tracer.graph import type_of
 
         edge, type_ = self.edges[e], type_of(value)
         made, kept, unreduced = self._tables(edge, type_)
@@ -233,24 +237,36 @@ class _Pieces:
             self._add("transients", e, made, self.n - 1, 2 * self.n - 1, True)
             return
         now, back = self.at[target], self._back(target)
-        is_parameter = info(value).kind == "parameter"
+        is_parameter = value in self.handed_on
         views = [w for w in self._outputs(target) if self.is_view[w]] if self._passes(target, value) else []
         end = max([self.end[w] for w in views], default=back if value in self.keeps[target] else now)
         kind = "gathered parameters" if is_parameter else "saved activations" if end >= self.n else "transients"
-        again = np.array(self.sites[edge.source].regathered, bool)
-        if is_parameter and again.any():
-            flows: np.ndarray = np.zeros(len(edge.given), dtype=bool)
-            flows[edge.given_by[again]] = True
-            self._add(kind, e, np.where(flows[:, None], 0.0, made), now, end, True)
-            self._add(kind, e, np.where(flows[:, None], made, 0.0), now, now, True)
-            self._add(kind, e, np.where(flows[:, None], made, 0.0), back, back, True)
+        again = self.sites[edge.source].regathered
+        begins = self.cut.gathered(now) if is_parameter else now     # ahead of its use
+        if is_parameter and any(again):
+            key = ("again", id(made), again)
+            if key not in self._shared:
+                flows = marked(edge, again)[:, None]
+                self._shared[key] = made, np.where(flows, made, 0.0), np.where(flows, 0.0, made)
+            _, dropped, stays = self._shared[key]
+            self._add(kind, e, stays, *((0, 2 * self.n - 1) if self.accumulates else (begins, end)), True)      # through all micro-batches
+            self._add(kind, e, dropped, begins, now, True)
+            self._add(kind, e, dropped, max(now + 1, self.cut.gathered_again(now)), back, True)
         else:
-            self._add(kind, e, made, now, end, True)
+            self._add(kind, e, made, *((0, 2 * self.n - 1) if is_parameter and self.accumulates else (begins, end)), True)
         if views and not is_parameter and end > self.end[value]:
             self._add("saved activations" if end >= self.n else "transients", e, kept, max(self.end[value] + 1, now), end, True)
             self.end[value] = end                              # the next view prolongs it from there
         if type_.requires_grad:
-            self._add("gradients" if is_parameter else "gradients of activations", e, unreduced, back, back, True)
+            kind, until = ("gradients", self.cut.reduced(now)) if is_parameter else ("gradients of activations", back)
+            if is_parameter and self.accumulates:              # unreduced through all micro-batches, but for what is reduced in each
+                key = ("scattered", id(unreduced), self.sites[edge.source].scattered)
+                if key not in self._shared:
+                    flows = marked(edge, self.sites[edge.source].scattered)[:, None]
+                    self._shared[key] = unreduced, np.where(flows, unreduced, 0.0), np.where(flows, 0.0, unreduced)
+                _, unreduced, waits = self._shared[key]
+                self._add(kind, e, waits, 0, 2 * self.n - 1, True)
+            self._add(kind, e, unreduced, back, until, True)
 
     def _tables(self, edge: Edge, type_: TensorType) -> tuple[np.ndarray, ...]:
         """Bytes by what leaves and arrives: of what a conversion makes, of what stays where it makes nothing, and of the gradient that a conversion takes."""

@@ -1,8 +1,9 @@
 """Experts' plans as constraints: points of the same space, priced by the same model.
 
     dp            rows of the batch on every axis, parameters whole
-    zero1, zero2  the same, parameters stored cut and gathered once a step; their gradients are scattered
-    zero3         the same, gathered again in backward
+    zero1         the same, parameters stored cut and gathered once a step; their gradients are scattered, at the end of several micro-batches
+    zero2         the same, in each of them
+    zero3         the same, parameters gathered again in backward
     megatron      on one axis: every linear layer cut by its output, the next by its input; embedding and head by vocabulary
 
 `parallel="megatron"` puts Megatron on the last axis and dp on the others; `parallel=dict(tensor=dict(size=4, mode="megatron"), data=dict(size=2, zero=3))` says it in full.
@@ -46,7 +47,7 @@ def constraints_of(given: Any, graph: Graph, mesh: DeviceMesh) -> dict[str, str]
         stored = [text for text in use if text.startswith("S")]    # what is added to a sum is whole in storage
         if layout.zero and layout.data:
             stored += _stored(type_, mesh, layout, cut.get(name))
-        found[name] = f"{', '.join(stored) or 'R'}; {', '.join(use) or 'R'}" + ("; regathered" if layout.zero == 3 else "; kept" if layout.zero else "")
+        found[name] = f"{', '.join(stored) or 'R'}; {', '.join(use) or 'R'}" + {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}.get(layout.zero, "")
     return found
 
 

@@ -14,11 +14,13 @@ from autopar.letters import BadConstraint, BadRule, NoRule
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.constraints import Constraints, Pin
 from autopar.sharding.convert import ShapeConsistencyManager
-from autopar.sharding.costs import FREE, OPTIMIZERS, PRODUCTS, seconds, step_seconds
+from autopar.sharding.costs import FREE, PRODUCTS, optimizer_figures, seconds, step_seconds
 from autopar.sharding.discovery import discovered
 from autopar.sharding.memory import memory_of
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
+from autopar.sharding.overlap import cut as cut_windows
+from autopar.sharding.overlap import floating, windows_of
 from autopar.sharding.placement import R, Sharding, flow, largest_local_shape, part
 from autopar.sharding.rules import rule_of
 from autopar.sharding.space import Edge, Flows, Site, Space
@@ -30,13 +32,13 @@ if TYPE_CHECKING:
     from autopar.tracer.graph import Graph, TensorType
 
 
-def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Mapping[str, Any] | None = None, optimizer: str = "adamw", strict: bool = False,
-              regather: bool = False, preset: Mapping[str, str] | None = None) -> Space:
+def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Mapping[str, Any] | None = None, optimizer: str | float = "adamw", strict: bool = False,
+              regather: bool = False, preset: Mapping[str, str] | None = None, accumulation: int = 1) -> Space:
     """Every legal way to run `graph` on `mesh`, priced on `cluster`, less what `constraints` forbid. With `regather`, gathered parameters may be dropped and gathered again in backward.
 
-    `preset` are an expert's constraints by exact names: the caller's come first.
+    `preset` are an expert's constraints by exact names: the caller's come first. A step is so many micro-batches (`accumulation`) of the graph, and the optimizer.
     """
-    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset), optimizer, strict, regather).build()
+    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset), optimizer, strict, regather, accumulation).build()
 
 
 # Factors along which the local form of an op counts positions from where its part begins: their parts are one range.
@@ -54,8 +56,9 @@ class _Draft:
 
 
 class _Builder:
-    def __init__(self, graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Constraints, optimizer: str, strict: bool, regather: bool) -> None:
+    def __init__(self, graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Constraints, optimizer: str | float, strict: bool, regather: bool, accumulation: int) -> None:
         self.graph, self.mesh, self.cluster, self.constraints, self.optimizer, self.strict = graph, mesh, cluster, constraints, optimizer, strict
+        self.accumulation, self.handed_on = accumulation, floating(graph)
         self.regather = regather or constraints.speak_of_gathering
         self.conversions = ShapeConsistencyManager(mesh, cluster)
         from autopar.tracer.blocks import calls
@@ -64,10 +67,11 @@ class _Builder:
         self._crossed: dict[Any, tuple[Choice, ...]] = {}
         # ops and edges that are alike share their tables: what is repeated in the model is computed once
         self._sites: dict[Any, Site] = {}
-        self._stored: dict[Any, tuple[tuple[Choice, ...], np.ndarray, tuple[bool, ...]]] = {}
-        self._kept: dict[Any, tuple[tuple[Choice, ...], np.ndarray, tuple[bool, ...]]] = {}
+        self._stored: dict[Any, tuple[tuple[Choice, ...], np.ndarray, tuple[bool, ...], tuple[bool, ...]]] = {}
+        self._kept: dict[Any, Site] = {}
         self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = {}
         self._tables: dict[Any, np.ndarray] = {}
+        self._both_ways: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._edges: dict[Any, Edge] = {}
 
     def build(self) -> Space:
@@ -86,20 +90,27 @@ class _Builder:
         for key, draft in drafts.items():
             for i, value in enumerate(draft.sources):
                 source, port = source_of(value)
-                edges.append(self._edge(index[source], port, index[key], i, drafts[source].site, draft.site, draft.operands[i]))
+                edges.append(self._edge(index[source], port, index[key], i, drafts[source].site, draft.site, draft.operands[i], value in self.handed_on))
                 ends.append((value, key[0] if isinstance(key, tuple) else key))
         sites = tuple(d.site for d in drafts.values())
-        memory = memory_of(self.graph, self.mesh, self.cluster, self.optimizer, sites, edges, ends, index)
-        return Space(self.mesh, self.cluster, sites, tuple(edges), self.conversions, self.graph.digest, self.optimizer, memory)
+        ops = [n for n in self.graph.nodes if n in self.bindings]
+        made = cut_windows(ops)
+        memory = memory_of(self.graph, self.mesh, self.cluster, self.optimizer, sites, edges, ends, index, made, self.handed_on, self.accumulation)
+        at = {n: i for i, n in enumerate(ops)}
+        floats = {k: (at[target], *self._ways(edges[k])) for k, (value, target) in enumerate(ends) if value in self.handed_on and target in at}
+        windows = windows_of(made, [sites[index[n]].name for n in ops], [index[n] for n in ops], sites, edges, floats, self.accumulation)
+        return Space(self.mesh, self.cluster, sites, tuple(edges), self.conversions, self.graph.digest, self.optimizer, memory, windows, self.accumulation)
 
     def _narrowed(self, site: Site, keep: np.ndarray) -> Site:
         """The site with these choices alone; the same objects for sites that are alike and pinned alike."""
         key = (id(site.choices), id(site.seconds), keep.tobytes())
         if key not in self._kept:
             kept = np.flatnonzero(keep)
-            self._kept[key] = tuple(site.choices[i] for i in kept), site.seconds[kept], tuple(site.regathered[i] for i in kept) if site.regathered else ()
-        choices, step, again = self._kept[key]
-        return replace(site, choices=choices, seconds=step, regathered=again)
+            self._kept[key] = replace(site, choices=tuple(site.choices[i] for i in kept), seconds=site.seconds[kept], regathered=tuple(site.regathered[i] for i in kept) if site.regathered else (),
+                                      scattered=tuple(site.scattered[i] for i in kept) if site.scattered else (),
+                                      compute=tuple(part[kept] for part in site.compute))
+        like = self._kept[key]
+        return replace(site, choices=like.choices, seconds=like.seconds, regathered=like.regathered, scattered=like.scattered, compute=like.compute)
 
     # -- rules fitted to calls, and the blocks that values may be cut by
 
@@ -212,13 +223,17 @@ class _Builder:
         if key not in self._stored:
             choices = self._cross(storage_strategies(type_.shape, even), {f"dim{d}": n for d, n in enumerate(type_.shape)})
             choices = tuple(c for c in choices if _torch_can_state(values(c.output())))
-            moved = OPTIMIZERS[self.optimizer]["moved"] if type_.requires_grad else 0
+            moved = optimizer_figures(self.optimizer, type_.itemsize)["moved"] if type_.requires_grad else 0
             local = np.array([math.prod(largest_local_shape(type_.shape, values(c.output()), self.mesh)) for c in choices]) * type_.itemsize
             step = local * moved / self.cluster.device.memory_bytes_per_s
-            cut = [i for i, c in enumerate(choices) if self.regather and any(s.cut for s in c.strategies)]      # these twice: their gathered copy is kept, or made again
-            self._stored[key] = (*choices, *(choices[i] for i in cut)), np.concatenate([step, step[cut]]), (False,) * len(choices) + (True,) * len(cut)
-        choices, step, again = self._stored[key]
-        return Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes, regathered=again if any(again) else ())
+            cut = [i for i, c in enumerate(choices) if any(s.cut for s in c.strategies)]
+            # what is cut stands once for each policy: its gathered copy is kept, or made again; its gradient is reduced at the end of several micro-batches, or in each
+            policies = [(again, each) for again in ((False, True) if self.regather else (False,)) for each in ((False, True) if self.accumulation > 1 and type_.requires_grad else (False,))]
+            places = [*range(len(choices)), *(i for policy in policies[1:] for i in cut)]
+            marks = [*[policies[0]] * len(choices), *(policy for policy in policies[1:] for _ in cut)]
+            self._stored[key] = tuple(choices[i] for i in places), step[places], tuple(again for again, _ in marks), tuple(each for _, each in marks)
+        choices, step, again, each = self._stored[key]
+        return Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes, regathered=again if any(again) else (), scattered=each if any(each) else ())
 
     def _arriving(self, i: int, type_: TensorType) -> TensorType:
         """An output beside a loss leaves without a gradient."""
@@ -242,7 +257,7 @@ class _Builder:
         if key not in self._sites:
             self._sites[key] = self._new_site(node, dict(blocks))
         like = self._sites[key]
-        return _Draft(Site(about.key, like.op, "op", like.choices, like.seconds, about.source, like.has_rule), operands, tuple([type_of(n) for n in operands]))
+        return _Draft(Site(about.key, like.op, "op", like.choices, like.seconds, about.source, like.has_rule, compute=like.compute), operands, tuple([type_of(n) for n in operands]))
 
     def _new_site(self, node: fx.Node, blocks: Mapping[str, Collection[tuple[int, ...]]]) -> Site:
         from autopar.tracer.graph import info, op_name, type_of
@@ -257,12 +272,14 @@ class _Builder:
         else:
             per_axis, sizes = found or (replicated(len(types), [t.requires_grad for t in types], gives), {})
         choices = self._cross(per_axis, sizes)
-        return Site(about.key, op_name(node), "op", choices, self._op_seconds(op_name(node), binding, sizes, choices, types, about.outputs), about.source, binding is not None or found is not None or not types)
+        compute = self._compute_seconds(op_name(node), binding, sizes, choices, types, about.outputs)
+        whole = (compute[0] + compute[1] + self._inside_seconds(binding, choices, about.outputs)) * self.accumulation if compute else np.zeros(len(choices))
+        return Site(about.key, op_name(node), "op", choices, whole, about.source, binding is not None or found is not None or not types, compute=compute)
 
-    def _op_seconds(self, op: str, binding: Binding | None, sizes: Mapping[str, int], choices: Sequence[Choice], operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> np.ndarray:
-        """Forward and backward on the fullest device. Without a rule, every device does everything."""
+    def _compute_seconds(self, op: str, binding: Binding | None, sizes: Mapping[str, int], choices: Sequence[Choice], operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> tuple[np.ndarray, ...]:
+        """Forward and backward on the fullest device; nothing of what is free. Without a rule, every device does everything."""
         if op in FREE:
-            return np.zeros(len(choices))
+            return ()
         device = self.cluster.device
         per_point, unlooped = PRODUCTS.get(op, (1.0, ""))
         loops = [f for f in sizes if not re.fullmatch(unlooped, f)] if op in PRODUCTS and binding else None
@@ -276,7 +293,7 @@ class _Builder:
         backward = trained if op in PRODUCTS else min(trained, 1)
         rate = device.rate(outputs[0].dtype)
         run = seconds("compute", flops=per_point * points, bytes=moved, rate=rate, bandwidth=device.memory_bytes_per_s, launch=device.launch_s)
-        return run * (1 + backward) + self._inside_seconds(binding, choices, outputs)
+        return run, run * backward
 
     def _local_sizes(self, choice: Choice, sizes: Mapping[str, int]) -> dict[str, int]:
         """The factors' sizes on the fullest device."""
@@ -297,25 +314,35 @@ class _Builder:
 
     # -- conversions
 
-    def _edge(self, source_index: int, port: int, target_index: int, operand: int, source: Site, target: Site, type_: TensorType) -> Edge:
-        key = (id(source.choices), port, id(target.choices), operand, type_, source.regathered)
+    def _edge(self, source_index: int, port: int, target_index: int, operand: int, source: Site, target: Site, type_: TensorType, floats: bool) -> Edge:
+        key = (id(source.choices), port, id(target.choices), operand, type_, source.regathered, source.scattered, floats)
         like = self._edges.get(key)
         if like is None:
-            like = self._edges[key] = self._new_edge(port, operand, source, target, type_)
+            like = self._edges[key] = self._new_edge(port, operand, source, target, type_, floats)
         return Edge(source_index, target_index, operand, like.given, like.taken, like.given_by, like.taken_by, like.seconds, like.shape, like.itemsize, like.has_gradient)
 
-    def _new_edge(self, port: int, operand: int, source: Site, target: Site, type_: TensorType) -> Edge:
-        given, given_by = self._end(source.choices, port, Choice.output, bool(source.regathered))
+    def _new_edge(self, port: int, operand: int, source: Site, target: Site, type_: TensorType, floats: bool) -> Edge:
+        given, given_by = self._end(source.choices, port, Choice.output, bool(source.regathered or source.scattered))
         taken, taken_by = self._end(target.choices, operand, Choice.operand)
-        key = (id(given), id(taken), type_, source.regathered)
+        key = (id(given), id(taken), type_, source.regathered, source.scattered, floats)
         if key not in self._tables:
             forward = self.conversions.table(type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken])
-            backward: Any = 0.0
+            backward = np.zeros(forward.shape)
             if type_.requires_grad:
                 backward = self.conversions.table(type_.shape, type_.itemsize, [gradients(f) for f in taken], [gradients(f) for f in given]).T
-            again = np.array(source.regathered)[:, None] if source.regathered else 0
-            self._tables[key] = forward * (1 + again) + backward
+            batches, gathers, reductions = self.accumulation, np.ones(len(given)), np.ones(len(given))
+            if source.regathered:                              # forward and backward of each micro-batch
+                gathers[np.array(source.regathered)] = 2 * batches
+            if source.scattered:
+                reductions[np.array(source.scattered)] = batches
+            both = forward * gathers[:, None] + backward * reductions[:, None] if floats else (forward + backward) * batches
+            self._tables[key] = both
+            self._both_ways[id(both)] = np.where(np.isfinite(both), forward, 0.0), np.where(np.isfinite(both), backward, 0.0)
         return Edge(0, 0, operand, given, taken, given_by, taken_by, self._tables[key], type_.shape, type_.itemsize, type_.requires_grad)
+
+    def _ways(self, edge: Edge) -> tuple[np.ndarray, np.ndarray]:
+        """The seconds of an edge's conversion forward and backward, each once; none where it leads nowhere."""
+        return self._both_ways[id(edge.seconds)]
 
     def _end(self, choices: tuple[Choice, ...], i: int, flows_of: Callable[[Choice, int], Flows], apart: bool = False) -> tuple[tuple[Flows, ...], np.ndarray]:
         """What may leave or arrive at one end, once each; the same objects for the same choices. `apart`: each choice by itself."""
@@ -363,6 +390,8 @@ class _Builder:
                 self._admit(draft, None, pins.storage)
                 if pins.gather and draft.site.regathered:      # what is stored whole is neither
                     draft.keep &= np.array([again == (pins.gather == "regathered") or not any(s.cut for s in c.strategies) for again, c in zip(draft.site.regathered, draft.site.choices, strict=True)])
+                if pins.reduce and draft.site.scattered:
+                    draft.keep &= np.array([each == (pins.reduce == "each") or not any(s.cut for s in c.strategies) for each, c in zip(draft.site.scattered, draft.site.choices, strict=True)])
                 uses = uses + [further for d, _ in uses if d.site.op == "identity" for further in takers.get(_key_of(drafts, d), [])]
             for taker, i in uses:
                 if taker.site.kind not in ("output", "update"):                # outputs have a word of their own

@@ -2,10 +2,12 @@
 
     Site    a parameter, an input, an op or an output: its choices (a strategy per axis) and the seconds of each
     Edge    a value from one site to another: what it may carry at either end, and the seconds of each conversion
+    Window  communication that moves while some ops compute: the shorter of both takes no time
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +16,7 @@ from autopar.sharding.cluster import Cluster
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.memory import Memory
 from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.overlap import Window
 from autopar.sharding.placement import Flow
 from autopar.sharding.strategies import Choice
 
@@ -31,6 +34,8 @@ class Site:
     has_rule: bool = True
     bytes: int = 0                                             # of a parameter, whole
     regathered: tuple[bool, ...] = ()                          # by choice of a parameter: is the gathered copy made again in backward
+    scattered: tuple[bool, ...] = ()                           # and is its gradient reduced in each of several micro-batches, not once at their end
+    compute: tuple[np.ndarray, ...] = ()                       # of an op: the parts of its seconds that are compute, forward and backward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +61,10 @@ class Space:
     edges: tuple[Edge, ...]
     conversions: ShapeConsistencyManager
     digest: str                                                # of the graph
-    optimizer: str = "adamw"
+    optimizer: str | float = "adamw"
     memory: Memory | None = None
+    windows: tuple[Window, ...] = ()                           # of communication beside compute
+    accumulation: int = 1                                      # micro-batches in a step
 
     def __str__(self) -> str:
         lines = [f"space on mesh {self.mesh} of {self.cluster}: {len(self.sites)} sites, {sum(len(s.choices) for s in self.sites)} choices, {len(self.edges)} edges"]
@@ -70,4 +77,8 @@ class Space:
         """Seconds of one assignment: what a solver minimises, added up without a solver."""
         picked = [site.choices.index(chosen[site.name]) for site in self.sites]
         return float(sum(site.seconds[i] for site, i in zip(self.sites, picked, strict=True))
-                     + sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in self.edges))
+                     + sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in self.edges) - self.hidden(picked))
+
+    def hidden(self, picked: Sequence[int]) -> float:
+        """Seconds of communication that compute hides."""
+        return sum(w.times * min(w.seconds(picked, self.edges)) for w in self.windows)

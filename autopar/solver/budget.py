@@ -1,17 +1,17 @@
-"""The fastest plan under a memory budget, with a bound for the joint problem.
+"""The fastest plan whose communication hides behind compute, under a memory budget, with a bound for the joint problem.
 
-    minimise  seconds(x)     such that     bytes(x, t) <= budget   at every time t
+    minimise  seconds(x) + sum_w max(0, communication(x, w) - compute(x, w))     such that     bytes(x, t) <= budget   at every time t
 
-Each time is a row with a price. At given prices the problem is a sum of tables again, and elimination gives its least value: less the price of the budget that is a bound, and its choices are a plan with
-its bytes. A small linear program over the plans met so far gives the next prices (a row joins where a plan's peak stands over the budget). Layers that take the cheaper plan up to some point
-and the smaller one from there on fill what is left between two plans.
+Each time is a row with a price, and so is each window, with a price from 0 (hidden) to 1 (exposed); windows with the same tables have one. At given prices the problem is a sum of tables again, and elimination
+gives its least value: less the price of the budget that is a bound, and its choices are a plan with its bytes. A small linear program over the plans met so far gives the next prices (a time joins where a plan's
+peak stands over the budget). Layers that take the cheaper plan up to some point and the smaller one from there on fill what is left between two plans.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ import pulp
 from autopar.sharding.space import Space
 from autopar.solver.eliminate import Factor, Problem, regions_of
 
-ROUNDS = 16                                                    # of prices; the search counts rounds, never seconds
+ROUNDS, PATIENCE = 16, 4                                       # of prices, and those in which neither plan nor bound gets better; the search counts rounds, never seconds
 _SAME, _MET = 1e-12, 1e-9
 _TINY = 1e-30
 
@@ -33,6 +33,8 @@ class Point:
     picked: list[int]
     seconds: float
     held: np.ndarray
+    in_line: float = 0.0                                       # seconds without the communication in windows
+    over: tuple[float, ...] = ()                               # of each kind of window: communication less compute
 
     @property
     def peak(self) -> float:
@@ -56,10 +58,12 @@ class Budgeted:
     rows: dict[int, tuple[dict[int, np.ndarray], dict[int, np.ndarray]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.space.memory is not None
         self.memory = self.space.memory
         self._alike: dict[bytes, np.ndarray] = {}
         self.regions = regions_of(self.space)
+        kinds: dict[Any, int] = {}
+        self.kind_of = [kinds.setdefault((w.times, *((id(t)) for _, t in (*w.communication, *w.compute))), len(kinds)) for w in self.space.windows]     # windows whose tables are the same
+        self.kinds = len(kinds)
         sites, first = self.space.sites, dict[int, int]()
         for e in self.space.edges:
             if sites[e.source].kind != "op":                   # a parameter stands where it is first used
@@ -70,8 +74,8 @@ class Budgeted:
 
     # -- a plan at prices
 
-    def at(self, prices: dict[int, float], of_time: float = 1.0) -> tuple[Point, float]:
-        """The plan of least seconds (times `of_time`) and priced bytes, and a bound of that sum."""
+    def at(self, prices: Mapping[int, float], of_time: float = 1.0, exposed: Sequence[float] | None = None) -> tuple[Point, float]:
+        """The plan of least seconds (times `of_time`) and priced bytes, and a bound of that sum. Of each kind of window this share of what compute could hide is `exposed`; without it, all communication is in line."""
         memo: dict[Any, np.ndarray] = {}
 
         def priced(base: np.ndarray, extras: list[tuple[float, np.ndarray]]) -> np.ndarray:
@@ -81,19 +85,41 @@ class Budgeted:
             return memo[key]
 
         rows = [(price, self._row(t)) for t, price in sorted(prices.items()) if price > 0]
-        costs = [priced(s.seconds, [(p, sites[i]) for p, (sites, _) in rows if i in sites]) for i, s in enumerate(self.space.sites)]
-        tables = [priced(e.seconds, [(p, edges[k]) for p, (_, edges) in rows if k in edges]) for k, e in enumerate(self.space.edges)]
+        on_sites: dict[int, list[tuple[float, np.ndarray]]] = {}
+        on_edges: dict[int, list[tuple[float, np.ndarray]]] = {}
+        for w, kind in zip(self.space.windows, self.kind_of, strict=True) if exposed is not None else ():
+            share = exposed[kind]                              # type: ignore[index]
+            for k, table in w.communication if share < 1 else ():
+                on_edges.setdefault(k, []).append((-(1 - share) * w.times * of_time, table))
+            for i, run in w.compute if share > 0 else ():
+                on_sites.setdefault(i, []).append((-share * w.times * of_time, run))
+        for price, (held_by_sites, held_by_edges) in rows:
+            for i, held in held_by_sites.items():
+                on_sites.setdefault(i, []).append((price, held))
+            for k, held in held_by_edges.items():
+                on_edges.setdefault(k, []).append((price, held))
+        costs = [priced(s.seconds, on_sites.get(i, [])) for i, s in enumerate(self.space.sites)]
+        tables = [priced(e.seconds, on_edges.get(k, [])) for k, e in enumerate(self.space.edges)]
         problem = Problem(costs, [Factor((e.source, e.target), (e.given_by, e.taken_by), t) for e, t in zip(self.space.edges, tables, strict=True)], self.regions)
         found = problem.minimise(tries=1)
         return self.point(found.picked), found.bound
 
     def point(self, picked: Sequence[int]) -> Point:
-        return Point(list(picked), self.seconds(picked), np.sum(list(self.memory.held(picked, self.space.edges).values()), axis=0))
+        over, moved, hidden = [0.0] * self.kinds, 0.0, 0.0
+        for w, kind in zip(self.space.windows, self.kind_of, strict=True):
+            comm, run = w.seconds(picked, self.space.edges)
+            over[kind] += w.times * (comm - run)
+            moved += w.times * comm
+            hidden += w.times * min(comm, run)
+        whole = self.in_line(picked)
+        held = np.sum(list(self.memory.held(picked, self.space.edges).values()), axis=0) if self.memory else np.zeros(1)
+        return Point(list(picked), whole - hidden, held, whole - moved, tuple(over))
 
-    def seconds(self, picked: Sequence[int]) -> float:
+    def in_line(self, picked: Sequence[int]) -> float:
         return float(sum(s.seconds[i] for s, i in zip(self.space.sites, picked, strict=True)) + sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in self.space.edges))
 
     def _row(self, time: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+        assert self.memory is not None
         if time not in self.rows:
             self.rows[time] = tuple({i: self._alike.setdefault(b.tobytes() + repr(b.shape).encode(), b) for i, b in part.items()} for part in self.memory.row(time))   # type: ignore[assignment]
         return self.rows[time]
@@ -104,19 +130,24 @@ class Budgeted:
         """Prices are raised until plan and bound meet within the gap."""
         points, bounds, times = [self.point(p) for p in incumbents], list[float](), list[int]()
         prices: dict[int, float] = {}
+        exposed = [0.0] * self.kinds
+        tried, stands = set[Any](), list[tuple[float, float]]()
         for _ in range(ROUNDS):
-            point, least = self.at(prices)
+            point, least = self.at(prices, exposed=exposed)
+            tried.add(_rounded(prices, exposed))
             points += [point] if math.isfinite(point.seconds) else []
-            bounds.append(least - sum(prices.values()) * budget)
+            bounds.append(least - sum(prices.values()) * budget if prices else least)
             within = [p for p in points if p.peak <= budget]
             best = min(within, key=lambda p: p.seconds, default=None)
             if best is not None and best.seconds - max(bounds) <= max(gap, _SAME) * best.seconds:
                 break
-            times = sorted({*times, *(t for t in self._peaks(point) if point.held[t] > budget)})
-            after = _prices(points, times, budget)
-            if all(abs(after.get(t, 0.0) - prices.get(t, 0.0)) <= 1e-9 * max(after.get(t, 0.0), 1e-30) for t in {*after, *prices}):
+            stands.append((best.seconds if best else math.inf, max(bounds)))
+            if len(stands) > PATIENCE and _alike(stands[-1], stands[-1 - PATIENCE]):
                 break
-            prices = after
+            times = sorted({*times, *(t for t in self._peaks(point) if point.held[t] > budget)})
+            prices, exposed = _prices(points, times, budget, self.kinds)
+            if _rounded(prices, exposed) in tried:
+                break
         points += self._spliced(points, budget)
         return Outcome(min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None), max(bounds), points)
 
@@ -147,6 +178,8 @@ class Budgeted:
 
     def _peaks(self, point: Point) -> list[int]:
         """Where a plan holds most: in the forward, in each half of the backward, and in the optimizer's step."""
+        if self.memory is None:
+            return []
         n = len(self.memory.ops)
         edges = [0, n, n + n // 2, 2 * n, 2 * n + 1]
         return [low + int(point.held[low:high].argmax()) for low, high in itertools.pairwise(edges) if high > low]
@@ -199,20 +232,30 @@ def _inf_as_big(x: float) -> float:
     return float(x) if math.isfinite(x) else 1e9
 
 
-def _prices(points: Sequence[Point], times: Sequence[int], budget: float) -> dict[int, float]:
-    """The prices under which the plans met so far are worth most: max theta, theta <= seconds + sum of price * (bytes - budget)."""
+def _alike(now: tuple[float, float], then: tuple[float, float]) -> bool:
+    return now == then or (math.isfinite(then[0]) and then[0] - now[0] + now[1] - then[1] <= 2e-4 * now[0])
+
+
+def _rounded(prices: Mapping[int, float], exposed: Sequence[float]) -> Any:
+    return tuple((t, f"{p:.9e}") for t, p in sorted(prices.items()) if p > 0), tuple(f"{share:.9f}" for share in exposed)
+
+
+def _prices(points: Sequence[Point], times: Sequence[int], budget: float, kinds: int) -> tuple[dict[int, float], list[float]]:
+    """The prices under which the plans met so far are worth most: max theta, theta <= seconds in line + sum of share * over + sum of price * (bytes - budget)."""
     if not points:
-        return dict.fromkeys(times, 1.0)
+        return dict.fromkeys(times, 1.0), [0.0] * kinds
     program = pulp.LpProblem("prices", pulp.LpMaximize)
     most = max(p.seconds for p in points) or 1.0
     unit = budget / most                                       # prices are in seconds a budget's worth of bytes, seconds in those of the slowest plan
     theta = pulp.LpVariable("theta")
     price = {t: pulp.LpVariable(f"p_{t}", lowBound=0, upBound=1e4) for t in times}
+    share = [pulp.LpVariable(f"e_{k}", lowBound=0, upBound=1) for k in range(kinds)]
     program.setObjective(theta + 0)
     for p in points:
-        program.addConstraint(theta - pulp.lpSum(v * float((p.held[t] - budget) / budget) for t, v in price.items()) <= p.seconds / most)
+        rows = [(v, float((p.held[t] - budget) / budget)) for t, v in price.items()] + [(v, o / most) for v, o in zip(share, p.over, strict=True)]
+        program.addConstraint(theta - pulp.LpAffineExpression(rows) <= p.in_line / most)
     program.solve(pulp.PULP_CBC_CMD(msg=False, threads=1))
-    return {t: max(0.0, float(v.value() or 0.0)) / unit for t, v in price.items()}
+    return {t: max(0.0, float(v.value() or 0.0)) / unit for t, v in price.items()}, [min(1.0, max(0.0, float(v.value() or 0.0))) for v in share]
 
 
 def _weights(points: Sequence[Point], times: Sequence[int]) -> tuple[dict[int, float], float]:

@@ -19,7 +19,7 @@ from autopar.sharding.strategies import Choice, Strategy, values
 if TYPE_CHECKING:
     import torch
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Plan:
     lower_bound_s: float
     parameter_bytes: Mapping[str, int] = field(repr=False)
     digest: str                                                # of the graph it was made for
-    optimizer: str = "adamw"
+    optimizer: str | float = "adamw"
     without_rule: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     defaults: tuple[tuple[str, str], ...] = ()                 # what an argument left at its default meant
@@ -71,6 +71,11 @@ class Plan:
     peak_at: str = ""                                          # where in the step the peak stands
     budget: int | None = None                                  # bytes a device; None: not asked for
     meshes: tuple[tuple[str, float, float, int, str], ...] = ()    # what the search over meshes met: mesh, seconds, bound, peak bytes, why it was refused
+
+    beside_s: float = 0.0                                      # communication that may move beside compute: of parameters and their gradients
+    hidden_s: float = 0.0                                      # and what of it compute hides
+    accumulation: int = 1                                      # micro-batches in a step
+    scattered: frozenset[str] = frozenset()                    # parameters whose gradients are reduced in each of them, not once at the end
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decisions", MappingProxyType(dict(self.decisions)))
@@ -110,7 +115,8 @@ class Plan:
                  for c in self.conversions]
         lines = [
             f"plan for {self.mesh.size} devices, mesh {self.mesh}, cluster {self.cluster}",
-            f"step      {_time(self.step_time_s)} a step: {_time(compute)} compute and optimizer, {_time(moved)} communication, nothing overlapped",
+            f"step      {_time(self.step_time_s)} a step: {_time(compute)} compute and optimizer{f' ({self.accumulation} micro-batches)' if self.accumulation > 1 else ''}, {_time(moved - self.beside_s)} communication in line, {_time(self.beside_s - self.hidden_s)} exposed"
+            f" of {_time(self.beside_s)} beside compute, no recompute",
             f"bound     {_time(self.lower_bound_s)} at least for any plan of this model on this mesh{' within the budget' if self.budget is not None else ''}: gap {self.gap:.2%}",
             f"memory    {_size(self.peak_bytes)} at the {self.peak_at}" + (f", of {_size(self.budget)}" if self.budget is not None else "")
             + ": " + ", ".join(f"{kind} {_size(n)}" for kind, n in sorted(self.memory.items(), key=lambda kn: -kn[1]) if n),
@@ -197,6 +203,10 @@ class Plan:
             "peak_at": self.peak_at,
             "budget": self.budget,
             "meshes": [list(row) for row in self.meshes],
+            "beside_s": self.beside_s,
+            "hidden_s": self.hidden_s,
+            "accumulation": self.accumulation,
+            "scattered": sorted(self.scattered),
         }
 
     @staticmethod
@@ -223,10 +233,11 @@ class Plan:
             )
             return Plan(
                 mesh, str(data["cluster"]), decisions, conversions, frozenset(data["regathered"]), float(data["step_time_s"]), float(data["lower_bound_s"]),
-                {str(k): int(v) for k, v in data["parameter_bytes"].items()}, str(data["digest"]), str(data["optimizer"]),
+                {str(k): int(v) for k, v in data["parameter_bytes"].items()}, str(data["digest"]), data["optimizer"] if isinstance(data["optimizer"], (int, float)) else str(data["optimizer"]),
                 tuple(map(str, data["without_rule"])), tuple(map(str, data["assumptions"])), tuple((str(a), str(b)) for a, b in data["defaults"]),
                 {str(k): int(v) for k, v in data["memory"].items()}, str(data["peak_at"]), None if data["budget"] is None else int(data["budget"]),
                 tuple((str(m), float(s), float(b), int(p), str(w)) for m, s, b, p, w in data["meshes"]),
+                float(data["beside_s"]), float(data["hidden_s"]), int(data["accumulation"]), frozenset(data["scattered"]),
             )
         except Letter:
             raise

@@ -1,9 +1,11 @@
 """Choose one choice per site: by elimination (`solver/eliminate.py`), and as an integer program, which closes what that leaves open.
 
-    minimise    sum_s seconds[s, i] x[s, i]  +  sum_e seconds[e, f, g] y[e, f, g]
+    minimise    sum_s seconds[s, i] x[s, i]  +  sum_e seconds[e, f, g] y[e, f, g]  -  sum_w hidden[w]
     such that   sum_i x[s, i] = 1                                                    one_choice_per_site
                 sum_g y[e, f, g] = sum of x[source, i] over i that give f            ends_agree
                 sum_f y[e, f, g] = sum of x[target, j] over j that take g
+                hidden[w] <= communication in w,  hidden[w] <= compute in w                                hidden
+                sum of bytes at time t <= budget                                                          _within
                 x binary, y >= 0
 
 An edge speaks of what it carries, not of the choices at its ends: y has one variable for each pair of flows, however many
@@ -25,7 +27,7 @@ from autopar.sharding.convert import Step
 from autopar.sharding.placement import Sharding
 from autopar.sharding.space import Edge, Flows, Space
 from autopar.sharding.strategies import gradients, values
-from autopar.solver.budget import Budgeted
+from autopar.solver.budget import Budgeted, Point
 from autopar.solver.eliminate import Factor, Problem, regions_of
 from autopar.solver.plan import Conversion, Decision, Plan
 
@@ -40,33 +42,31 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
     Without `reduce` the whole space goes to the integer program. No device holds more than `budget` bytes.
     """
     backend = _backend(solver)
-    found = problem_of(space).minimise(gap=gap)
-    if not np.isfinite(found.bound):
-        raise _infeasible(space, "no choices go together")
-    picked, bound, cost = found.picked, found.bound, found.cost
-    small, limit, times = sum(e.seconds.size for e in space.edges) <= _SMALL, None, list[int]()
-    if budget is not None and np.isfinite(budget):
-        counted = Budgeted(space)
-        first = counted.point(picked)
-        if first.peak > budget:
-            limit = float(budget)
-            outcome = counted.fastest(limit, gap)
-            times, small = sorted(counted.rows), sum(e.seconds.size for e in space.edges) <= _SMALL_WITH_ROWS
-            if outcome.best is None and not small:
-                raise _over(space, counted, limit)
-            picked, bound = (outcome.best.picked, outcome.bound) if outcome.best else (picked, outcome.bound)
-            cost = outcome.best.seconds if outcome.best else np.inf
-    if not reduce or (small and (not np.isfinite(cost) or cost - bound > max(gap, _CLOSED) * cost)):
+    limit = float(budget) if budget is not None and np.isfinite(budget) else None
+    counted, bound, times = Budgeted(space), -np.inf, list[int]()
+    best: Point | None = None
+    if not space.windows:                                      # a sum of tables: elimination is exact, or nearly
+        found = problem_of(space).minimise(gap=gap)
+        if not np.isfinite(found.bound):
+            raise _infeasible(space, "no choices go together")
+        best, bound = counted.point(found.picked) if np.isfinite(found.cost) else None, found.bound
+    if space.windows or (limit is not None and best is not None and best.peak > limit):
+        outcome = counted.fastest(np.inf if limit is None else limit, gap)
+        best, bound, times = outcome.best, max(bound, outcome.bound), sorted(counted.rows)
+        if not np.isfinite(bound):
+            raise _infeasible(space, "no choices go together")
+    pairs = sum(e.seconds.size for e in space.edges)
+    small = pairs <= (_SMALL_WITH_ROWS if times or space.windows else _SMALL)
+    if not reduce or (small and (best is None or best.seconds - bound > max(gap, _CLOSED) * best.seconds)):
         try:
-            picked, bound = _optimise(space, backend, limit, times)
+            picked, proven = _optimise(space, backend, limit, times)
+            best, bound = counted.point(picked), max(bound, proven)
         except Infeasible:                                     # of the space; or a budget that the backend's tolerance steps over, where what prices found stands
             if limit is None:
                 raise
-            if not np.isfinite(cost):
-                raise _over(space, counted, limit) from None
-    if not np.isfinite(cost) and not small and reduce:
-        raise _infeasible(space, "elimination had to split, and found no choices that go together")
-    return plan_of(space, picked, bound, defaults, assumptions, limit)
+    if best is None:
+        raise _over(space, counted, limit) if limit is not None else _infeasible(space, "elimination had to split, and found no choices that go together")
+    return plan_of(space, best.picked, bound, defaults, assumptions, limit if times else None)
 
 
 def _over(space: Space, counted: Budgeted, budget: float) -> Infeasible:
@@ -98,10 +98,14 @@ def plan_of(space: Space, picked: Sequence[int], bound: float, defaults: Sequenc
             conversion = _conversion(space, e, e.given[f], e.taken[g], seconds)
             conversions += [conversion] if conversion.forward or conversion.backward else []
     regathered = frozenset(s.name for s, i in zip(sites, picked, strict=True) if s.regathered and s.regathered[i])
+    scattered = frozenset(s.name for s, i in zip(sites, picked, strict=True) if s.scattered and s.scattered[i])
     sizes = {s.name: s.bytes for s in sites if s.kind == "parameter"}
     without_rule = tuple(s.name for s in sites if not s.has_rule)
+    pairs = [(w.times, *w.seconds(picked, space.edges)) for w in space.windows]
+    beside, hidden = sum(times * moved for times, moved, _ in pairs), sum(times * min(moved, run) for times, moved, run in pairs)
+    total -= hidden
     return Plan(space.mesh, str(space.cluster), decisions, tuple(conversions), regathered, total, min(bound, total), sizes, space.digest, space.optimizer,
-                without_rule, tuple(assumptions), tuple(defaults), *_peak(space, picked), None if budget is None else int(budget))
+                without_rule, tuple(assumptions), tuple(defaults), *_peak(space, picked), None if budget is None else int(budget), beside_s=beside, hidden_s=hidden, accumulation=space.accumulation, scattered=scattered)
 
 
 def _peak(space: Space, picked: Sequence[int]) -> tuple[dict[str, int], str]:
@@ -141,7 +145,7 @@ def _infeasible(space: Space, why: str) -> Infeasible:
 
 def _optimise(space: Space, backend: Any, budget: float | None = None, times: Sequence[int] = ()) -> tuple[list[int], float]:
     """The picked choice of every site, and the proven bound in seconds. A time joins the memory rows where a plan holds more than the budget."""
-    costs, edges = fold_single_ends(space) if budget is None else ([s.seconds for s in space.sites], list(space.edges))
+    costs, edges = fold_single_ends(space) if budget is None and not space.windows else ([s.seconds for s in space.sites], list(space.edges))
     problem = pulp.LpProblem("plan", pulp.LpMinimize)
     x = [[pulp.LpVariable(f"x_{s}_{i}", cat="Binary") if np.isfinite(c) else None for i, c in enumerate(cost)] for s, cost in enumerate(costs)]
     y = [{(f, g): pulp.LpVariable(f"y_{k}_{f}_{g}", lowBound=0) for f, g in zip(*np.nonzero(np.isfinite(e.seconds)), strict=True)} for k, e in enumerate(edges)]
@@ -150,6 +154,12 @@ def _optimise(space: Space, backend: Any, budget: float | None = None, times: Se
     for e, flows in zip(edges, y, strict=True):
         terms += [(v, float(e.seconds[fg]) * _SCALE) for fg, v in flows.items()]
         rows += _ends_agree(e, flows, x)
+    for k, w in enumerate(space.windows):                      # what is hidden: at most either of the two
+        hidden = pulp.LpVariable(f"h_{k}", lowBound=0)
+        terms.append((hidden, -w.times))
+        moved = [(v, -float(table[fg]) * _SCALE) for e, table in w.communication for fg, v in y[e].items() if table[fg]]
+        run = [(v, -c * _SCALE) for i, costs_ in w.compute for v, c in zip(x[i], costs_, strict=True) if v is not None and c]
+        rows += [pulp.LpAffineExpression([(hidden, 1), *part]) <= 0 for part in (moved, run)]
     problem.setObjective(pulp.LpAffineExpression(terms))
     for row in rows:
         problem.addConstraint(row)

@@ -75,9 +75,11 @@ def _given(value: Any, met: dict[fx.Node, int]) -> Any:
     return type(value), repr(value) if isinstance(value, (float, slice)) or value.__hash__ is None else value
 
 
-def block_path(module: str) -> str:
-    """The numbered module that something ran in, if any: `model.layers.3` of `model.layers.3.mlp.up`."""
-    return _block_of(module, 0)
+def innermost_block(module: str) -> str:
+    """The path up to its last number, `model.layers.3` of `model.layers.3.mlp.up`; or up to a name that ends with one, `encoder_layer_0`."""
+    parts = module.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()] or [i for i, part in enumerate(parts) if part[-1:].isdigit()][:1]
+    return ".".join(parts[: numbers[-1] + 1]) if numbers else ""
 
 
 def _block_of(module: str, depth: int) -> str:

@@ -17,6 +17,7 @@ from autopar import Cluster, DeviceMesh
 from autopar.letters import BadBudget, Infeasible
 from autopar.sharding import shardings
 from autopar.sharding.memory import Memory, Piece
+from autopar.sharding.overlap import Window
 from autopar.solver import solve
 from autopar.solver.budget import Budgeted
 from autopar.tracer import ColoTracer
@@ -26,7 +27,7 @@ from tests.solver.test_program import spaces
 
 @st.composite
 def spaces_with_memory(draw):
-    """A random small space, with random pieces of memory over a few times."""
+    """A random small space, with random pieces of memory over a few times, and sometimes communication beside compute."""
     space = draw(spaces())
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     ops = tuple(f"op{i}" for i in range(draw(st.integers(1, 3))))
@@ -38,19 +39,31 @@ def spaces_with_memory(draw):
     for k, e in enumerate(space.edges):
         first = int(rng.integers(0, 2 * len(ops) + 1))
         pieces.append(Piece("gradients", k, True, rng.integers(0, 40, e.seconds.shape).astype(float), first, int(rng.integers(first, 2 * len(ops) + 1))))
-    return replace(space, memory=Memory(tuple(pieces), ops))
+    windows = []
+    for _ in range(draw(st.integers(0, 3)) if space.edges else 0):
+        part = {int(k): np.where(np.isfinite(space.edges[k].seconds), space.edges[k].seconds, 0) * rng.choice([0, 0.5, 1]) for k in rng.choice(len(space.edges), 2)}
+        windows.append(Window("w", int(rng.integers(1, 3)), tuple(part.items()), tuple((int(i), space.sites[i].seconds * 0.5) for i in set(rng.choice(len(space.sites), 2).tolist()))))
+    share = max(1, sum(w.times for w in windows))              # no more is hidden than there is
+    windows = [replace(w, communication=tuple((k, t / share) for k, t in w.communication), compute=tuple((i, c / share) for i, c in w.compute)) for w in windows]
+    return replace(space, memory=Memory(tuple(pieces), ops), windows=tuple(windows))
 
 
 def everything(space):
     """Seconds and peak of every assignment, added up here."""
+    counted = Budgeted(space)
     for pick in itertools.product(*(range(len(s.choices)) for s in space.sites)):
         seconds = sum(s.seconds[i] for s, i in zip(space.sites, pick)) + sum(e.seconds[e.given_by[pick[e.source]], e.taken_by[pick[e.target]]] for e in space.edges)
+        if np.isfinite(seconds):
+            for w in space.windows:
+                moved = sum(t[space.edges[k].given_by[pick[space.edges[k].source]], space.edges[k].taken_by[pick[space.edges[k].target]]] for k, t in w.communication)
+                seconds -= w.times * min(moved, sum(c[pick[i]] for i, c in w.compute))
         held = [0.0] * (2 * len(space.memory.ops) + 1)
         for p in space.memory.pieces:
             e = space.edges[p.place] if p.is_edge else None
             amount = p.bytes[e.given_by[pick[e.source]], e.taken_by[pick[e.target]]] if e else p.bytes[pick[p.place]]
             for t in range(p.first, p.last + 1):
                 held[t] += amount
+        assert not np.isfinite(seconds) or counted.point(pick).seconds == pytest.approx(seconds, abs=1e-12)
         yield seconds, max(held)
 
 
@@ -65,6 +78,8 @@ def test_under_a_budget_the_solver_agrees_with_trying_everything(space, share, s
     best = min(s for s, p in all_ if p <= budget)
     plan = solve(space, solver, budget=budget)
     assert plan.step_time_s == pytest.approx(best, abs=1e-12) and plan.peak_bytes <= budget and plan.lower_bound_s <= best + 1e-12
+    free = solve(space, solver)
+    assert free.step_time_s == pytest.approx(min(s for s, _ in all_), abs=1e-12) and free.lower_bound_s <= free.step_time_s + 1e-15
     counted = Budgeted(space)
     outcome = counted.fastest(budget, 0.0)
     assert outcome.bound <= best + 1e-12 and (outcome.best is None or (outcome.best.seconds >= best - 1e-12 and outcome.best.peak <= budget))

@@ -1,0 +1,148 @@
+"""What may run beside compute: gathers of parameters and reductions of their gradients, in windows. A lowering that starts them there implements it, and the objective prices it.
+
+    windows      the forward is cut into runs of ops: a numbered block of the model is one, smaller ones are joined until they read BUCKET bytes of parameters
+    forward      what window w gathers moves while window w-1 computes
+    backward     what window w gathers again moves while the backward of window w+1 computes, and what it reduces while that of window w-1 does
+    exposed      max(0, communication - compute) of each; where there is no such window, all of it
+
+There is one stream for compute and one for communication. Everything else is in line. The cut does not depend on choices: both sums are linear in them, so a window is a row of the solver.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch.fx as fx
+
+    from autopar.sharding.space import Edge, Site
+    from autopar.tracer.graph import Graph
+
+BUCKET = 25 * 2**20                                            # bytes of whole parameters that a window reads at least, but for the last
+_HANDED_ON = frozenset({"identity", "to", "t", "transpose", "permute", "view", "expand"})     # of a parameter alone, these are the parameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """Communication that moves while some ops compute: seconds of edges and of sites, by choice; it happens so many times in a step."""
+
+    name: str
+    times: int
+    communication: tuple[tuple[int, np.ndarray], ...]          # of an edge by [given, taken]
+    compute: tuple[tuple[int, np.ndarray], ...]                # of a site by choice
+
+    def seconds(self, picked: Sequence[int], edges: Sequence[Edge]) -> tuple[float, float]:
+        """Of both, under these choices."""
+        moved = sum(float(table[edges[k].given_by[picked[edges[k].source]], edges[k].taken_by[picked[edges[k].target]]]) for k, table in self.communication)
+        return moved, sum(float(run[picked[i]]) for i, run in self.compute)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The ops of a forward as windows: of each op the window that it stands in, of each window its first and last op."""
+
+    of: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+
+    def gathered(self, op: int) -> int:
+        """The time from which a parameter that this op reads is there: as its window's predecessor begins."""
+        w = self.of[op]
+        return self.spans[w - 1][0] if w else op
+
+    def gathered_again(self, op: int) -> int:
+        n, w = len(self.of), self.of[op]
+        return 2 * n - 1 - (self.spans[w + 1][1] if w + 1 < len(self.spans) else op)
+
+    def reduced(self, op: int) -> int:
+        """The time at which the gradient that this op gives is reduced."""
+        n, w = len(self.of), self.of[op]
+        return 2 * n - 1 - (self.spans[w - 1][0] if w else op)
+
+
+def cut(ops: Sequence[fx.Node]) -> Cut:
+    """Cut a forward by the blocks of the model; what reads few parameters goes with what follows."""
+    from autopar.tracer.blocks import innermost_block
+    from autopar.tracer.graph import info, type_of
+
+    if not ops:
+        return Cut((), ())
+    runs: list[tuple[int, int]] = []                           # ops in a run, bytes that it reads first
+    read: set[fx.Node] = set()
+    for _, group in itertools.groupby(ops, lambda n: innermost_block(info(n).module)):
+        members = list(group)
+        fresh = {v for n in members for v in n._input_nodes if info(v).kind == "parameter"} - read
+        read |= fresh
+        runs.append((len(members), sum(type_of(v).nbytes for v in fresh)))
+    windows, count, nbytes = list[int](), 0, 0
+    for ops_in_run, run_bytes in runs:
+        count, nbytes = count + ops_in_run, nbytes + run_bytes
+        if nbytes >= BUCKET:
+            windows.append(count)
+            count, nbytes = 0, 0
+    if count:                                                  # the rest, which reads little
+        windows = [*windows[:-1], windows[-1] + count] if windows and not nbytes else [*windows, count]
+    ends = list(itertools.accumulate(windows))
+    return Cut(tuple(w for w, many in enumerate(windows) for _ in range(many)), tuple((end - many, end - 1) for end, many in zip(ends, windows, strict=True)))
+
+
+def floating(graph: Graph) -> set[fx.Node]:
+    """Values that are parameters, or parameters handed on: what arrives of them is gathered, and their gradients are reduced."""
+    from autopar.tracer.graph import info, op_name
+
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if info(node).kind == "parameter" or (info(node).kind == "op" and op_name(node) in _HANDED_ON and node._input_nodes and found.issuperset(node._input_nodes)):
+            found.add(node)
+    return found
+
+
+def marked(edge: Edge, choices: Sequence[bool]) -> np.ndarray:
+    """What leaves at an edge under the choices of a parameter that are marked (those that are gathered again, say)."""
+    flows: np.ndarray = np.zeros(len(edge.given), dtype=bool)
+    if any(choices):
+        flows[edge.given_by[np.array(choices, bool)]] = True
+    return flows
+
+
+def windows_of(made: Cut, ops: Sequence[str], op_sites: Sequence[int], sites: Sequence[Site], edges: Sequence[Edge], floats: Mapping[int, tuple[int, np.ndarray, np.ndarray]],
+               accumulation: int = 1) -> tuple[Window, ...]:
+    """The windows of a step. `floats` say of an edge which op takes it, and the seconds of its gather and of its reduction.
+
+    Of several micro-batches the first gathers what is kept, and the last reduces what waits; what is gathered again and what is reduced at once move in each.
+    """
+    count = len(made.spans)
+    moved: dict[tuple[int, str, bool], list[tuple[int, np.ndarray]]] = {}      # by the window that it runs beside; in every micro-batch, or in one of them
+    known: dict[Any, np.ndarray] = {}
+
+    def part(edge: int, choices: tuple[bool, ...], table: np.ndarray) -> np.ndarray:
+        key = id(table), choices
+        if key not in known:
+            known[key] = np.where(marked(edges[edge], choices)[:, None], table, 0.0)
+        return known[key]
+
+    def put(beside: int, way: str, every: bool, edge: int, table: np.ndarray) -> None:
+        if table.any() and 0 <= beside < count:
+            moved.setdefault((beside, way, every), []).append((edge, table))
+
+    for edge, (op, gather, reduction) in floats.items():
+        w, source = made.of[op], sites[edges[edge].source]
+        put(w - 1, "forward", False, edge, gather)
+        put(w - 1, "forward", True, edge, part(edge, source.regathered, gather))
+        again = part(edge, source.regathered, gather)
+        for every in (False, True):
+            put(w + 1, "backward", every, edge, again)
+        put(w - 1, "backward", False, edge, reduction)
+        put(w - 1, "backward", True, edge, part(edge, source.scattered, reduction))
+    found = []
+    for (w, way, every), communication in sorted(moved.items(), key=lambda item: item[0]):
+        if not every or accumulation > 1:
+            first, last = made.spans[w]
+            k = ("forward", "backward").index(way)
+            run = tuple((s, sites[s].compute[k]) for s in op_sites[first:last + 1] if sites[s].compute and sites[s].compute[k].any())
+            found.append(Window(f"{way} of {ops[first]} to {ops[last]}", accumulation - 1 if every else 1, tuple(communication), run))
+    return tuple(found)
