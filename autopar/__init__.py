@@ -19,7 +19,7 @@ _HOME = {                                                      # public name -> 
     "Plan": "autopar.solver.plan",
     "DeviceMesh": "autopar.sharding.mesh",
     "Cluster": "autopar.sharding.cluster",
-    "Precision": "autopar.api",
+    "Precision": "autopar.tracer.precision",
     "Assume": "autopar.tracer.graph",
     "rule": "autopar.sharding.rules",
     "R": "autopar.sharding.placement",

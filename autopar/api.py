@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,14 +31,7 @@ from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
 from autopar.solver.program import solve
 from autopar.tracer import Assume, ColoTracer
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """Dtypes of storage, compute and reduction."""
-
-    param: str = "float32"
-    reduce: str = "float32"
+from autopar.tracer.precision import Precision
 
 
 def plan(
@@ -67,7 +60,7 @@ def plan(
     inputs)` is planned with the model. `constraints` pin what they name. With `accumulation`, the inputs are one of so many
     micro-batches of a step. The model is not modified.
     """
-    _refuse_unserved(precision=precision, time_limit=time_limit, recompute=(recompute, ("auto", "none")),
+    _refuse_unserved(time_limit=time_limit, recompute=(recompute, ("auto", "none")),
                      kernels=(kernels, (True, False)))
     if not isinstance(gap, (int, float)) or not 0 <= gap < 1:
         raise NotServed(f"gap={gap!r} is no share of the step time", advice="gap=0.01")
@@ -78,17 +71,19 @@ def plan(
     if isinstance(accumulation, bool) or not isinstance(accumulation, int) or not 1 <= accumulation < 2**20:
         raise NotServed(f"accumulation={accumulation!r} is no number of micro-batches", advice="accumulation=4; meta_inputs are one micro-batch")
     hardware = Cluster.of(cluster)
-    graph = ColoTracer().trace(model, meta_inputs, assume=assume, loss=loss)
+    precision = _precision(precision)
+    graph = ColoTracer().trace(model, meta_inputs, assume=assume, loss=loss, precision=precision)
     budget = _bytes(memory_budget, hardware)
-    words: dict[str, Any] = dict(solver=solver, gap=gap, assumptions=graph.assumptions, defaults=_defaults(mesh, cluster, memory_budget, hardware, recompute, kernels))
+    reduce = precision.reduce if precision else ""
+    words: dict[str, Any] = dict(precision=precision and (precision.param, precision.reduce), solver=solver, gap=gap, assumptions=graph.assumptions, defaults=_defaults(mesh, cluster, memory_budget, hardware, recompute, precision))
 
     @_without_collections
     def on(logical: DeviceMesh) -> Plan:
         preset = constraints_of(parallel, graph, logical) if parallel is not None else None
-        fastest = solve(shardings(graph, logical, hardware, constraints, optimizer, strict, preset=preset, accumulation=accumulation), **words)
+        fastest = solve(shardings(graph, logical, hardware, constraints, optimizer, strict, preset=preset, accumulation=accumulation, reduce=reduce), **words)
         if fastest.peak_bytes <= budget:
             return fastest if memory_budget is None or math.isinf(budget) else replace(fastest, budget=int(budget))
-        return solve(shardings(graph, logical, hardware, constraints, optimizer, strict, regather=True, preset=preset, accumulation=accumulation), **words, budget=budget)
+        return solve(shardings(graph, logical, hardware, constraints, optimizer, strict, regather=True, preset=preset, accumulation=accumulation, reduce=reduce), **words, budget=budget)
 
     return best_mesh(meshes(_devices(mesh, hardware)), on) if mesh is None or (isinstance(mesh, int) and not isinstance(mesh, bool)) else on(DeviceMesh.of(mesh))
 
@@ -156,12 +151,19 @@ def autoparallelize(
     if plan is not None and set(planning) - {"loss", "assume"}:
         raise BadPlan(f"plan= is given, and so is {', '.join(sorted(set(planning) - {'loss', 'assume'}))}", advice="one or the other: a plan already decides it")
     device = start_world()
-    graph = ColoTracer().trace(model, meta_inputs, assume=planning.get("assume"), loss=planning.get("loss"))
+    precision = _precision(planning.get("precision")) if plan is None else Precision(*plan.precision) if plan.precision else None
+    graph = ColoTracer().trace(model, meta_inputs, assume=planning.get("assume"), loss=planning.get("loss"), precision=precision)
     chosen = plan if plan is not None else from_rank_0(lambda: _plan(model, meta_inputs, planning))
     mesh = chosen.mesh.to_torch(device)
     lowered = lower(graph, chosen, coordinate(chosen.mesh), device)
     all_ranks_hold("programs", (chosen.digest, chosen.mesh, lowered.joint.collectives))
     return parallelise(model, lowered, mesh, sync)
+
+
+def _precision(given: Any) -> Precision | None:
+    if given is not None and not isinstance(given, Precision):
+        raise NotServed(f"precision={given!r} is no Precision", advice='autopar.Precision(param="bfloat16", reduce="float32")')
+    return given
 
 
 def _plan(model: torch.nn.Module, meta_inputs: Any, planning: Mapping[str, Any]) -> Plan:
@@ -176,9 +178,11 @@ def _refuse_unserved(**arguments: Any) -> None:
             raise NotServed(f"{name}={given!r} is not served by any stage yet", advice=f"leave {name} at its default")
 
 
-def _defaults(mesh: Any, cluster: Any, budget: Any, hardware: Cluster, recompute: str, kernels: bool) -> list[tuple[str, str]]:
+def _defaults(mesh: Any, cluster: Any, budget: Any, hardware: Cluster, recompute: str, precision: Precision | None) -> list[tuple[str, str]]:
     """What arguments left at their default meant."""
-    said = [("precision", "the model's own dtypes"), ("recompute", "none: no stage drops activations yet")]
+    said = [("recompute", "none: no stage drops activations yet")]
+    if precision is None:
+        said.insert(0, ("precision", "the model's own dtypes"))
     if budget is None:
         said.insert(0, ("memory_budget", f"{1 - _RESERVE:.0%} of the {hardware.device.memory_bytes / 2**30:.0f} GiB of a device"))
     if cluster is None:

@@ -288,7 +288,7 @@ def verify(joint: JointGraph, after: str) -> None:
 def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
     """Cut the joint graph: forward is what the outputs need, backward the rest, saved is what crosses.
 
-    What is made from a regathered parameter by collectives and views alone does not cross: backward makes it again.
+    What is made from a regathered parameter by collectives, casts and views alone does not cross: backward makes it again.
     """
     forward = _needed(joint.outputs)
     for node in joint.graph.nodes:                             # the parts of an op with several results live with it
@@ -330,7 +330,7 @@ def _needed(of: Sequence[fx.Node]) -> set[fx.Node]:
 def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        is_cheap = node in forward and node.op == "call_function" and (_is_on_an_axis(node) or _is_view(node))
+        is_cheap = node in forward and node.op == "call_function" and (_is_on_an_axis(node) or _is_view(node) or node.target is torch.ops.aten._to_copy.default)
         if is_cheap and all(a in parameters or a in found for a in node.all_input_nodes):
             found.add(node)
     return found

@@ -101,6 +101,17 @@ def floating(graph: Graph) -> set[fx.Node]:
     return found
 
 
+def casts_of_parameters(graph: Graph) -> dict[fx.Node, fx.Node]:
+    """The one cast of a parameter that nothing else reads, and that parameter: what is gathered is the cast."""
+    from autopar.tracer.graph import info, op_name
+
+    found = {}
+    for node in graph.nodes:
+        if info(node).kind == "parameter" and len(users := [u for u in node.users if u.op != "output"]) == 1 and info(users[0]).kind == "op" and op_name(users[0]) == "to":
+            found[users[0]] = node
+    return found
+
+
 def marked(edge: Edge, choices: Sequence[bool]) -> np.ndarray:
     """What leaves at an edge under the choices of a parameter that are marked (those that are gathered again, say)."""
     flows: np.ndarray = np.zeros(len(edge.given), dtype=bool)

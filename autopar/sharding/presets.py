@@ -115,7 +115,7 @@ def _megatron(graph: Graph, parts: int) -> dict[str, str]:
     cut: set[fx.Node] = set()                                  # values whose features are cut
     found: dict[str, str] = {}
 
-    def origin(value: Any, through: tuple[str, ...] = ("identity",)) -> tuple[Any, bool]:
+    def origin(value: Any, through: tuple[str, ...] = ("identity", "to")) -> tuple[Any, bool]:
         """What a value is, before these ops; and whether it is turned."""
         turned = False
         while hasattr(value, "meta") and info(value).kind == "op" and op_name(value) in through:
@@ -124,7 +124,7 @@ def _megatron(graph: Graph, parts: int) -> dict[str, str]:
         return value, turned
 
     def parameter(value: Any) -> str | None:
-        value, _ = origin(value, ("identity", "t"))
+        value, _ = origin(value, ("identity", "t", "to"))
         return info(value).key if hasattr(value, "meta") and info(value).kind == "parameter" else None
 
     for node in graph.nodes:
@@ -138,7 +138,7 @@ def _megatron(graph: Graph, parts: int) -> dict[str, str]:
         held = parameter(weight)
         if held is not None:
             shape = type_of(weight).shape
-            turned = origin(weight, ("identity", "t"))[1]
+            turned = origin(weight, ("identity", "t", "to"))[1]
             stored = {rows: 1 - rows, columns: 1 - columns} if turned else {rows: rows, columns: columns}     # the dims of the parameter itself
             known = found.get(held, "")                        # tied to one that came before
             by_input = known.startswith(f"S({stored[rows]}") if known else given in cut

@@ -12,15 +12,15 @@ import numpy as np
 
 from autopar.letters import BadConstraint, BadRule, NoRule
 from autopar.sharding.cluster import Cluster
-from autopar.sharding.constraints import Constraints, Pin
+from autopar.sharding.constraints import Constraints, Pin, Pins
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.costs import FREE, PRODUCTS, optimizer_figures, seconds, step_seconds
 from autopar.sharding.discovery import discovered
 from autopar.sharding.memory import memory_of
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
+from autopar.sharding.overlap import casts_of_parameters, floating, windows_of
 from autopar.sharding.overlap import cut as cut_windows
-from autopar.sharding.overlap import floating, windows_of
 from autopar.sharding.placement import R, Sharding, flow, largest_local_shape, part
 from autopar.sharding.rules import rule_of
 from autopar.sharding.space import Edge, Flows, Site, Space
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 
 def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Mapping[str, Any] | None = None, optimizer: str | float = "adamw", strict: bool = False,
-              regather: bool = False, preset: Mapping[str, str] | None = None, accumulation: int = 1) -> Space:
+              regather: bool = False, preset: Mapping[str, str] | None = None, accumulation: int = 1, reduce: str = "") -> Space:
     """Every legal way to run `graph` on `mesh`, priced on `cluster`, less what `constraints` forbid. With `regather`, gathered parameters may be dropped and gathered again in backward.
 
     `preset` are an expert's constraints by exact names: the caller's come first. A step is so many micro-batches (`accumulation`) of the graph, and the optimizer.
+    Gradients of parameters are reduced in the dtype `reduce` alone, where it is said.
     """
-    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset), optimizer, strict, regather, accumulation).build()
+    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset), optimizer, strict, regather, accumulation, reduce).build()
 
 
 # Factors along which the local form of an op counts positions from where its part begins: their parts are one range.
@@ -56,18 +57,20 @@ class _Draft:
 
 
 class _Builder:
-    def __init__(self, graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Constraints, optimizer: str | float, strict: bool, regather: bool, accumulation: int) -> None:
+    def __init__(self, graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Constraints, optimizer: str | float, strict: bool, regather: bool, accumulation: int, reduce: str) -> None:
         self.graph, self.mesh, self.cluster, self.constraints, self.optimizer, self.strict = graph, mesh, cluster, constraints, optimizer, strict
-        self.accumulation, self.handed_on = accumulation, floating(graph)
+        self.accumulation, self.reduce, self.handed_on = accumulation, reduce, floating(graph)
         self.regather = regather or constraints.speak_of_gathering
         self.conversions = ShapeConsistencyManager(mesh, cluster)
         from autopar.tracer.blocks import calls
 
+        self.casts = casts_of_parameters(graph)
         self.kinds = calls(graph)                              # of each op's node; what is said of one call is said of all of its kind
         self._crossed: dict[Any, tuple[Choice, ...]] = {}
         # ops and edges that are alike share their tables: what is repeated in the model is computed once
         self._sites: dict[Any, Site] = {}
-        self._stored: dict[Any, tuple[tuple[Choice, ...], np.ndarray, tuple[bool, ...], tuple[bool, ...]]] = {}
+        self._stored: dict[Any, Site] = {}
+        self._policies: dict[Any, tuple[Site, Site]] = {}
         self._kept: dict[Any, Site] = {}
         self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = {}
         self._tables: dict[Any, np.ndarray] = {}
@@ -226,14 +229,23 @@ class _Builder:
             moved = optimizer_figures(self.optimizer, type_.itemsize)["moved"] if type_.requires_grad else 0
             local = np.array([math.prod(largest_local_shape(type_.shape, values(c.output()), self.mesh)) for c in choices]) * type_.itemsize
             step = local * moved / self.cluster.device.memory_bytes_per_s
-            cut = [i for i, c in enumerate(choices) if any(s.cut for s in c.strategies)]
-            # what is cut stands once for each policy: its gathered copy is kept, or made again; its gradient is reduced at the end of several micro-batches, or in each
+            self._stored[key] = Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes)
+        site = replace(self._stored[key], name=name)
+        return site if node in self.casts.values() else self._with_policies(site, type_)
+
+    def _with_policies(self, site: Site, type_: TensorType) -> Site:
+        """A parameter, or its one cast: what is cut stands once for each policy. Its gathered copy is kept, or made again; its gradient is reduced at the end of several micro-batches, or in each."""
+        key = id(site.choices), id(site.seconds), type_.requires_grad
+        if key not in self._policies:
+            cut = [i for i, c in enumerate(site.choices) if any(p.is_shard for p in values(c.output()).placements)]
             policies = [(again, each) for again in ((False, True) if self.regather else (False,)) for each in ((False, True) if self.accumulation > 1 and type_.requires_grad else (False,))]
-            places = [*range(len(choices)), *(i for policy in policies[1:] for i in cut)]
-            marks = [*[policies[0]] * len(choices), *(policy for policy in policies[1:] for _ in cut)]
-            self._stored[key] = tuple(choices[i] for i in places), step[places], tuple(again for again, _ in marks), tuple(each for _, each in marks)
-        choices, step, again, each = self._stored[key]
-        return Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes, regathered=again if any(again) else (), scattered=each if any(each) else ())
+            places = [*range(len(site.choices)), *(i for _ in policies[1:] for i in cut)]
+            marks = [*[policies[0]] * len(site.choices), *(policy for policy in policies[1:] for _ in cut)]
+            again, each = zip(*marks, strict=True)
+            self._policies[key] = site, replace(site, choices=tuple(site.choices[i] for i in places), seconds=site.seconds[places], compute=tuple(part[places] for part in site.compute),
+                                                regathered=again if any(again) else (), scattered=each if any(each) else ())
+        like = self._policies[key][1]
+        return replace(site, choices=like.choices, seconds=like.seconds, compute=like.compute, regathered=like.regathered, scattered=like.scattered)
 
     def _arriving(self, i: int, type_: TensorType) -> TensorType:
         """An output beside a loss leaves without a gradient."""
@@ -257,7 +269,8 @@ class _Builder:
         if key not in self._sites:
             self._sites[key] = self._new_site(node, dict(blocks))
         like = self._sites[key]
-        return _Draft(Site(about.key, like.op, "op", like.choices, like.seconds, about.source, like.has_rule, compute=like.compute), operands, tuple([type_of(n) for n in operands]))
+        site = Site(about.key, like.op, "op", like.choices, like.seconds, about.source, like.has_rule, compute=like.compute)
+        return _Draft(self._with_policies(site, type_of(node)) if node in self.casts else site, operands, tuple([type_of(n) for n in operands]))
 
     def _new_site(self, node: fx.Node, blocks: Mapping[str, Collection[tuple[int, ...]]]) -> Site:
         from autopar.tracer.graph import info, op_name, type_of
@@ -330,6 +343,8 @@ class _Builder:
             backward = np.zeros(forward.shape)
             if type_.requires_grad:
                 backward = self.conversions.table(type_.shape, type_.itemsize, [gradients(f) for f in taken], [gradients(f) for f in given]).T
+                if floats and self.reduce not in ("", type_.dtype):
+                    backward = np.where(_reduces(taken, given).T, np.inf, backward)
             batches, gathers, reductions = self.accumulation, np.ones(len(given)), np.ones(len(given))
             if source.regathered:                              # forward and backward of each micro-batch
                 gathers[np.array(source.regathered)] = 2 * batches
@@ -388,16 +403,35 @@ class _Builder:
             uses = takers.get(key, [])
             if site.kind == "parameter":
                 self._admit(draft, None, pins.storage)
-                if pins.gather and draft.site.regathered:      # what is stored whole is neither
-                    draft.keep &= np.array([again == (pins.gather == "regathered") or not any(s.cut for s in c.strategies) for again, c in zip(draft.site.regathered, draft.site.choices, strict=True)])
-                if pins.reduce and draft.site.scattered:
-                    draft.keep &= np.array([each == (pins.reduce == "each") or not any(s.cut for s in c.strategies) for each, c in zip(draft.site.scattered, draft.site.choices, strict=True)])
-                uses = uses + [further for d, _ in uses if d.site.op == "identity" for further in takers.get(_key_of(drafts, d), [])]
+                self._follow(draft, pins)
+                for d, _ in uses:
+                    self._follow(d, pins)
+            if site.kind in ("parameter", "input"):
+                uses = self._uses(drafts, takers, uses)
             for taker, i in uses:
                 if taker.site.kind not in ("output", "update"):                # outputs have a word of their own
                     self._admit(taker, i, pins.use)
         modules = sorted(last)
         self.constraints.check_all_used([*self.graph.parameters, *self.graph.inputs, *modules, "out"])
+
+    @staticmethod
+    def _follow(draft: _Draft, pins: Pins) -> None:
+        """Leave the choices of the pinned policy; what is not cut has none."""
+        keep = draft.keep if draft.keep is not None else np.ones(len(draft.site.choices), bool)
+        whole = np.array([not any(p.is_shard for p in values(c.output()).placements) for c in draft.site.choices])
+        for said, marks in ((pins.gather and pins.gather == "regathered", draft.site.regathered), (pins.reduce and pins.reduce == "each", draft.site.scattered)):
+            if said != "" and marks:
+                keep = keep & (whole | (np.array(marks) == said))
+        draft.keep = keep
+
+    def _uses(self, drafts: dict[Any, _Draft], takers: Mapping[Any, list[tuple[_Draft, int]]], uses: list[tuple[_Draft, int]]) -> list[tuple[_Draft, int]]:
+        """The uses of a parameter or an input: through fan-outs, and through a cast, which is no use itself."""
+        found = []
+        for d, i in uses:
+            found += [] if d.site.op == "to" else [(d, i)]
+            if d.site.op in ("identity", "to"):
+                found += self._uses(drafts, takers, takers.get(_key_of(drafts, d), []))
+        return found
 
     def _admit(self, draft: _Draft, operand: int | None, pin: Pin) -> None:
         """Leave the choices whose flow at this end is as pinned."""
@@ -444,6 +478,12 @@ def _counts(node: fx.Node, factor: str) -> bool:
     from autopar.tracer.graph import info
 
     return info(node).random >= 0 or re.fullmatch(COUNTED.get(node.target.name, "$."), factor) is not None   # type: ignore[union-attr]
+
+
+def _reduces(taken: Sequence[Flows], given: Sequence[Flows]) -> np.ndarray:
+    """Is a gradient that comes back so a sum that is reduced to what goes on so?"""
+    partial = [np.array([[flow.gradient.is_partial for flow in flows] for flows in side]) for side in (taken, given)]
+    return (partial[0][:, None] & ~partial[1][None]).any(-1)
 
 
 def _torch_can_state(sharding: Sharding) -> bool:

@@ -75,6 +75,7 @@ class Plan:
     beside_s: float = 0.0                                      # communication that may move beside compute: of parameters and their gradients
     hidden_s: float = 0.0                                      # and what of it compute hides
     accumulation: int = 1                                      # micro-batches in a step
+    precision: tuple[str, str] | None = None                   # dtypes of compute and of the reduction of gradients
     scattered: frozenset[str] = frozenset()                    # parameters whose gradients are reduced in each of them, not once at the end
 
     def __post_init__(self) -> None:
@@ -113,8 +114,9 @@ class Plan:
         ops = [(name, self._choice_text(d.choice), f"{d.seconds * 1e6:.1f}") for name, d in self.decisions.items() if d.kind == "op" and d.seconds]
         moves = [(f"{c.source} to {c.target}", " to ".join(dict.fromkeys(v.text(axes) for v in c.value)), _steps(c.forward, axes), _steps(c.backward, axes), f"{c.seconds * 1e6:.1f}")
                  for c in self.conversions]
+        dtypes = f", computes in {self.precision[0]}, reduces in {self.precision[1]}" if self.precision else ""
         lines = [
-            f"plan for {self.mesh.size} devices, mesh {self.mesh}, cluster {self.cluster}",
+            f"plan for {self.mesh.size} devices, mesh {self.mesh}, cluster {self.cluster}{dtypes}",
             f"step      {_time(self.step_time_s)} a step: {_time(compute)} compute and optimizer{f' ({self.accumulation} micro-batches)' if self.accumulation > 1 else ''}, {_time(moved - self.beside_s)} communication in line, {_time(self.beside_s - self.hidden_s)} exposed"
             f" of {_time(self.beside_s)} beside compute, no recompute",
             f"bound     {_time(self.lower_bound_s)} at least for any plan of this model on this mesh{' within the budget' if self.budget is not None else ''}: gap {self.gap:.2%}",
@@ -206,6 +208,7 @@ class Plan:
             "beside_s": self.beside_s,
             "hidden_s": self.hidden_s,
             "accumulation": self.accumulation,
+            "precision": list(self.precision) if self.precision else None,
             "scattered": sorted(self.scattered),
         }
 
@@ -237,7 +240,7 @@ class Plan:
                 tuple(map(str, data["without_rule"])), tuple(map(str, data["assumptions"])), tuple((str(a), str(b)) for a, b in data["defaults"]),
                 {str(k): int(v) for k, v in data["memory"].items()}, str(data["peak_at"]), None if data["budget"] is None else int(data["budget"]),
                 tuple((str(m), float(s), float(b), int(p), str(w)) for m, s, b, p, w in data["meshes"]),
-                float(data["beside_s"]), float(data["hidden_s"]), int(data["accumulation"]), frozenset(data["scattered"]),
+                float(data["beside_s"]), float(data["hidden_s"]), int(data["accumulation"]), (str(data["precision"][0]), str(data["precision"][1])) if data["precision"] else None, frozenset(data["scattered"]),
             )
         except Letter:
             raise

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ _SMALL, _SMALL_WITH_ROWS = 200_000, 4_000                      # flow pairs that
 _SCALE = 1e6                                                   # the program counts microseconds: CBC's tolerances are absolute
 
 
-def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = (), gap: float = 0.0, reduce: bool = True, budget: float | None = None) -> Plan:
+def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = (), gap: float = 0.0, reduce: bool = True, budget: float | None = None,
+          precision: tuple[str, str] | None = None) -> Plan:
     """The fastest plan of the space that was found: the search ends within `gap` of its bound, or where elimination and prices can do no more; the plan's own gap says how near that is.
 
     Without `reduce` the whole space goes to the integer program. No device holds more than `budget` bytes.
@@ -66,7 +68,7 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
                 raise
     if best is None:
         raise _over(space, counted, limit) if limit is not None else _infeasible(space, "elimination had to split, and found no choices that go together")
-    return plan_of(space, best.picked, bound, defaults, assumptions, limit if times else None)
+    return replace(plan_of(space, best.picked, bound, defaults, assumptions, limit if times else None), precision=precision)
 
 
 def _over(space: Space, counted: Budgeted, budget: float) -> Infeasible:
@@ -97,8 +99,10 @@ def plan_of(space: Space, picked: Sequence[int], bound: float, defaults: Sequenc
         if e.given[f] != e.taken[g]:
             conversion = _conversion(space, e, e.given[f], e.taken[g], seconds)
             conversions += [conversion] if conversion.forward or conversion.backward else []
-    regathered = frozenset(s.name for s, i in zip(sites, picked, strict=True) if s.regathered and s.regathered[i])
-    scattered = frozenset(s.name for s, i in zip(sites, picked, strict=True) if s.scattered and s.scattered[i])
+    cast = {e.target: e.source for e in space.edges if sites[e.target].regathered or sites[e.target].scattered}     # whose policy stands at the cast of a parameter
+    names = [sites[cast.get(k, k)].name for k in range(len(sites))]
+    regathered = frozenset(name for name, s, i in zip(names, sites, picked, strict=True) if s.regathered and s.regathered[i])
+    scattered = frozenset(name for name, s, i in zip(names, sites, picked, strict=True) if s.scattered and s.scattered[i])
     sizes = {s.name: s.bytes for s in sites if s.kind == "parameter"}
     without_rule = tuple(s.name for s in sites if not s.has_rule)
     pairs = [(w.times, *w.seconds(picked, space.edges)) for w in space.windows]

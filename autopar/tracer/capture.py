@@ -34,6 +34,7 @@ from autopar.letters import NotCaptured
 from autopar.runtime.private import clean_room
 from autopar.tracer.graph import Assume, Graph, Leaf
 from autopar.tracer.passes import canonicalise
+from autopar.tracer.precision import Precision, computing_in, sink
 from autopar.tracer.recorder import Recorder, is_ours
 from autopar.tracer.regions import captured
 
@@ -43,13 +44,13 @@ LOCK = threading.RLock()                                       # one capture or 
 class ColoTracer(fx.Tracer):
     """Module and example inputs -> Graph."""
 
-    def trace(self, root: torch.nn.Module, meta_inputs: Any, assume: Assume | None = None, loss: Callable[..., Any] | None = None) -> Graph:  # type: ignore[override]
-        """Trace `root` on inputs of these shapes; with `loss`, trace `loss(outputs, inputs)` too and return (loss, outputs)."""
-        graph, made = self._capture(root, meta_inputs, assume, loss)
+    def trace(self, root: torch.nn.Module, meta_inputs: Any, assume: Assume | None = None, loss: Callable[..., Any] | None = None, precision: Precision | None = None) -> Graph:  # type: ignore[override]
+        """Trace `root` on inputs of these shapes; with `loss`, trace `loss(outputs, inputs)` too and return (loss, outputs); with `precision`, as it computes on casts of its parameters and inputs."""
+        graph, made = self._capture(root, meta_inputs, assume, loss, precision)
         refuse_survivors(made)
         return graph
 
-    def _capture(self, root: torch.nn.Module, meta_inputs: Any, assume: Assume | None, loss: Callable[..., Any] | None) -> tuple[Graph, list[weakref.ref[Tensor]]]:
+    def _capture(self, root: torch.nn.Module, meta_inputs: Any, assume: Assume | None, loss: Callable[..., Any] | None, precision: Precision | None) -> tuple[Graph, list[weakref.ref[Tensor]]]:
         """The graph, and every tensor that was made on the way."""
         args, kwargs = as_call(meta_inputs)
         refuse_other_arguments(root, args, kwargs)
@@ -69,9 +70,11 @@ class ColoTracer(fx.Tracer):
                 recorder.sharing |= sharing(inputs_before, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
                 with Fakes(fake_mode).swapped_into(root, recorder):
                     with refusing_higher_order_ops(recorder), captured(recorder), recorder.watching():
-                        outputs = root(*args, **kwargs)
-                        if loss is not None:
-                            outputs = (loss(outputs, kwargs or args), outputs)
+                        with computing_in(precision, recorder) as casts:
+                            given = pytree.tree_map_only(Tensor, precision.cast, (args, kwargs)) if precision else (args, kwargs)
+                            outputs = root(*given[0], **given[1])
+                            if loss is not None:
+                                outputs = (loss(outputs, kwargs or args), outputs)
                         recorder.notice_changes()
                     outputs, dropped = without_caches(outputs)
                     learn_dataclasses(outputs)
@@ -88,6 +91,7 @@ class ColoTracer(fx.Tracer):
                 updates=tuple((kind, name) for kind, name, _ in updates),
                 assumptions=tuple(dict.fromkeys((*dropped, *recorder.assumptions))), training=root.training,
             )
+            sink(casts)
             graph = canonicalise(graph)
             refuse_detached(recorder)
             for where, _ in recorder.assume.branches:

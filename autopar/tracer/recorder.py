@@ -380,6 +380,15 @@ class Recorder(TorchFunctionMode):
     def module(self) -> str:
         return self.modules[-1] if self.modules else ""
 
+    @contextlib.contextmanager
+    def within(self, path: str) -> Iterator[None]:
+        """What is recorded inside belongs to that module."""
+        self.modules.append(path)
+        try:
+            yield
+        finally:
+            self.modules.pop()
+
     def key(self, op: str) -> str:
         """A node's name in plans: module path and op, numbered where the same op comes again there."""
         base = f"{self.module}/{op}"

@@ -1,0 +1,89 @@
+"""Mixed precision: parameters keep the dtype in which they are stored, the model computes in another.
+
+The single-device program under a `Precision` is the model run on casts of its parameters and inputs (`reference`); the graph holds those casts as ops of its own, each just before its first use. What a plan then
+does with them is the algebra's business: a parameter stored in parts is cast and then gathered, in half the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopar.letters import NotServed
+
+if TYPE_CHECKING:
+    import torch.fx as fx
+
+    from autopar.tracer.recorder import Recorder
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of compute and of the reduction of gradients; parameters, gradients and states are stored in the model's own."""
+
+    param: str = "bfloat16"
+    reduce: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("param", "reduce"):
+            given = getattr(self, name)
+            if isinstance(given, torch.dtype):
+                object.__setattr__(self, name, str(given).removeprefix("torch."))
+            if getattr(self, name) not in _DTYPES:
+                raise NotServed(f"Precision({name}={given!r}) names no floating dtype", seen=f"known: {', '.join(_DTYPES)}", advice='autopar.Precision(param="bfloat16", reduce="float32")')
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """The tensor in the dtype of compute; whole numbers stay."""
+        return tensor.to(getattr(torch, self.param)) if tensor.is_floating_point() else tensor
+
+
+def reference(model: torch.nn.Module, precision: Precision) -> Callable[..., Any]:
+    """The single-device program under a precision, as a function of the model's inputs: what a parallel model computes."""
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, precision.cast, (args, kwargs))
+        return torch.func.functional_call(model, {n: precision.cast(p) for n, p in model.named_parameters()}, args, kwargs)
+    return run
+
+
+@contextlib.contextmanager
+def computing_in(precision: Precision | None, recorder: Recorder) -> Iterator[list[fx.Node]]:
+    """Inside, the modules hold casts of their parameters, in the parameters' place; they are ops of the recorder's graph. Gives their nodes."""
+    casts: list[fx.Node] = []
+    if precision is None:
+        yield casts
+        return
+    made: dict[int, Tensor] = {}
+    held: list[tuple[Any, str, Any]] = []
+    try:
+        for path, module in recorder.root.named_modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None or not parameter.is_floating_point() or parameter.dtype == getattr(torch, precision.param):
+                    continue
+                if id(parameter) not in made:
+                    with recorder.within(path):
+                        made[id(parameter)] = precision.cast(parameter)
+                        casts.append(recorder.values.node(made[id(parameter)]))
+                held.append((module._parameters, name, parameter))
+                module._parameters[name] = made[id(parameter)]     # type: ignore[assignment]
+        yield casts
+    finally:
+        for holder, name, parameter in held:
+            holder[name] = parameter
+
+
+def sink(casts: Sequence[fx.Node]) -> None:
+    """Before: casts stand where the model begins. After: each just before its first use, so that a cast copy lives no longer than it must; one that nothing uses is gone."""
+    for cast in casts:
+        if not cast.users:
+            cast.graph.erase_node(cast)
+        else:
+            order = {n: i for i, n in enumerate(cast.graph.nodes)} if len(cast.users) > 1 else {}
+            min(cast.users, key=lambda n: order.get(n, 0)).prepend(cast)

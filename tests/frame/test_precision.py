@@ -1,0 +1,112 @@
+"""Mixed precision: the parallel program is the single-device program on casts of its parameters, gradients are reduced in the dtype that is said, and the plan is cheaper where bytes are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import autopar
+from autopar import DeviceMesh, Precision
+from autopar.letters import Letter
+from autopar.testing.equality import Equality
+from autopar.tracer import ColoTracer
+from autopar.tracer.graph import info, op_name
+from autopar.tracer.precision import reference
+from tests.models import mlp_case
+from tests.solver.test_presets import MODELS
+from tests.training import whole
+
+
+def still(name):
+    model, batch = MODELS[name]()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model, {k: torch.randint(0, 250, v.shape) if not v.is_floating_point() else torch.randn(v.shape) for k, v in batch.items()}
+
+
+@pytest.mark.parametrize("parallel", [None, "zero3", "megatron"])
+@pytest.mark.parametrize("reduce", ["float32", "float64"])
+def test_it_trains_as_the_single_device_program_on_casts(parallel, reduce, threads):
+    """Computing in float64 what is stored in float32 leaves no rounding to hide behind but that of the stored gradients."""
+    model, batch = still("gpt2")
+    precision = Precision("float64", reduce)
+    plan = autopar.plan(model, batch, mesh=DeviceMesh((2, 2), ("dp", "tp")), parallel=parallel, precision=precision)
+    own = copy.deepcopy(model)
+    loss = reference(own, precision)(**batch).loss
+    loss.backward()
+    expected = {"loss": loss.detach(), **{n: p.grad for n, p in own.named_parameters()}}
+    assert all(p.grad.dtype == torch.float32 for p in own.parameters())
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
+        loss = mine(**batch).loss
+        loss.backward()
+        return {"loss": loss.detach(), **{n: whole(p.grad) for n, p in mine.named_parameters()}}
+
+    for result in threads(4, body):
+        assert result["loss"].dtype == expected["loss"].dtype
+        Equality.in_float64(f"{parallel}, reduced in {reduce}", {k: v.double() for k, v in result.items()}, {k: v.double() for k, v in expected.items()}, 2e-6).check()
+
+
+def test_a_step_in_bfloat16_is_the_references(threads):
+    model, batch = still("mlp")
+    model, batch = model.float(), {k: v.float() for k, v in batch.items()}
+    precision = Precision()
+    plan = autopar.plan(model, batch, mesh=2, precision=precision)
+    own = copy.deepcopy(model)
+    reference(own, precision)(**batch).backward()
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
+        mine(**batch).backward()
+        return {n: whole(p.grad) for n, p in mine.named_parameters()}
+
+    for result in threads(2, body):
+        for n, p in own.named_parameters():
+            assert result[n].dtype == torch.float32
+            assert (result[n] - p.grad).norm() <= 0.05 * p.grad.norm() + 1e-6      # a few roundings to eight bits
+
+
+@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
+def test_gradients_are_reduced_in_the_dtype_that_is_said(reduce):
+    with torch.device("meta"):
+        model, x = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3))), torch.empty(2**17, 512)
+    plan = autopar.plan(model, (x,), mesh=4, parallel="dp", precision=Precision("bfloat16", reduce), loss=lambda out, inputs: out.square().mean())
+    casts = {n for n, d in plan.decisions.items() if d.op == "to" and "weight" not in n}
+    ends = [c.target for c in plan.conversions if any(s.kind == "all_reduce" for s in c.backward) and plan.decisions[c.source].kind == "parameter"]
+    inside = [c.source for c in plan.conversions if any(s.kind == "all_reduce" for s in c.backward) and c.source in casts]
+    assert (len(ends), len(inside)) == ((6, 0) if reduce == "float32" else (0, 6))
+
+
+def test_a_cast_stands_before_its_first_use_and_once_for_what_is_tied():
+    model, batch = still("gpt2")
+    graph = ColoTracer().trace(model, batch, precision=Precision())
+    casts = [n for n in graph.nodes if info(n).kind == "op" and op_name(n) == "to" and info(n.all_input_nodes[0]).kind == "parameter"]
+    assert len(casts) == len(graph.parameters)
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    assert all(min(order[u] for u in n.users) - order[n] <= 4 for n in casts)      # the casts of one call's operands stand together
+
+
+def test_half_the_bytes_move_and_the_plan_says_so():
+    with torch.device("meta"):
+        model, x = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(4))), torch.empty(64, 4096)
+    full, half = (autopar.plan(model, (x,), mesh=4, parallel="zero3", precision=p, cluster="h100-4x1", loss=lambda out, inputs: out.square().mean()) for p in (None, Precision("bfloat16", "bfloat16")))
+    assert 0.4 < half.beside_s / full.beside_s < 0.6 and "computes in bfloat16, reduces in bfloat16" in str(half)
+    assert half.memory["optimizer states"] == full.memory["optimizer states"] and half.memory["gathered parameters"] < 0.6 * full.memory["gathered parameters"]
+    assert autopar.Plan.from_dict(half.to_dict()) == half
+
+
+@pytest.mark.parametrize("wrong", ["bf16", ("bfloat16", "float32"), 3])
+def test_what_is_no_precision_is_a_letter(wrong):
+    model, batch = mlp_case()
+    with pytest.raises(Letter):
+        autopar.plan(model, batch, mesh=2, precision=wrong)
+
+
+@pytest.mark.parametrize("wrong", [dict(param="int8"), dict(reduce="fp32"), dict(param=None)])
+def test_a_dtype_that_does_not_float_is_a_letter(wrong):
+    with pytest.raises(Letter, match="no floating dtype"):
+        Precision(**wrong)
