@@ -78,12 +78,12 @@ def plan(
     words: dict[str, Any] = dict(precision=precision and (precision.param, precision.reduce), solver=solver, gap=gap, assumptions=graph.assumptions, defaults=_defaults(mesh, cluster, memory_budget, hardware, recompute, precision))
 
     @_without_collections
-    def on(logical: DeviceMesh) -> Plan:
+    def on(logical: DeviceMesh, known: float = math.inf) -> Plan:
         preset = constraints_of(parallel, graph, logical) if parallel is not None else None
-        fastest = solve(shardings(graph, logical, hardware, constraints, optimizer, strict, preset=preset, accumulation=accumulation, reduce=reduce), **words)
+        fastest = solve(shardings(graph, logical, hardware, constraints, optimizer, strict, preset=preset, accumulation=accumulation, reduce=reduce, known=known), **words)
         if fastest.peak_bytes <= budget:
             return fastest if memory_budget is None or math.isinf(budget) else replace(fastest, budget=int(budget))
-        return solve(shardings(graph, logical, hardware, constraints, optimizer, strict, regather=True, preset=preset, accumulation=accumulation, reduce=reduce), **words, budget=budget)
+        return solve(shardings(graph, logical, hardware, constraints, optimizer, strict, regather=True, preset=preset, accumulation=accumulation, reduce=reduce, known=known), **words, budget=budget)
 
     return best_mesh(meshes(_devices(mesh, hardware)), on) if mesh is None or (isinstance(mesh, int) and not isinstance(mesh, bool)) else on(DeviceMesh.of(mesh))
 

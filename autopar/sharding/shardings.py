@@ -23,7 +23,7 @@ from autopar.sharding.overlap import casts_of_parameters, floating, windows_of
 from autopar.sharding.overlap import cut as cut_windows
 from autopar.sharding.placement import R, Sharding, flow, largest_local_shape, part
 from autopar.sharding.rules import rule_of
-from autopar.sharding.space import Edge, Flows, Site, Space
+from autopar.sharding.space import Edge, Flows, Outdone, Site, Space
 from autopar.sharding.strategies import Choice, Strategy, cross, gradients, replicated, storage_strategies, strategies_on_one_axis, values
 
 if TYPE_CHECKING:
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 
 
 def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Mapping[str, Any] | None = None, optimizer: str | float = "adamw", strict: bool = False,
-              regather: bool = False, preset: Mapping[str, str] | None = None, accumulation: int = 1, reduce: str = "") -> Space:
+              regather: bool = False, preset: Mapping[str, str] | None = None, accumulation: int = 1, reduce: str = "",
+              known: float = math.inf) -> Space:
     """Every legal way to run `graph` on `mesh`, priced on `cluster`, less what `constraints` forbid. With `regather`, gathered parameters may be dropped and gathered again in backward.
 
     `preset` are an expert's constraints by exact names: the caller's come first. A step is so many micro-batches (`accumulation`) of the graph, and the optimizer.
-    Gradients of parameters are reduced in the dtype `reduce` alone, where it is said.
+    Gradients of parameters are reduced in the dtype `reduce` alone, where it is said. Raises `Outdone` where the ops alone take as long as a plan that is `known`.
     """
-    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset), optimizer, strict, regather, accumulation, reduce).build()
+    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset), optimizer, strict, regather, accumulation, reduce).build(known)
 
 
 # Factors along which the local form of an op counts positions from where its part begins: their parts are one range.
@@ -77,7 +78,7 @@ class _Builder:
         self._both_ways: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._edges: dict[Any, Edge] = {}
 
-    def build(self) -> Space:
+    def build(self, known: float) -> Space:
         drafts: dict[Any, _Draft] = {}
         self._bind_all()
         self._spread_blocks()
@@ -88,6 +89,9 @@ class _Builder:
         for draft in drafts.values():
             if draft.keep is not None:
                 draft.site = self._narrowed(draft.site, draft.keep)
+        least = {id(d.site.seconds): float(d.site.seconds.min()) for d in drafts.values()}
+        if (floor := sum(least[id(d.site.seconds)] for d in drafts.values())) >= known:
+            raise Outdone(floor)
         index = {key: i for i, key in enumerate(drafts)}
         edges, ends = [], []
         for key, draft in drafts.items():

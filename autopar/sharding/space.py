@@ -53,6 +53,14 @@ class Edge:
     has_gradient: bool
 
 
+class Outdone(Exception):
+    """No plan of a space can be as fast as one that is known: its ops alone take longer."""
+
+    def __init__(self, floor: float) -> None:
+        super().__init__(f"{floor} s at least")
+        self.floor = floor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Space:
     mesh: DeviceMesh

@@ -127,7 +127,8 @@ class _Run:
         self._within: dict[tuple[int, ...], tuple[list[int], list[np.ndarray]]] = {}
         self.costs: dict[int, np.ndarray] = dict(enumerate(problem.costs))
         self.of: dict[int, list[Factor]] = {v: [] for v in self.costs}
-        self.copies: dict[int, list[int]] = {}
+        self.copies: dict[int, list[int]] = {}                 # of each variable that was split
+        self.parent: dict[int, int] = {}                       # of each copy: what was split
         self.constant, self.fixed, self.count = 0.0, dict(fixed), len(problem.costs)
         for v, choice in fixed.items():
             self.constant += float(self.costs.pop(v)[choice])
@@ -199,6 +200,7 @@ class _Run:
             if not able:
                 return                                         # left to the elimination of everything, which knows no limit where nothing can be split
             self._split(min(able, key=lambda u: (self._looseness(u), u)))
+            region = tuple(v for v in region if v in self.costs)   # it may have been one of them
         else:
             return
         for v in inside:
@@ -222,11 +224,8 @@ class _Run:
         if not self.copies:
             return []
         mine = set(region)
-        near = sorted({u for v in region for f in self.of[v] for u in f.scope if u not in self.region and u not in mine and self._is_copy(u)})
+        near = sorted({u for v in region for f in self.of[v] for u in f.scope if u not in self.region and u not in mine and u in self.parent})
         return [u for u in near if all(x == u or x in mine for f in self.of[u] for x in f.scope)]
-
-    def _is_copy(self, v: int) -> bool:
-        return any(v in made for made in self.copies.values())
 
     def _run_within(self, inside: tuple[int, ...], around: tuple[int, ...], number: Mapping[int, int], factors: Mapping[int, Factor]) -> _Run | _TooWide:
         zeros = [self._once(("zeros", len(self.costs[u])), None, lambda u=u: np.zeros(len(self.costs[u]))) for u in around]
@@ -320,7 +319,11 @@ class _Run:
                         self.of[u].remove(f)
                         touched.add(u)
                 self._add(Factor(tuple(copy if u == hub else u for u in f.scope), f.classes, f.table, f.generation))
-        self.copies.setdefault(hub, []).extend(made)
+        root = hub
+        while root in self.parent:                             # a copy that is split again
+            root = self.parent[root]
+        self.copies[root] = [c for c in self.copies.get(root, ()) if c != hub] + made
+        self.parent.update(dict.fromkeys(made, hub))
         return [*made, *touched]
 
     def _eliminate(self, v: int) -> set[int]:
@@ -345,21 +348,22 @@ class _Run:
         """Backwards through the eliminations: each variable takes what is best for those decided after it. With what each copy of a split variable would pay for each choice."""
         decided: dict[int, int] = dict(given)
         marginals: dict[int, np.ndarray] = {}
-        hubs = {copy: hub for hub, copies in self.copies.items() for copy in copies}
         for step in reversed(self.steps):
             if isinstance(step, _Contracted):
                 picks, totals = step.run.within(tuple(decided[u] for u in step.around))
                 decided.update(zip(step.inside, picks, strict=True))
-                copies = [(v, totals[i]) for i, v in enumerate(step.inside) if v in hubs] if hubs else []
+                copies = [(v, totals[i]) for i, v in enumerate(step.inside) if v in self.parent] if self.parent else []
             else:
                 v, cost, factors = step
                 total = self._total(v, cost, factors, decided)
                 decided[v] = int(np.argmin(total))
-                copies = [(v, total)] if v in hubs or self.is_region else []
+                copies = [(v, total)] if v in self.parent or self.is_region else []
             for v, total in copies:
                 marginals[v] = total
-                if v in hubs:
-                    decided.setdefault(hubs[v], decided[v])    # what was eliminated before the split asks for it
+                hub = v
+                while hub in self.parent:                      # what was eliminated before the split asks for it
+                    hub = self.parent[hub]
+                    decided.setdefault(hub, decided[v])
         return decided, marginals
 
     @staticmethod

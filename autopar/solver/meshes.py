@@ -1,6 +1,7 @@
 """The search over meshes: every ordered factorisation of a number of devices into axes, each planned, the fastest taken, all of them in the plan.
 
-The order of axes is their mapping to links: ranks are row-major, so the last axis joins neighbours. Two axes at most: a third multiplies the choices of every op, and is for those who name it.
+The order of axes is their mapping to links: ranks are row-major, so the last axis joins neighbours. Two axes at most: a third multiplies the choices of every op (LLaMA's shape on 64 devices: 25 s a mesh, against 1.3 s,
+and none of seven was faster than the best of two axes), and is for those who name it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 
 from autopar.letters import BadConstraint, BadPreset, BadSharding, Infeasible
 from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.space import Outdone
 from autopar.solver.plan import Plan
 
 MOST_AXES = 2
@@ -31,12 +33,18 @@ def _factored(n: int, axes: int) -> Iterator[tuple[int, ...]]:
                 yield from ((first, *rest) for rest in _factored(n // first, axes - 1))
 
 
-def best_mesh(candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh], Plan]) -> Plan:
-    """The fastest of the plans; with the table of all. A mesh that the budget, a preset or a constraint refuses is listed with why."""
+def best_mesh(candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh, float], Plan]) -> Plan:
+    """The fastest of the plans; with the table of all. A mesh whose ops alone take longer than a plan that is known, or that the budget, a preset or a constraint refuses, is listed with why.
+
+    `on` plans on a mesh, and is told the seconds of the best plan so far.
+    """
     plans, table, refused = list[Plan](), list[tuple[str, float, float, int, str]](), list[Exception]()
     for mesh in candidates:
         try:
-            plan = on(mesh)
+            plan = on(mesh, min((p.step_time_s for p in plans), default=math.inf))
+        except Outdone as e:
+            table.append((str(mesh), 0.0, e.floor, 0, "its ops alone take longer than the best plan"))
+            continue
         except (Infeasible, BadPreset, BadConstraint) as e:
             refused.append(e)
             table.append((str(mesh), 0.0, 0.0, 0, e.what))

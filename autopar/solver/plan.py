@@ -133,7 +133,7 @@ class Plan:
             cost = sum(self.decisions[name].seconds for name in self.without_rule)
             lines += ["", f"replicated for want of a rule: {', '.join(self.without_rule)} ({_time(cost)} a step)"]
         if self.meshes:
-            rows = [(mesh, _time(step) if step else "-", _time(bound) if step else "-", why, _size(peak) if step else "-") for mesh, step, bound, peak, why in self.meshes]
+            rows = [(mesh, _time(step) if step else "-", _time(bound) if bound else "-", why, _size(peak) if step else "-") for mesh, step, bound, peak, why in self.meshes]
             lines += ["", *_table([("mesh", "step", "bound", "", "peak"), *rows])]
         lines += ["", *(f"assumed   {a}" for a in self.assumptions), *(f"default   {name}: {meaning}" for name, meaning in self.defaults)]
         return "\n".join(lines)

@@ -92,7 +92,9 @@ def problems(draw):
         table = rng.integers(0, 30, [int(m.max()) + 1 for m in classes]).astype(float)
         table[rng.random(table.shape) < 0.05] = np.inf
         factors.append(Factor(scope, classes, table))
-    return Problem(costs, factors)
+    owner = rng.integers(0, 4, len(sizes))                     # of a region, or of none
+    regions = [[int(v) for v in np.flatnonzero(owner == r)] for r in range(1, draw(st.integers(1, 3)))]
+    return Problem(costs, factors, [r for r in regions if r])
 
 
 @settings(max_examples=200, deadline=None)
