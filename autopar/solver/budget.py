@@ -21,8 +21,10 @@ import pulp
 from autopar.sharding.space import Space
 from autopar.solver.eliminate import Factor, Problem, regions_of
 
-ROUNDS, PATIENCE = 16, 4                                       # of prices, and those in which neither plan nor bound gets better; the search counts rounds, never seconds
+ROUNDS = 16                                                    # of prices, at least; the search counts rounds, never seconds
+_MOST_ROUNDS, _WORK = 64, 1 << 21                              # more of them where tables are small: so many entries in all
 _SAME, _MET = 1e-12, 1e-9
+_WORTH = 1e-6                                                  # of a bound: what is not worth a round
 _TINY = 1e-30
 
 
@@ -42,12 +44,29 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class Prices:
+    """Seconds for a byte at each time, and for each kind of window the share of it that counts as exposed."""
+
+    of_bytes: dict[int, float]
+    exposed: tuple[float, ...]
+
+    def towards(self, other: Prices) -> Prices:
+        times = sorted({*self.of_bytes, *other.of_bytes})
+        return Prices({t: (self.of_bytes.get(t, 0.0) + other.of_bytes.get(t, 0.0)) / 2 for t in times}, tuple((a + b) / 2 for a, b in zip(self.exposed, other.exposed, strict=True)))
+
+    @property
+    def rounded(self) -> Any:
+        return tuple((t, f"{p:.9e}") for t, p in sorted(self.of_bytes.items()) if p > 0), tuple(f"{share:.9f}" for share in self.exposed)
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """The best plan within the budget, if one was found, and what no plan within it goes under."""
 
     best: Point | None
     bound: float
     points: list[Point]
+    prices: Prices                                             # those of the bound
 
 
 @dataclass
@@ -64,6 +83,7 @@ class Budgeted:
         kinds: dict[Any, int] = {}
         self.kind_of = [kinds.setdefault((w.times, *((id(t)) for _, t in (*w.communication, *w.compute))), len(kinds)) for w in self.space.windows]     # windows whose tables are the same
         self.kinds = len(kinds)
+        self.rounds = max(ROUNDS, min(_MOST_ROUNDS, _WORK // max(1, sum({id(e.seconds): e.seconds.size for e in self.space.edges}.values()))))
         sites, first = self.space.sites, dict[int, int]()
         for e in self.space.edges:
             if sites[e.source].kind != "op":                   # a parameter stands where it is first used
@@ -75,7 +95,12 @@ class Budgeted:
     # -- a plan at prices
 
     def at(self, prices: Mapping[int, float], of_time: float = 1.0, exposed: Sequence[float] | None = None) -> tuple[Point, float]:
-        """The plan of least seconds (times `of_time`) and priced bytes, and a bound of that sum. Of each kind of window this share of what compute could hide is `exposed`; without it, all communication is in line."""
+        """The plan of least seconds (times `of_time`) and priced bytes, and a bound of that sum."""
+        found = self.priced(prices, of_time, exposed).minimise(tries=1)
+        return self.point(found.picked), found.bound
+
+    def priced(self, prices: Mapping[int, float], of_time: float = 1.0, exposed: Sequence[float] | None = None) -> Problem:
+        """Seconds (times `of_time`) and priced bytes as tables. Of each kind of window this share of what compute could hide is `exposed`; without it, all communication is in line."""
         memo: dict[Any, np.ndarray] = {}
 
         def priced(base: np.ndarray, extras: list[tuple[float, np.ndarray]]) -> np.ndarray:
@@ -100,9 +125,7 @@ class Budgeted:
                 on_edges.setdefault(k, []).append((price, held))
         costs = [priced(s.seconds, on_sites.get(i, [])) for i, s in enumerate(self.space.sites)]
         tables = [priced(e.seconds, on_edges.get(k, [])) for k, e in enumerate(self.space.edges)]
-        problem = Problem(costs, [Factor((e.source, e.target), (e.given_by, e.taken_by), t) for e, t in zip(self.space.edges, tables, strict=True)], self.regions)
-        found = problem.minimise(tries=1)
-        return self.point(found.picked), found.bound
+        return Problem(costs, [Factor((e.source, e.target), (e.given_by, e.taken_by), t) for e, t in zip(self.space.edges, tables, strict=True)], self.regions)
 
     def point(self, picked: Sequence[int]) -> Point:
         over, moved, hidden = [0.0] * self.kinds, 0.0, 0.0
@@ -127,29 +150,30 @@ class Budgeted:
     # -- the search
 
     def fastest(self, budget: float, gap: float, incumbents: Iterable[Sequence[int]] = ()) -> Outcome:
-        """Prices are raised until plan and bound meet within the gap."""
-        points, bounds, times = [self.point(p) for p in incumbents], list[float](), list[int]()
-        prices: dict[int, float] = {}
-        exposed = [0.0] * self.kinds
-        tried, stands = set[Any](), list[tuple[float, float]]()
-        for _ in range(ROUNDS):
-            point, least = self.at(prices, exposed=exposed)
-            tried.add(_rounded(prices, exposed))
+        """Prices are raised until plan and bound meet within the gap, or no price raises the bound."""
+        points, times = [self.point(p) for p in incumbents], list[int]()
+        at = Prices({}, (0.0,) * self.kinds)
+        centre, bound, tried = at, -math.inf, set[Any]()
+        for _ in range(self.rounds):
+            point, least = self.at(at.of_bytes, exposed=at.exposed)
+            tried.add(at.rounded)
             points += [point] if math.isfinite(point.seconds) else []
-            bounds.append(least - sum(prices.values()) * budget if prices else least)
-            within = [p for p in points if p.peak <= budget]
-            best = min(within, key=lambda p: p.seconds, default=None)
-            if best is not None and best.seconds - max(bounds) <= max(gap, _SAME) * best.seconds:
-                break
-            stands.append((best.seconds if best else math.inf, max(bounds)))
-            if len(stands) > PATIENCE and _alike(stands[-1], stands[-1 - PATIENCE]):
+            worth = least - sum(at.of_bytes.values()) * (budget if at.of_bytes else 0.0)
+            centre, bound = (at, worth) if worth > bound else (centre, bound)
+            best = min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
+            if best is not None and best.seconds - bound <= max(gap, _WORTH if self.rounds == ROUNDS else _SAME) * best.seconds:
                 break
             times = sorted({*times, *(t for t in self._peaks(point) if point.held[t] > budget)})
-            prices, exposed = _prices(points, times, budget, self.kinds)
-            if _rounded(prices, exposed) in tried:
+            ahead, most = _prices(points, times, budget, self.kinds)
+            if points and most - bound <= _WORTH * abs(bound):  # no price is worth more
+                break
+            at = ahead if centre is at else ahead.towards(centre)      # after a leap that led nowhere, half the way
+            if at.rounded in tried:
+                at = ahead
+            if at.rounded in tried:
                 break
         points += self._spliced(points, budget)
-        return Outcome(min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None), max(bounds), points)
+        return Outcome(min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None), bound, points, centre)
 
     def smallest(self) -> tuple[Point, float]:
         """The plan of the lowest peak that was found, and what no plan's peak goes under."""
@@ -232,18 +256,10 @@ def _inf_as_big(x: float) -> float:
     return float(x) if math.isfinite(x) else 1e9
 
 
-def _alike(now: tuple[float, float], then: tuple[float, float]) -> bool:
-    return now == then or (math.isfinite(then[0]) and then[0] - now[0] + now[1] - then[1] <= 2e-4 * now[0])
-
-
-def _rounded(prices: Mapping[int, float], exposed: Sequence[float]) -> Any:
-    return tuple((t, f"{p:.9e}") for t, p in sorted(prices.items()) if p > 0), tuple(f"{share:.9f}" for share in exposed)
-
-
-def _prices(points: Sequence[Point], times: Sequence[int], budget: float, kinds: int) -> tuple[dict[int, float], list[float]]:
-    """The prices under which the plans met so far are worth most: max theta, theta <= seconds in line + sum of share * over + sum of price * (bytes - budget)."""
+def _prices(points: Sequence[Point], times: Sequence[int], budget: float, kinds: int) -> tuple[Prices, float]:
+    """The prices under which the plans met so far are worth most, and what they are then: max theta, theta <= seconds in line + sum of share * over + sum of price * (bytes - budget)."""
     if not points:
-        return dict.fromkeys(times, 1.0), [0.0] * kinds
+        return Prices(dict.fromkeys(times, 1.0), (0.0,) * kinds), math.inf
     program = pulp.LpProblem("prices", pulp.LpMaximize)
     most = max(p.seconds for p in points) or 1.0
     unit = budget / most                                       # prices are in seconds a budget's worth of bytes, seconds in those of the slowest plan
@@ -255,7 +271,8 @@ def _prices(points: Sequence[Point], times: Sequence[int], budget: float, kinds:
         rows = [(v, float((p.held[t] - budget) / budget)) for t, v in price.items()] + [(v, o / most) for v, o in zip(share, p.over, strict=True)]
         program.addConstraint(theta - pulp.LpAffineExpression(rows) <= p.in_line / most)
     program.solve(pulp.PULP_CBC_CMD(msg=False, threads=1))
-    return {t: max(0.0, float(v.value() or 0.0)) / unit for t, v in price.items()}, [min(1.0, max(0.0, float(v.value() or 0.0))) for v in share]
+    found = Prices({t: max(0.0, float(v.value() or 0.0)) / unit for t, v in price.items()}, tuple(min(1.0, max(0.0, float(v.value() or 0.0))) for v in share))
+    return found, float(theta.value() or 0.0) * most
 
 
 def _weights(points: Sequence[Point], times: Sequence[int]) -> tuple[dict[int, float], float]:

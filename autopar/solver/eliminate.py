@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +80,22 @@ class Problem:
                 break
         return Found(best[1], best[0], first.bound, tuple(first.copies))
 
+    def by_choice(self, v: int, picked: Sequence[int], widest: int = WIDEST) -> np.ndarray:
+        """For each choice of one variable the least that everything costs with it. Where tables would be too wide, variables that many neighbour keep what is `picked`."""
+        order = [u for u in range(len(self.costs)) if u != v] + [v]
+        number = {u: i for i, u in enumerate(order)}
+        factors = [Factor(tuple(number[u] for u in f.scope), f.classes, f.table) for f in self.factors]
+        degree = Counter(u for f in factors for u in f.scope)
+        problem = Problem([self.costs[u] for u in order], factors, [[number[u] for u in region if u != v] for region in self.regions], self.memo)
+        fixed: dict[int, int] = {}
+        while True:
+            try:
+                run = _Run(problem, fixed, widest, kept=1)
+                return run.constant + run.costs[len(order) - 1]
+            except _TooWide as e:
+                hub = max((u for u in e.near if u < len(order) - 1), key=lambda u: (degree[u], -u))
+                fixed[hub] = picked[order[hub]]
+
 
 def regions_of(space: Space) -> list[list[int]]:
     """The layers of a model, by the numbers in names: of each the sites whose values do not leave it. Names are only where to look: layers are one if their tables are."""
@@ -138,7 +155,7 @@ class _Run:
         self.region = {v: i for i, region in enumerate(problem.regions) for v in region}
         if problem.regions:                                    # what leads to a hub first: its copies share the cost of that
             near = {u for v in self.region if v in self.of for f in self.of[v] for u in f.scope}
-            self._eliminate_all([v for v in self.costs if v not in near])
+            self._eliminate_all([v for v in self.costs if v not in near and v < self.count - self.kept])
         for region in problem.regions:
             self._contract(tuple(v for v in region if v in self.costs))
         self._eliminate_all()

@@ -19,6 +19,8 @@ from autopar.sharding.strategies import Choice, Strategy, values
 if TYPE_CHECKING:
     import torch
 
+    from autopar.solver.program import Search
+
 VERSION = 3
 
 
@@ -77,6 +79,8 @@ class Plan:
     accumulation: int = 1                                      # micro-batches in a step
     precision: tuple[str, str] | None = None                   # dtypes of compute and of the reduction of gradients
     scattered: frozenset[str] = frozenset()                    # parameters whose gradients are reduced in each of them, not once at the end
+
+    search: Search | None = field(default=None, repr=False, compare=False)      # what it was chosen from, in the process that planned
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decisions", MappingProxyType(dict(self.decisions)))
@@ -151,7 +155,7 @@ class Plan:
         return -(-self.parameter_bytes[name] // parts)
 
     def explain(self, pattern: str) -> str:
-        """What was decided for the sites whose name begins with this, and what enters and leaves them."""
+        """What was decided for the sites whose name begins with this, what enters and leaves them, and why: the best plans in which one of them does otherwise."""
         names = [n for n in self.decisions if n == pattern or n.startswith((f"{pattern}/", f"{pattern}.", f"{pattern}:"))]
         if not names:
             raise BadPlan(f"the plan has no site called {pattern!r}", seen=", ".join(list(self.decisions)[:12]))
@@ -164,7 +168,22 @@ class Plan:
                 if name in (c.source, c.target):
                     way = f"to {c.target}" if name == c.source else f"from {c.source}"
                     lines.append(f"    {way}: forward {_steps(c.forward, self.mesh.axes)}; backward {_steps(c.backward, self.mesh.axes)}; {_time(c.seconds)}")
+            lines += self._rivals(name) if d.kind in ("op", "parameter") and self.search is not None else []
+        if self.search is None:
+            lines.append("(the rivals of a choice are known where it was planned: plan again to see them)")
         return "\n".join(lines)
+
+    def _rivals(self, name: str) -> list[str]:
+        assert self.search is not None
+        rivals = self.search.rivals(name)
+        under = " at the prices of the budget" if any(self.search.prices.of_bytes.values()) else ""
+        if not rivals:
+            return ["    no rival: nothing else goes with its neighbours"]
+        lines = []
+        for choice, more, own in rivals:
+            why = "as fast" if more < 1e-9 else f"the best plan with it takes {_time(more)} more{under}"
+            lines.append(f"    rival {self._choice_text(choice)}: {why}; the op itself {'+' if own >= 0 else '-'}{_time(abs(own))}, the rest {'+' if more >= own else '-'}{_time(abs(more - own))}")
+        return lines
 
     def diff(self, other: Plan) -> str:
         """The sites that differ, this plan first."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ from autopar.letters import Infeasible, NotServed
 from autopar.sharding.convert import Step
 from autopar.sharding.placement import Sharding
 from autopar.sharding.space import Edge, Flows, Space
-from autopar.sharding.strategies import gradients, values
-from autopar.solver.budget import Budgeted, Point
+from autopar.sharding.strategies import Choice, gradients, values
+from autopar.solver.budget import Budgeted, Point, Prices
 from autopar.solver.eliminate import Factor, Problem, regions_of
 from autopar.solver.plan import Conversion, Decision, Plan
 
@@ -46,6 +46,7 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
     backend = _backend(solver)
     limit = float(budget) if budget is not None and np.isfinite(budget) else None
     counted, bound, times = Budgeted(space), -np.inf, list[int]()
+    prices = Prices({}, (0.0,) * counted.kinds)
     best: Point | None = None
     if not space.windows:                                      # a sum of tables: elimination is exact, or nearly
         found = problem_of(space).minimise(gap=gap)
@@ -55,6 +56,7 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
     if space.windows or (limit is not None and best is not None and best.peak > limit):
         outcome = counted.fastest(np.inf if limit is None else limit, gap)
         best, bound, times = outcome.best, max(bound, outcome.bound), sorted(counted.rows)
+        prices = outcome.prices
         if not np.isfinite(bound):
             raise _infeasible(space, "no choices go together")
     pairs = sum(e.seconds.size for e in space.edges)
@@ -68,7 +70,25 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
                 raise
     if best is None:
         raise _over(space, counted, limit) if limit is not None else _infeasible(space, "elimination had to split, and found no choices that go together")
-    return replace(plan_of(space, best.picked, bound, defaults, assumptions, limit if times else None), precision=precision)
+    return replace(plan_of(space, best.picked, bound, defaults, assumptions, limit if times else None), precision=precision, search=Search(counted, best.picked, prices))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Search:
+    """What a plan was chosen from: it lives as long as the plan does in this process, and is in no file."""
+
+    counted: Budgeted
+    picked: list[int]
+    prices: Prices
+
+    def rivals(self, name: str, most: int = 3) -> list[tuple[Choice, float, float]]:
+        """The best other choices of a site: of each the seconds that the best plan with it takes more, at least, and those of the op itself."""
+        space = self.counted.space
+        v = next(i for i, s in enumerate(space.sites) if s.name == name)
+        least = self.counted.priced(self.prices.of_bytes, exposed=self.prices.exposed).by_choice(v, self.picked)
+        own, mine = space.sites[v].seconds, self.picked[v]
+        order = [int(i) for i in np.argsort(least, kind="stable") if i != mine and np.isfinite(least[i]) and space.sites[v].choices[i] != space.sites[v].choices[mine]]
+        return [(space.sites[v].choices[i], float(least[i] - least[mine]), float(own[i] - own[mine])) for i in order[:most]]
 
 
 def _over(space: Space, counted: Budgeted, budget: float) -> Infeasible:
