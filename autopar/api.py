@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from autopar.codegen import lower, parallelise
-from autopar.letters import BadBudget, BadPlan, BadSharding, NotServed
+from autopar.letters import BadBudget, BadConstraint, BadPlan, BadPreset, BadSharding, NotServed
 from autopar.runtime.world import all_ranks_hold, coordinate, from_rank_0, start_world, world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import OPTIMIZERS
@@ -79,6 +79,14 @@ def plan(
 
     @_without_collections
     def on(logical: DeviceMesh, known: float = math.inf) -> Plan:
+        try:
+            return planned(logical, known)
+        except BadConstraint as e:
+            if parallel is None or constraints:
+                raise
+            raise BadPreset(f"parallel={parallel!r} does not fit this model on mesh {logical}: {e.what}", at=e.at, seen=e.seen, advice="another preset, or constraints beside it that free what is named") from e
+
+    def planned(logical: DeviceMesh, known: float) -> Plan:
         preset = constraints_of(parallel, graph, logical) if parallel is not None else None
         fastest = solve(shardings(graph, logical, hardware, constraints, optimizer, strict, preset=preset, accumulation=accumulation, reduce=reduce, known=known), **words)
         if fastest.peak_bytes <= budget:

@@ -5,12 +5,17 @@
     zero2         the same, in each of them
     zero3         the same, parameters gathered again in backward
     megatron      on one axis: every linear layer cut by its output, the next by its input; embedding and head by vocabulary
+    2d            on two axes: rows by the first, features by the second; a weight is stored cut by both and gathered along the first (SUMMA, outputs stay)
+    2.5d          on three: as 2d, and rows by the third too
+    3d            on three (a, b, c): rows by a, a weight's inputs by c and its outputs by b, so that outputs are sums over c, scattered over rows; b and c change roles at the next layer
 
-`parallel="megatron"` puts Megatron on the last axis and dp on the others; `parallel=dict(tensor=dict(size=4, mode="megatron"), data=dict(size=2, zero=3))` says it in full.
+`parallel="megatron"` puts Megatron on the last axis and dp on the others; the others want as many axes as they name. `parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3))` says it in full: data is on
+the first axes, tensor on the last.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,30 +29,48 @@ if TYPE_CHECKING:
     from autopar.tracer.graph import Graph, TensorType
 
 DATA = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
-TENSOR = ("megatron",)
+TENSOR = {"megatron": 1, "2d": 2, "2.5d": 3, "3d": 3}          # and how many axes each takes
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which axes carry data, with which stage of ZeRO, and which axis carries Megatron's cuts."""
+    """Which axes carry data, with which stage of ZeRO, and which carry a tensor mode."""
 
     data: tuple[int, ...]
     zero: int = 0
-    tensor: int | None = None
+    mode: str = ""
+    tensor: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The axes that cut the rows of inputs."""
+        return (*self.data, *{"2d": self.tensor[:1], "2.5d": (self.tensor[0], self.tensor[2]) if len(self.tensor) == 3 else (), "3d": self.tensor[:1]}.get(self.mode, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a tensor mode cuts a parameter: in storage, in use, and whether what is gathered is gathered again."""
+
+    stored: tuple[str, ...]                                    # "S(0)@tp", one an axis
+    used: tuple[str, ...]
+    regathered: bool = False
+
+    def dims(self) -> set[int]:
+        return {int(text[2]) for text in self.stored}
 
 
 def constraints_of(given: Any, graph: Graph, mesh: DeviceMesh) -> dict[str, str]:
     """The constraints that a preset stands for, on this graph and mesh."""
     layout = _read(given, mesh)
     found = _rows(graph, mesh, layout)
-    cut = _megatron(graph, mesh.shape[layout.tensor]) if layout.tensor is not None else {}
+    cuts: dict[str, Cut] = {}
+    if layout.mode:
+        cuts = {"megatron": _megatron, "2d": _two_d, "2.5d": _two_d, "3d": _three_d}[layout.mode](graph, mesh, layout.tensor)
     for name in graph.parameters:
-        type_ = _type_of_parameter(graph, name)
-        use = [f"{cut[name]}@{mesh.axes[layout.tensor]}"] if name in cut and layout.tensor is not None else []
-        stored = [text for text in use if text.startswith("S")]    # what is added to a sum is whole in storage
-        if layout.zero and layout.data:
-            stored += _stored(type_, mesh, layout, cut.get(name))
-        found[name] = f"{', '.join(stored) or 'R'}; {', '.join(use) or 'R'}" + {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}.get(layout.zero, "")
+        cut = cuts.get(name, Cut((), ()))
+        stored = [*(_stored(_type_of_parameter(graph, name), mesh, layout, cut.dims()) if layout.zero and layout.data else ()), *cut.stored]
+        policy = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}.get(layout.zero, "; regathered" if cut.regathered else "")
+        found[name] = f"{', '.join(stored) or 'R'}; {', '.join(cut.used) or 'R'}{policy}"
     return found
 
 
@@ -57,7 +80,10 @@ def _read(given: Any, mesh: DeviceMesh) -> Layout:
         if given in DATA:
             return Layout(tuple(real), DATA[given])
         if given in TENSOR:
-            return Layout(tuple(real[:-1]), 0, real[-1] if real else None)
+            count = TENSOR[given]
+            if count > 1 and len(real) != count:
+                raise BadPreset(f"{given} is laid out on {count} axes, and mesh {mesh} has {len(real)} of more than one device", advice=f"mesh={(2,) * count}")
+            return Layout(tuple(real[:-count]), 0, given if real else "", tuple(real[-count:]))
         raise BadPreset(f"no preset is called {given!r}", seen=f"known: {', '.join((*DATA, *TENSOR))}")
     if not isinstance(given, Mapping) or not given or set(given) - {"data", "tensor"}:
         raise BadPreset(f"parallel={given!r} is neither a preset's name nor a dictionary of data and tensor", advice='parallel="zero3", or parallel=dict(tensor=dict(size=4, mode="megatron"), data=2)')
@@ -66,15 +92,15 @@ def _read(given: Any, mesh: DeviceMesh) -> Layout:
         if set(value) - {"size", "mode" if key == "tensor" else "zero"} or any(isinstance(value.get(k, 1), bool) or not isinstance(value.get(k, 1), int) for k in ("size", "zero")) or not value.get("size", 0) > 0:
             raise BadPreset(f"parallel says {key}={given[key]!r}", advice="data=2, data=dict(size=2, zero=3), tensor=4 or tensor=dict(size=4, mode=\"megatron\")")
     data, tensor = sizes.get("data", {"size": 1}), sizes.get("tensor", {"size": 1})
-    if tensor.get("mode", "megatron") not in TENSOR or data.get("zero", 0) not in (0, 1, 2, 3):
+    mode = tensor.get("mode", "megatron")
+    if not isinstance(mode, str) or mode not in TENSOR or data.get("zero", 0) not in (0, 1, 2, 3):
         raise BadPreset(f"parallel={given!r}", seen=f"modes of tensor: {', '.join(TENSOR)}; zero: 0 to 3")
     if data["size"] * tensor["size"] != mesh.size:
         raise BadPreset(f"parallel speaks of {data['size']} x {tensor['size']} devices, the mesh has {mesh.size}", seen=f"mesh {mesh}")
-    rest = list(real)
-    last = rest.pop() if tensor["size"] > 1 and rest else None
-    if last is not None and mesh.shape[last] != tensor["size"]:
-        raise BadPreset(f"tensor of size {tensor['size']} is not the last axis of mesh {mesh}", advice=f"mesh=({data['size']}, {tensor['size']})")
-    return Layout(tuple(rest), data.get("zero", 0), last)
+    axes = tuple(real[-TENSOR[mode]:]) if tensor["size"] > 1 else ()
+    if axes and (math.prod(mesh.shape[a] for a in axes) != tensor["size"] or (len(axes) != TENSOR[mode] and mode != "megatron")):
+        raise BadPreset(f"tensor of size {tensor['size']} in mode {mode} is not the last {TENSOR[mode]} axes of mesh {mesh}", advice=f"mesh=({data['size']}, {tensor['size']})" if mode == "megatron" else "")
+    return Layout(tuple(a for a in real if a not in axes), data.get("zero", 0), mode if axes else "", axes)
 
 
 def _rows(graph: Graph, mesh: DeviceMesh, layout: Layout) -> dict[str, str]:
@@ -82,23 +108,20 @@ def _rows(graph: Graph, mesh: DeviceMesh, layout: Layout) -> dict[str, str]:
     from autopar.tracer.graph import info, type_of
 
     parts, found = 1, {}
-    for a in layout.data:
+    for a in layout.rows:
         parts *= mesh.shape[a]
     for node in graph.nodes:
         if info(node).kind == "input" and parts > 1 and (shape := type_of(node).shape):
             if shape[0] % parts:
                 raise BadPreset(f"{parts} devices cannot share the {shape[0]} rows of input {info(node).key}", seen=f"mesh {mesh}", advice="a batch that divides, or fewer devices for data")
-            found[info(node).key] = ", ".join(f"S(0)@{mesh.axes[a]}" for a in layout.data)
+            found[info(node).key] = ", ".join(f"S(0)@{mesh.axes[a]}" for a in layout.rows)
     return found
 
 
-def _stored(type_: TensorType, mesh: DeviceMesh, layout: Layout, cut: str | None) -> list[str]:
+def _stored(type_: TensorType, mesh: DeviceMesh, layout: Layout, taken: set[int]) -> list[str]:
     """The dim along which a parameter is stored over the data axes: the first that all of them divide, and nothing else cuts; whole where there is none."""
-    parts = 1
-    for a in layout.data:
-        parts *= mesh.shape[a]
-    taken = int(cut[2]) if cut and cut.startswith("S") else -1
-    dim = next((d for d, n in enumerate(type_.shape) if d != taken and n % parts == 0 and n > 1), None)
+    parts = math.prod(mesh.shape[a] for a in layout.data)
+    dim = next((d for d, n in enumerate(type_.shape) if d not in taken and n % parts == 0 and n > 1), None)
     return [] if dim is None else [f"S({dim})@{mesh.axes[a]}" for a in layout.data]
 
 
@@ -108,56 +131,165 @@ def _type_of_parameter(graph: Graph, name: str) -> TensorType:
     return next(type_of(n) for n in graph.nodes if info(n).kind == "parameter" and name == info(n).key)
 
 
-def _megatron(graph: Graph, parts: int) -> dict[str, str]:
-    """Which dim of which parameter the axis cuts: walking the graph, a linear layer whose input is whole is cut by its output, one whose input is cut by its input."""
-    from autopar.tracer.graph import info, op_name, type_of
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A product with a parameter: which dims of the parameter are summed and which are features, and of how many."""
 
+    node: fx.Node
+    given: Any
+    weight: str
+    bias: str | None
+    summed: int
+    features: int
+    sizes: tuple[int, int]                                     # of the two
+
+    def blocks(self, parts: int) -> str:
+        """The blocks of a fused projection, as text, where they can all be cut."""
+        found = _blocks(self.node, self.sizes[1])
+        return f", blocks={found}" if found and all(b % parts == 0 for b in found) else ""
+
+
+def _origin(value: Any, through: tuple[str, ...] = ("identity", "to")) -> tuple[Any, bool]:
+    """What a value is, before these ops; and whether it is turned."""
+    from autopar.tracer.graph import info, op_name
+
+    turned = False
+    while hasattr(value, "meta") and info(value).kind == "op" and op_name(value) in through:
+        turned ^= op_name(value) == "t"
+        value = value.kwargs["input"]
+    return value, turned
+
+
+def _parameter(value: Any) -> str | None:
+    from autopar.tracer.graph import info
+
+    value, _ = _origin(value, ("identity", "t", "to"))
+    return info(value).key if hasattr(value, "meta") and info(value).kind == "parameter" else None
+
+
+def _linear(node: fx.Node) -> Linear | None:
+    """What a node says if it is a product with a parameter."""
+    from autopar.tracer.graph import op_name, type_of
+
+    k = node.kwargs
+    operands: Any = {"linear": (k.get("input"), k.get("weight"), k.get("bias"), 1, 0), "addmm": (k.get("mat1"), k.get("mat2"), k.get("input"), 0, 1)}.get(op_name(node))
+    if operands is None or (held := _parameter(operands[1])) is None:
+        return None
+    given, weight, bias, rows, columns = operands
+    shape, turned = type_of(weight).shape, _origin(weight, ("identity", "t", "to"))[1]
+    return Linear(node, given, held, _parameter(bias), rows ^ turned, columns ^ turned, (shape[rows], shape[columns]))
+
+
+def _table(node: fx.Node) -> str | None:
+    """The table of an embedding of words; positions are computed."""
+    from autopar.tracer.graph import info, op_name
+
+    return _parameter(node.kwargs["weight"]) if op_name(node) == "embedding" and info(_origin(node.kwargs["input"], ("identity", "to", "view"))[0]).kind == "input" else None
+
+
+def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Cut]:
+    """Walking the graph, a linear layer whose input is whole is cut by its output, one whose input is cut by its input."""
+    from autopar.tracer.graph import info, type_of
+
+    axis, parts = mesh.axes[axes[0]], mesh.shape[axes[0]]
     cut: set[fx.Node] = set()                                  # values whose features are cut
-    found: dict[str, str] = {}
+    found: dict[str, Cut] = {}
 
-    def origin(value: Any, through: tuple[str, ...] = ("identity", "to")) -> tuple[Any, bool]:
-        """What a value is, before these ops; and whether it is turned."""
-        turned = False
-        while hasattr(value, "meta") and info(value).kind == "op" and op_name(value) in through:
-            turned ^= op_name(value) == "t"
-            value = value.kwargs["input"]
-        return value, turned
-
-    def parameter(value: Any) -> str | None:
-        value, _ = origin(value, ("identity", "t", "to"))
-        return info(value).key if hasattr(value, "meta") and info(value).kind == "parameter" else None
+    def put(name: str | None, text: str) -> None:
+        """What is added to a sum is whole in storage."""
+        if name is not None:
+            found.setdefault(name, Cut((f"{text}@{axis}",) if text.startswith("S") else (), (f"{text}@{axis}",)))
 
     for node in graph.nodes:
         if info(node).kind == "part":
             cut |= {node} if node.args[0] in cut else set()
         if info(node).kind != "op":
             continue
-        name, k = op_name(node), node.kwargs
-        operands: Any = {"linear": (k.get("input"), k.get("weight"), k.get("bias"), 1, 0), "addmm": (k.get("mat1"), k.get("mat2"), k.get("input"), 0, 1)}.get(name, (None,) * 5)
-        given, weight, bias, rows, columns = operands
-        held = parameter(weight)
-        if held is not None:
-            shape = type_of(weight).shape
-            turned = origin(weight, ("identity", "t", "to"))[1]
-            stored = {rows: 1 - rows, columns: 1 - columns} if turned else {rows: rows, columns: columns}     # the dims of the parameter itself
-            known = found.get(held, "")                        # tied to one that came before
-            by_input = known.startswith(f"S({stored[rows]}") if known else given in cut
-            if by_input and shape[rows] % parts == 0:
-                found[held] = f"S({stored[rows]})"
-                if (its := parameter(bias)) is not None:
-                    found.setdefault(its, "P(sum)")            # added to the sum, by one device
-            elif not by_input and shape[columns] % parts == 0:
-                blocks = _blocks(node, shape[columns])
-                by = f", blocks={blocks}" if blocks and all(b % parts == 0 for b in blocks) else ""
-                found.setdefault(held, f"S({stored[columns]}{by})")
-                if (its := parameter(bias)) is not None:
-                    found.setdefault(its, f"S(0{by})")
+        linear = _linear(node)
+        if linear is not None:
+            known = found.get(linear.weight)                   # tied to one that came before
+            by_input = linear.summed in known.dims() if known else linear.given in cut
+            if by_input and linear.sizes[0] % parts == 0:
+                put(linear.weight, f"S({linear.summed})")
+                put(linear.bias, "P(sum)")                     # added to the sum, by one device
+            elif not by_input and linear.sizes[1] % parts == 0:
+                by = linear.blocks(parts)
+                put(linear.weight, f"S({linear.features}{by})")
+                put(linear.bias, f"S(0{by})")
                 cut.add(node)
-        elif name == "embedding" and (table := parameter(k["weight"])) is not None and type_of(k["weight"]).shape[0] % parts == 0:     # type: ignore[arg-type]
-            if info(origin(k["input"], ("identity", "view"))[0]).kind == "input":      # of words; positions are computed
-                found.setdefault(table, "S(0)")
+        elif (table := _table(node)) is not None and type_of(node.kwargs["weight"]).shape[0] % parts == 0:     # type: ignore[arg-type]
+            put(table, "S(0)")
         elif any(operand in cut for operand in node._input_nodes):
             cut.add(node)
+    return found
+
+
+def _two_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Cut]:
+    """Every weight is used whole in its inputs and cut in its features by the second axis; in storage the first axis cuts its inputs."""
+    from autopar.tracer.graph import info, type_of
+
+    first, second = axes[0], axes[1]
+    found: dict[str, Cut] = {}
+    for node in graph.nodes:
+        linear = _linear(node) if info(node).kind == "op" else None
+        if linear is not None and linear.sizes[1] % mesh.shape[second] == 0:
+            by = linear.blocks(mesh.shape[second])
+            use = f"S({linear.features}{by})@{mesh.axes[second]}"
+            inner = (f"S({linear.summed})@{mesh.axes[first]}",) if linear.sizes[0] % mesh.shape[first] == 0 else ()
+            found.setdefault(linear.weight, Cut((*inner, use), (use,), bool(inner)))
+            if linear.bias is not None:
+                found.setdefault(linear.bias, Cut((f"S(0{by})@{mesh.axes[second]}",), (f"S(0{by})@{mesh.axes[second]}",)))
+        elif linear is None and info(node).kind == "op" and (table := _table(node)) is not None:
+            words, width = type_of(node.kwargs["weight"]).shape                # type: ignore[arg-type]
+            if words % mesh.shape[second] == 0:
+                use = f"S(0)@{mesh.axes[second]}"
+                inner = (f"S(1)@{mesh.axes[first]}",) if width % mesh.shape[first] == 0 else ()
+                found.setdefault(table, Cut((*inner, use), (use,), bool(inner)))
+    return found
+
+
+def _three_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Cut]:
+    """A weight's inputs are cut by the axis that cuts the features which reach it, its outputs by the other of b and c; in storage a cuts its inputs too."""
+    from autopar.tracer.graph import info, type_of
+
+    a, b, c = axes
+    by_axis: dict[fx.Node, int] = {}                           # values whose features an axis cuts; the residual stream's are cut by c
+    found: dict[str, Cut] = {}
+
+    def name(axis: int) -> str:
+        return mesh.axes[axis]
+
+    for node in graph.nodes:
+        if info(node).kind == "part" and node.args[0] in by_axis:
+            by_axis[node] = by_axis[node.args[0]]              # type: ignore[index]
+        if info(node).kind != "op":
+            continue
+        linear = _linear(node)
+        if linear is not None:
+            known = found.get(linear.weight)                   # tied to one that came before
+            inner = by_axis.get(linear.given, c) if known is None else next(axis for axis in (b, c) if any(text.startswith(f"S({linear.summed}") and text.endswith(f"@{name(axis)}") for text in known.used))
+            outer = b if inner == c else c
+            by = linear.blocks(mesh.shape[outer])
+            features = (f"S({{}}{by})@{name(outer)}",) if linear.sizes[1] % mesh.shape[outer] == 0 else ()      # a vocabulary that does not divide is whole
+            if linear.sizes[0] % (mesh.shape[inner] * mesh.shape[a]):
+                raise BadPreset(f"3d cannot cut the {linear.sizes[0]} inputs of {linear.weight} by {mesh.shape[inner] * mesh.shape[a]}", seen=f"mesh {mesh}")
+            if known is None:
+                use = (f"S({linear.summed})@{name(inner)}", *(text.format(linear.features) for text in features))
+                found[linear.weight] = Cut((f"S({linear.summed})@{name(a)}", *use), use, True)
+            if linear.bias is not None:                        # added to the sum over the inner axis, by one device
+                own = tuple(text.format(0) for text in features)
+                found.setdefault(linear.bias, Cut(own, (f"P(sum)@{name(inner)}", *own)))
+            by_axis[node] = outer
+        elif (table := _table(node)) is not None:
+            words, width = type_of(node.kwargs["weight"]).shape                # type: ignore[arg-type]
+            if width % (mesh.shape[c] * mesh.shape[a]) == 0:
+                use = (f"S(1)@{name(c)}", *((f"S(0)@{name(b)}",) if words % mesh.shape[b] == 0 else ()))
+                found.setdefault(table, Cut((f"S(1)@{name(a)}", *use), use, True))
+            by_axis[node] = c
+        else:
+            carried = [by_axis[n] for n in node._input_nodes if n in by_axis]
+            if carried:
+                by_axis[node] = carried[0]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -60,6 +61,27 @@ def test_the_free_plan_is_never_slower_than_an_experts(name, mesh):
             assert len(cut) > len(stored) / 2 and bool(theirs.regathered) == (preset == "zero3")
 
 
+@pytest.mark.parametrize("mode", ["2d", "2.5d", "3d"])
+def test_a_tensor_mode_is_laid_out_as_its_inventors_say(mode):
+    """Where there is work to share: of each product rows, features and sums lie on the axes that the papers name, and under 3d two axes change roles from layer to layer."""
+    mesh = DeviceMesh((2, 2) if mode == "2d" else (2, 2, 2))
+    with torch.device("meta"):
+        model, ids = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=2048, n_head=16, n_positions=1024)).train(), torch.zeros(16, 1024, dtype=torch.long)
+    plan, free = (autopar.plan(model, {"input_ids": ids, "labels": ids}, mesh=mesh, memory_budget="inf", cluster="h100-8x1", parallel=p) for p in (mode, None))
+    assert free.lower_bound_s <= plan.step_time_s and free.step_time_s <= plan.step_time_s
+    products = {n: d for n, d in plan.decisions.items() if d.op in ("linear", "addmm") and n.startswith("transformer.h.")}
+    roles = []
+    for name, d in products.items():
+        x, w = (d.flows(1), d.flows(2)) if d.op == "addmm" else (d.flows(0), d.flows(1))
+        rows = [a for a, f in enumerate(x) if f.value.is_shard and f.value.dim == 0]
+        features = [a for a, f in enumerate(d.flows()) if f.value.is_shard and w[a].value.is_shard]
+        sums = [a for a, f in enumerate(d.flows()) if f.value.is_partial]
+        roles.append((rows, features, sums))
+        stored = plan.parameters[name.rpartition("/")[0] + ".weight"]
+        assert sorted(a for axes in stored.cuts.values() for a in axes) == ([0, 1] if mode == "2.5d" else list(range(len(mesh.shape))))
+    assert len(products) == 8 and roles == [([0], [1], []) if mode == "2d" else ([0, 2], [1], []) if mode == "2.5d" else ([0], [1 if i % 2 == 0 else 2], [2 if i % 2 == 0 else 1]) for i in range(8)]
+
+
 def test_megatron_reduces_twice_a_layer_each_way():
     plan = planned("llama", DeviceMesh(4), parallel="megatron")
     inside = [c for c in plan.conversions if c.target.startswith("model.layers.")]
@@ -68,16 +90,17 @@ def test_megatron_reduces_twice_a_layer_each_way():
     assert len(forward) in (4, 3) and len(backward) >= 4     # the last layer's sum may be reduced in the norm behind it
 
 
-@pytest.mark.parametrize("parallel", ["zero3", "megatron", dict(tensor=2, data=dict(size=2, zero=3))], ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name, parallel", [*itertools.product(["gpt2", "llama"], ["zero3", "megatron", "2d", dict(tensor=2, data=dict(size=2, zero=3))]), ("gpt2", "3d"), ("bert", "2.5d"),
+                                            ("gpt2", dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3)))], ids=str)
 def test_a_preset_trains_as_one_device_does(name, parallel, threads):
     model, batch = MODELS[name]()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     model, batch = model.double(), {k: torch.randint(0, 250, v.shape) for k, v in batch.items()}
-    assume = ASSUME if name == "llama" else None
-    plan = autopar.plan(model, batch, mesh=DeviceMesh((2, 2), ("dp", "tp")), parallel=parallel, assume=assume)
+    assume = ASSUME if name in ("llama", "bert") else None
+    mesh = DeviceMesh((2, 2, 2), ("dp", "x", "y")) if parallel in ("2.5d", "3d") or "2d" in str(parallel) != "2d" else DeviceMesh((2, 2), ("dp", "tp"))
+    plan = autopar.plan(model, batch, mesh=mesh, parallel=parallel, assume=assume)
     reference = copy.deepcopy(model)
     loss = reference(**batch).loss
     loss.backward()
@@ -89,7 +112,7 @@ def test_a_preset_trains_as_one_device_does(name, parallel, threads):
         loss.backward()
         return {"loss": loss.detach(), **{n: whole(p.grad) for n, p in mine.named_parameters()}}
 
-    for result in threads(4, body):
+    for result in threads(mesh.size, body):
         Equality.in_float64(f"{name}, {parallel}", result, expected, 1e-9 if name == "gpt2" else 1e-6).check()     # LLaMA's norms are computed in float32
 
 
