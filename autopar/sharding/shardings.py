@@ -410,7 +410,6 @@ class _Builder:
                 self._follow(draft, pins)
                 for d, _ in uses:
                     self._follow(d, pins)
-            if site.kind in ("parameter", "input"):
                 uses = self._uses(drafts, takers, uses)
             for taker, i in uses:
                 if taker.site.kind not in ("output", "update"):                # outputs have a word of their own
@@ -429,7 +428,7 @@ class _Builder:
         draft.keep = keep
 
     def _uses(self, drafts: dict[Any, _Draft], takers: Mapping[Any, list[tuple[_Draft, int]]], uses: list[tuple[_Draft, int]]) -> list[tuple[_Draft, int]]:
-        """The uses of a parameter or an input: through fan-outs, and through a cast, which is no use itself."""
+        """The uses of a parameter: through fan-outs, and through a cast, which is no use itself."""
         found = []
         for d, i in uses:
             found += [] if d.site.op == "to" else [(d, i)]
