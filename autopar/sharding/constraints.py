@@ -4,6 +4,7 @@
     "blocks.*.up.weight": "S(0)@tp"          a parameter: its storage and every use
     "*": "S(0)@dp; R; regathered; each"      its storage; its use; whether the gathered copy is kept for backward; and, of several micro-batches, whether its gradient
                                              is reduced at their end or in each (parameters only)
+    "head.weight": "S(0)@dp; *"              its storage alone
     "blocks.*.up": "S(1)@tp"                 a module: what the consumers of its output receive
     "out": "R"                               every output
 
@@ -30,11 +31,11 @@ class Pin:
     """A sharding that some edge end or storage must have."""
 
     text: str
-    value: Sharding
+    value: Sharding | None                                     # None, written *: any
     gradient: Sharding | None = None
 
     def admits(self, flows: tuple[Flow, ...]) -> bool:
-        return values(flows) == self.value and self.gradient in (None, gradients(flows))
+        return self.value in (None, values(flows)) and self.gradient in (None, gradients(flows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,9 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
 
 
 def _pin(text: str, mesh: DeviceMesh) -> Pin:
-    """`S(0)@dp`, or with gradients `R/P(sum)@dp`."""
+    """`S(0)@dp`, or with gradients `R/P(sum)@dp`; `*` is any."""
+    if text == "*":
+        return Pin(text, None)
     value = _on_real_axes(Sharding.parse(re.sub(r"/(R|P\(sum\)|P|S\([^@]*\))", "", text), mesh), mesh)
     gradient = _on_real_axes(Sharding.parse(re.sub(r"(R|P\(sum\)|P|S\([^@]*?\))/", "", text), mesh), mesh) if "/" in text else None
     return Pin(text, value, gradient)

@@ -23,7 +23,7 @@ import numpy as np
 
 from autopar.sharding.space import Space
 
-WIDEST = 1 << 22                                               # entries of a table
+WIDEST = 1 << 19                                               # entries of a table
 _CHEAP = 1 << 16                                               # tables up to this size are all as good: what has been through least goes first
 
 

@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from glob import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -184,6 +186,18 @@ class Plan:
             why = "as fast" if more < 1e-9 else f"the best plan with it takes {_time(more)} more{under}"
             lines.append(f"    rival {self._choice_text(choice)}: {why}; the op itself {'+' if own >= 0 else '-'}{_time(abs(own))}, the rest {'+' if more >= own else '-'}{_time(abs(more - own))}")
         return lines
+
+    def constraints(self, *patterns: str) -> dict[str, str]:
+        """What this plan decided for the parameters and inputs that a pattern names, as constraints for another: pin some, search the rest."""
+        found = {}
+        for name, d in self.decisions.items():
+            if d.kind in ("parameter", "input") and any(fnmatchcase(name, pattern) for pattern in patterns or ("*",)):
+                arrives = {c.value[1].text(self.mesh.axes) for c in self.conversions if c.source == name}
+                stored = values(d.flows()).text(self.mesh.axes)
+                policy = ("; regathered" if name in self.regathered else "; kept") + ("; each" if name in self.scattered else "; end") if d.kind == "parameter" else ""
+                use = arrives.pop() if len(arrives) == 1 else "*" if arrives else stored
+                found[escape(name)] = f"{stored}; {use}{policy}" if policy else use
+        return found
 
     def diff(self, other: Plan) -> str:
         """The sites that differ, this plan first."""

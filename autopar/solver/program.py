@@ -5,7 +5,7 @@
                 sum_g y[e, f, g] = sum of x[source, i] over i that give f            ends_agree
                 sum_f y[e, f, g] = sum of x[target, j] over j that take g
                 hidden[w] <= communication in w,  hidden[w] <= compute in w                                hidden
-                sum of bytes at time t <= budget                                                          _within
+                sum of bytes at time t <= budget                                                          _Program.within
                 x binary, y >= 0
 
 An edge speaks of what it carries, not of the choices at its ends: y has one variable for each pair of flows, however many
@@ -32,7 +32,7 @@ from autopar.solver.budget import Budgeted, Point, Prices
 from autopar.solver.eliminate import Factor, Problem, regions_of
 from autopar.solver.plan import Conversion, Decision, Plan
 
-_CLOSED = 1e-9                                                 # a gap that is rounding
+_CLOSED, _NEARLY = 1e-9, 1e-3                                  # a gap that is rounding; and one that a larger integer program is not worth
 _SMALL, _SMALL_WITH_ROWS = 200_000, 4_000                      # flow pairs that an integer program is given; memory rows make it hard
 _SCALE = 1e6                                                   # the program counts microseconds: CBC's tolerances are absolute
 
@@ -61,7 +61,8 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
             raise _infeasible(space, "no choices go together")
     pairs = sum(e.seconds.size for e in space.edges)
     small = pairs <= (_SMALL_WITH_ROWS if times or space.windows else _SMALL)
-    if not reduce or (small and (best is None or best.seconds - bound > max(gap, _CLOSED) * best.seconds)):
+    left_open = max(gap, _CLOSED if pairs <= _SMALL_WITH_ROWS else _NEARLY)
+    if not reduce or (small and (best is None or best.seconds - bound > left_open * best.seconds)):
         try:
             picked, proven = _optimise(space, backend, limit, times)
             best, bound = counted.point(picked), max(bound, proven)
@@ -69,7 +70,7 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
             if limit is None:
                 raise
     if best is None:
-        raise _over(space, counted, limit) if limit is not None else _infeasible(space, "elimination had to split, and found no choices that go together")
+        raise _over(space, counted, limit, backend if small else None) if limit is not None else _infeasible(space, "elimination had to split, and found no choices that go together")
     return replace(plan_of(space, best.picked, bound, defaults, assumptions, limit if times else None), precision=precision, search=Search(counted, best.picked, prices))
 
 
@@ -91,9 +92,12 @@ class Search:
         return [(space.sites[v].choices[i], float(least[i] - least[mine]), float(own[i] - own[mine])) for i in order[:most]]
 
 
-def _over(space: Space, counted: Budgeted, budget: float) -> Infeasible:
-    """What to say of a budget that nothing fits."""
+def _over(space: Space, counted: Budgeted, budget: float, backend: Any = None) -> Infeasible:
+    """What to say of a budget that nothing fits; with a backend, from the integer program."""
     best, bound = counted.smallest()
+    if backend is not None and best.peak > bound:
+        picked, least = _smallest(space, backend, best.peak)
+        best, bound = min(best, counted.point(picked), key=lambda p: p.peak), max(bound, round(least) if abs(least - round(least)) < 1e-6 * least else math.floor(least))
     assert space.memory is not None
     time = int(best.held.argmax())
     kinds = {kind: held[time] for kind, held in space.memory.held(best.picked, space.edges).items()}
@@ -167,52 +171,94 @@ def _infeasible(space: Space, why: str) -> Infeasible:
     return Infeasible(f"no plan satisfies the constraints on mesh {space.mesh}", seen=why, advice="pin fewer things")
 
 
+class _Program:
+    """The space as an integer program: its variables, and the rows that hold whatever is asked of it."""
+
+    def __init__(self, space: Space, backend: Any, fold: bool) -> None:
+        self.space, self.backend = space, backend
+        costs, edges = fold_single_ends(space) if fold else ([s.seconds for s in space.sites], list(space.edges))
+        self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
+        self.x = x = [[pulp.LpVariable(f"x_{s}_{i}", cat="Binary") if np.isfinite(c) else None for i, c in enumerate(cost)] for s, cost in enumerate(costs)]
+        self.y = y = [{(f, g): pulp.LpVariable(f"y_{k}_{f}_{g}", lowBound=0) for f, g in zip(*np.nonzero(np.isfinite(e.seconds)), strict=True)} for k, e in enumerate(edges)]
+        self.terms = [(v, c * _SCALE) for row, cost in zip(x, costs, strict=True) for v, c in zip(row, cost, strict=True) if v is not None]
+        self.rows = [_one_choice_per_site(row) for row in x]
+        for e, flows in zip(edges, y, strict=True):
+            self.terms += [(v, float(e.seconds[fg]) * _SCALE) for fg, v in flows.items()]
+            self.rows += _ends_agree(e, flows, x)
+
+    def hide(self) -> None:
+        """What is hidden of a window's communication: at most either of the two."""
+        for k, w in enumerate(self.space.windows):
+            hidden = pulp.LpVariable(f"h_{k}", lowBound=0)
+            self.terms.append((hidden, -w.times))
+            moved = [(v, -float(table[fg]) * _SCALE) for e, table in w.communication for fg, v in self.y[e].items() if table[fg]]
+            run = [(v, -c * _SCALE) for i, costs in w.compute for v, c in zip(self.x[i], costs, strict=True) if v is not None and c]
+            self.rows += [pulp.LpAffineExpression([(hidden, 1), *part]) <= 0 for part in (moved, run)]
+
+    def within(self, time: int, most: float, unit: float, variable: Any = None) -> None:
+        """What is held at a time is at most this, or at most a variable; both in units."""
+        assert self.space.memory is not None
+        sites, edges = self.space.memory.row(time)
+        terms = [(v, b / unit) for i, held in sites.items() for v, b in zip(self.x[i], held, strict=True) if v is not None and b]
+        terms += [(v, float(held[fg]) / unit) for k, held in edges.items() for fg, v in self.y[k].items() if held[fg]]
+        self.problem.addConstraint(pulp.LpAffineExpression(terms + ([(variable, -1)] if variable is not None else [])) <= most / unit)
+
+    def unit(self, time: int) -> float:
+        """The largest that anything holds at a time."""
+        assert self.space.memory is not None
+        sites, edges = self.space.memory.row(time)
+        return max([1.0, *(float(held.max()) for held in (*sites.values(), *edges.values()))])
+
+    def solve(self) -> tuple[list[int], float]:
+        """The picked choice of every site, and the optimum."""
+        status = self.problem.solve(self.backend)
+        if pulp.LpStatus[status] != "Optimal":
+            raise _infeasible(self.space, f"the solver says {pulp.LpStatus[status]}")
+        return [max(range(len(row)), key=lambda i, row=row: row[i].value() if row[i] is not None else -1.0) for row in self.x], float(pulp.value(self.problem.objective))     # type: ignore[misc]
+
+    def pose(self, terms: Any) -> None:
+        self.problem.setObjective(pulp.LpAffineExpression(terms))
+        for row in self.rows:
+            self.problem.addConstraint(row)
+
+
+def _held(space: Space, picked: Sequence[int]) -> np.ndarray:
+    assert space.memory is not None
+    held: np.ndarray = np.sum(list(space.memory.held(picked, space.edges).values()), axis=0)
+    return held
+
+
 def _optimise(space: Space, backend: Any, budget: float | None = None, times: Sequence[int] = ()) -> tuple[list[int], float]:
     """The picked choice of every site, and the proven bound in seconds. A time joins the memory rows where a plan holds more than the budget."""
-    costs, edges = fold_single_ends(space) if budget is None and not space.windows else ([s.seconds for s in space.sites], list(space.edges))
-    problem = pulp.LpProblem("plan", pulp.LpMinimize)
-    x = [[pulp.LpVariable(f"x_{s}_{i}", cat="Binary") if np.isfinite(c) else None for i, c in enumerate(cost)] for s, cost in enumerate(costs)]
-    y = [{(f, g): pulp.LpVariable(f"y_{k}_{f}_{g}", lowBound=0) for f, g in zip(*np.nonzero(np.isfinite(e.seconds)), strict=True)} for k, e in enumerate(edges)]
-    terms = [(v, c * _SCALE) for row, cost in zip(x, costs, strict=True) for v, c in zip(row, cost, strict=True) if v is not None]
-    rows = [_one_choice_per_site(row) for row in x]
-    for e, flows in zip(edges, y, strict=True):
-        terms += [(v, float(e.seconds[fg]) * _SCALE) for fg, v in flows.items()]
-        rows += _ends_agree(e, flows, x)
-    for k, w in enumerate(space.windows):                      # what is hidden: at most either of the two
-        hidden = pulp.LpVariable(f"h_{k}", lowBound=0)
-        terms.append((hidden, -w.times))
-        moved = [(v, -float(table[fg]) * _SCALE) for e, table in w.communication for fg, v in y[e].items() if table[fg]]
-        run = [(v, -c * _SCALE) for i, costs_ in w.compute for v, c in zip(x[i], costs_, strict=True) if v is not None and c]
-        rows += [pulp.LpAffineExpression([(hidden, 1), *part]) <= 0 for part in (moved, run)]
-    problem.setObjective(pulp.LpAffineExpression(terms))
-    for row in rows:
-        problem.addConstraint(row)
+    program = _Program(space, backend, fold=budget is None and not space.windows)
+    program.hide()
+    program.pose(program.terms)
     counted: set[int] = set()
     while True:
         for time in sorted({*times} - counted):
-            problem.addConstraint(_within(space, budget or 0.0, time, x, y))
+            program.within(time, budget or 0.0, max(budget or 0.0, program.unit(time)))
         counted |= set(times)
-        status = problem.solve(backend)
-        if pulp.LpStatus[status] != "Optimal":
-            raise _infeasible(space, f"the solver says {pulp.LpStatus[status]}")
-        picked = [max(range(len(row)), key=lambda i, row=row: row[i].value() if row[i] is not None else -1.0) for row in x]     # type: ignore[misc]
-        assert space.memory is not None or budget is None
-        held = np.sum(list(space.memory.held(picked, space.edges).values()), axis=0) if space.memory and budget is not None else np.zeros(1)
-        if budget is None or held.max() <= budget:
-            return picked, pulp.value(problem.objective) / _SCALE
+        picked, optimum = program.solve()
+        if budget is None or (held := _held(space, picked)).max() <= budget:
+            return picked, optimum / _SCALE
         if int(held.argmax()) in counted:                      # within the backend's tolerance of a budget that nothing fits
             raise _infeasible(space, "the solver's own tolerance")
         times = [int(held.argmax())]
 
 
-def _within(space: Space, budget: float, time: int, x: list[list[Any]], y: list[dict[Any, Any]]) -> Any:
-    """What is held at a time is at most the budget; in units of the largest of them."""
-    assert space.memory is not None
-    sites, edges = space.memory.row(time)
-    unit = max([budget, *(float(held.max()) for held in (*sites.values(), *edges.values()))])
-    terms = [(v, b / unit) for i, held in sites.items() for v, b in zip(x[i], held, strict=True) if v is not None and b]
-    terms += [(v, float(held[fg]) / unit) for k, held in edges.items() for fg, v in y[k].items() if held[fg]]
-    return pulp.LpAffineExpression(terms) <= budget / unit
+def _smallest(space: Space, backend: Any, unit: float) -> tuple[list[int], float]:
+    """The choices whose peak is least, and that peak."""
+    program = _Program(space, backend, fold=False)
+    peak = pulp.LpVariable("peak", lowBound=0)
+    program.pose([(peak, 1)])
+    counted: set[int] = set()
+    while True:
+        picked, least = program.solve()
+        held = _held(space, picked)
+        if held.max() <= least * unit * (1 + 1e-9) or int(held.argmax()) in counted:
+            return picked, least * unit
+        counted.add(int(held.argmax()))
+        program.within(int(held.argmax()), 0.0, unit, peak)
 
 
 def _one_choice_per_site(row: list[Any]) -> Any:

@@ -96,23 +96,35 @@ def gpt2(layers=2):
     return model, {"input_ids": ids, "labels": ids}
 
 
-MODELS = {"gpt2": gpt2, "mlp": mlp_case}
+def llama(layers=1):
+    config = transformers.LlamaConfig(num_hidden_layers=layers, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=256, max_position_embeddings=64)
+    ids = torch.zeros(8, 32, dtype=torch.long)
+    return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def convolutions():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Conv2d(16, 32, 3, stride=2, padding=1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(32 * 64, 8))
+    return model, (torch.zeros(16, 3, 16, 16),)
+
+
+MODELS = {"gpt2": gpt2, "mlp": mlp_case, "llama": llama, "convolutions": convolutions}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_more_memory_is_never_slower(name):
     model, batch = MODELS[name]()
-    free = autopar.plan(model, batch, mesh=(2, 2))
+    how = {"mesh": (2, 2), "loss": (lambda out, inputs: out.square().mean()) if name == "convolutions" else None}
+    free = autopar.plan(model, batch, **how)
     with pytest.raises(Infeasible) as letter:
-        autopar.plan(model, batch, mesh=(2, 2), memory_budget=1)
+        autopar.plan(model, batch, **how, memory_budget=1)
     least = int(letter.value.advice.split("=")[1].split(",")[0])
-    plans = [autopar.plan(model, batch, mesh=(2, 2), memory_budget=int(least + (free.peak_bytes - least) * k / 10)) for k in range(11)]
+    plans = [autopar.plan(model, batch, **how, memory_budget=int(least + (free.peak_bytes - least) * k / 10)) for k in range(11)]
     assert all(p.peak_bytes <= p.budget for p in plans)
     assert all(a.step_time_s >= b.step_time_s * (1 - 1e-9) for a, b in itertools.pairwise(plans))
     assert plans[-1].step_time_s == pytest.approx(free.step_time_s) and len({p.step_time_s for p in plans}) >= 5
     bound = int(letter.value.seen.split(" bytes")[0].replace(",", ""))
     with pytest.raises(Infeasible):
-        autopar.plan(model, batch, mesh=(2, 2), memory_budget=bound - 1)
+        autopar.plan(model, batch, **how, memory_budget=bound - 1)
 
 
 @pytest.mark.parametrize("budget", ["16 gigs", "", -1, 0, True, "GiB", [1]])
