@@ -187,8 +187,9 @@ def _refuse_unserved(**arguments: Any) -> None:
 
 
 def _defaults(mesh: Any, cluster: Any, budget: Any, hardware: Cluster, recompute: str, precision: Precision | None) -> list[tuple[str, str]]:
-    """What arguments left at their default meant."""
-    said = [("recompute", "none: no stage drops activations yet")]
+    """What arguments left at their default meant, and what is priced that is not run so yet."""
+    said = [("recompute", "none: no stage drops activations yet"),
+            ("overlap", "gathers of parameters and reductions of their gradients are priced beside compute; this version runs them in line")]
     if precision is None:
         said.insert(0, ("precision", "the model's own dtypes"))
     if budget is None:

@@ -17,7 +17,7 @@ import autopar
 from autopar import DeviceMesh
 from autopar.letters import BadPreset
 
-PRESETS = ("dp", "zero1", "zero3", "megatron")
+PRESETS = ("dp", "zero1", "zero3", "megatron", "2d")
 MESHES = [(DeviceMesh((8,)), "h100-8x1"), (DeviceMesh((4, 8), ("dp", "tp")), "h100-8x4"), (DeviceMesh((8, 8), ("dp", "tp")), "a100-8x8"), (DeviceMesh((2, 4), ("dp", "tp")), "l4-4x2")]
 
 
