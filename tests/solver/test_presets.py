@@ -207,3 +207,15 @@ def test_the_whole_integer_program_finds_the_same(name, layers, tight):
     best = Budgeted(space).point(theirs)
     assert best.seconds >= ours.lower_bound_s * (1 - 1e-9)
     assert ours.step_time_s == pytest.approx(best.seconds, rel=1e-6 if not tight else 0.01) and ours.step_time_s >= best.seconds * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("rows", [64, 512, 2048])
+def test_with_communication_beside_compute_the_whole_integer_program_finds_the_same(rows):
+    with torch.device("meta"):
+        model, x = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4096, 4096, bias=False), torch.nn.GELU()) for _ in range(3))), torch.empty(rows, 4096)
+    graph = ColoTracer().trace(model, (x,), loss=lambda out, inputs: out.square().mean())
+    space = shardings(graph, DeviceMesh((2, 2)), Cluster.of("h100-8x1"))
+    assert space.windows
+    ours, (theirs, optimum) = solve(space), _optimise(space, _backend("highs"))
+    assert Budgeted(space).point(theirs).seconds == pytest.approx(optimum, rel=1e-6)
+    assert ours.lower_bound_s <= optimum * (1 + 1e-9) and optimum * (1 - 1e-9) <= ours.step_time_s <= optimum * 1.01
