@@ -29,7 +29,7 @@ from autopar.sharding.presets import constraints_of
 from autopar.sharding.shardings import shardings
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
-from autopar.solver.program import solve
+from autopar.solver.program import peak_where_nothing_is_dear, solve
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
 
@@ -88,9 +88,11 @@ def plan(
 
     def planned(logical: DeviceMesh, known: float) -> Plan:
         preset = constraints_of(parallel, graph, logical) if parallel is not None else None
-        fastest = solve(shardings(graph, logical, hardware, constraints, optimizer, strict, preset=preset, accumulation=accumulation, reduce=reduce, known=known), **words)
-        if fastest.peak_bytes <= budget:
-            return fastest if memory_budget is None or math.isinf(budget) else replace(fastest, budget=int(budget))
+        space = shardings(graph, logical, hardware, constraints, optimizer, strict, preset=preset, accumulation=accumulation, reduce=reduce, known=known)
+        if math.isinf(budget) or peak_where_nothing_is_dear(space) <= budget:      # else it hardly fits with every copy kept
+            fastest = solve(space, **words)
+            if fastest.peak_bytes <= budget:
+                return fastest if memory_budget is None or math.isinf(budget) else replace(fastest, budget=int(budget))
         return solve(shardings(graph, logical, hardware, constraints, optimizer, strict, regather=True, preset=preset, accumulation=accumulation, reduce=reduce, known=known), **words, budget=budget)
 
     return best_mesh(meshes(_devices(mesh, hardware)), on) if mesh is None or (isinstance(mesh, int) and not isinstance(mesh, bool)) else on(DeviceMesh.of(mesh))

@@ -74,6 +74,12 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
     return replace(plan_of(space, best.picked, bound, defaults, assumptions, limit if times else None), precision=precision, search=Search(counted, best.picked, prices))
 
 
+def peak_where_nothing_is_dear(space: Space) -> float:
+    """What the plan holds whose hidden communication and memory are free: one elimination tells whether a budget is near."""
+    counted = Budgeted(space)
+    return counted.at({}, exposed=[0.0] * counted.kinds)[0].peak
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Search:
     """What a plan was chosen from: it lives as long as the plan does in this process, and is in no file."""
