@@ -4,7 +4,7 @@
 
 Each time is a row with a price, and so is each window, with a price from 0 (hidden) to 1 (exposed); windows with the same tables have one. At given prices the problem is a sum of tables again, and elimination
 gives its least value: less the price of the budget that is a bound, and its choices are a plan with its bytes. A small linear program over the plans met so far gives the next prices (a time joins where a plan's
-peak stands over the budget). Layers that take the cheaper plan up to some point and the smaller one from there on fill what is left between two plans.
+peak stands over the budget).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.solver.eliminate import Factor, Problem, regions_of
 ROUNDS = 16                                                    # of prices, at least; the search counts rounds, never seconds
 _MOST_ROUNDS, _WORK = 64, 1 << 21                              # more of them where tables are small: so many entries in all
 _SAME, _MET = 1e-12, 1e-9
-_WORTH = 1e-6                                                  # of a bound: what is not worth a round
+_WORTH, _LITTLE = 1e-6, 0.03                                   # of a bound, and of a gap: what is not worth a round
 _TINY = 1e-30
 
 
@@ -84,13 +84,6 @@ class Budgeted:
         self.kind_of = [kinds.setdefault((w.times, *((id(t)) for _, t in (*w.communication, *w.compute))), len(kinds)) for w in self.space.windows]     # windows whose tables are the same
         self.kinds = len(kinds)
         self.rounds = max(ROUNDS, min(_MOST_ROUNDS, _WORK // max(1, sum({id(e.seconds): e.seconds.size for e in self.space.edges}.values()))))
-        sites, first = self.space.sites, dict[int, int]()
-        for e in self.space.edges:
-            if sites[e.source].kind != "op":                   # a parameter stands where it is first used
-                first[e.source] = min(first.get(e.source, e.target), e.target)
-        rank = sorted(range(len(sites)), key=lambda i: (first.get(i, i), i not in first, i))
-        self.place: np.ndarray = np.empty(len(rank), dtype=int)
-        self.place[rank] = np.arange(len(rank))
 
     # -- a plan at prices
 
@@ -109,7 +102,7 @@ class Budgeted:
                 memo[key] = (base if of_time == 1.0 else np.where(np.isfinite(base), np.nan_to_num(base, posinf=0.0) * of_time, math.inf)) + sum(p * b for p, b in extras)   # what leads nowhere does so at any price
             return memo[key]
 
-        rows = [(price, self._row(t)) for t, price in sorted(prices.items()) if price > 0]
+        rows = [(price, self.row(t)) for t, price in sorted(prices.items()) if price > 0]
         on_sites: dict[int, list[tuple[float, np.ndarray]]] = {}
         on_edges: dict[int, list[tuple[float, np.ndarray]]] = {}
         for w, kind in zip(self.space.windows, self.kind_of, strict=True) if exposed is not None else ():
@@ -141,7 +134,7 @@ class Budgeted:
     def in_line(self, picked: Sequence[int]) -> float:
         return float(sum(s.seconds[i] for s, i in zip(self.space.sites, picked, strict=True)) + sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in self.space.edges))
 
-    def _row(self, time: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+    def row(self, time: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
         assert self.memory is not None
         if time not in self.rows:
             self.rows[time] = tuple({i: self._alike.setdefault(b.tobytes() + repr(b.shape).encode(), b) for i, b in part.items()} for part in self.memory.row(time))   # type: ignore[assignment]
@@ -165,15 +158,15 @@ class Budgeted:
                 break
             times = sorted({*times, *(t for t in self._peaks(point) if point.held[t] > budget)})
             ahead, most = _prices(points, times, budget, self.kinds)
-            if points and most - bound <= _WORTH * abs(bound):  # no price is worth more
+            left = 0.0 if best is None else _LITTLE * (best.seconds - bound)
+            if points and most - bound <= max(_WORTH * abs(bound), left):          # no price is worth more, or so little of what is open
                 break
             at = ahead if centre is at else ahead.towards(centre)      # after a leap that led nowhere, half the way
             if at.rounded in tried:
                 at = ahead
             if at.rounded in tried:
                 break
-        points += self._spliced(points, budget)
-        return Outcome(min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None), bound, points, centre)
+        return Outcome(best, bound, points, centre)
 
     def smallest(self) -> tuple[Point, float]:
         """The plan of the lowest peak that was found, and what no plan's peak goes under."""
@@ -207,53 +200,6 @@ class Budgeted:
         n = len(self.memory.ops)
         edges = [0, n, n + n // 2, 2 * n, 2 * n + 1]
         return [low + int(point.held[low:high].argmax()) for low, high in itertools.pairwise(edges) if high > low]
-
-    def _spliced(self, points: Sequence[Point], budget: float) -> list[Point]:
-        """Of each plan over the budget and one within it: one up to some place in the model, the other from there on."""
-        under = sorted((p for p in points if p.peak <= budget), key=lambda p: p.seconds)[:3]
-        over = sorted((p for p in points if p.peak > budget and under and p.seconds < under[0].seconds), key=lambda p: p.peak)[:3]
-        made = []
-        for a in under:
-            for b in over:
-                for first, second in ((a, b), (b, a)):
-                    made += self._best_splice(first, second, budget)
-        return made
-
-    def _best_splice(self, first: Point, second: Point, budget: float) -> list[Point]:
-        sites, edges, n = self.space.sites, self.space.edges, len(self.space.sites)
-        seconds = np.zeros(n + 2)
-
-        def count(into: np.ndarray, places: tuple[int, ...], value: Any) -> None:
-            """Add what a part costs to every number of sites that take the first plan."""
-            marks = sorted({0, *(p + 1 for p in places), n + 1})
-            for low, high in itertools.pairwise(marks):
-                amount = value([first.picked if low > p else second.picked for p in places])
-                into[low] += amount
-                into[high] -= amount
-
-        for i, s in enumerate(sites):
-            count(seconds, (int(self.place[i]),), lambda picks, i=i, s=s: s.seconds[picks[0][i]])
-        for e in edges:
-            count(seconds, (int(self.place[e.source]), int(self.place[e.target])), lambda picks, e=e: _inf_as_big(e.seconds[e.given_by[picks[0][e.source]], e.taken_by[picks[1][e.target]]]))
-        along = np.cumsum(seconds)[: n + 1]
-        found: list[Point] = []
-        order = np.argsort(self.place)
-        limit = min(first.seconds if first.peak <= budget else math.inf, second.seconds if second.peak <= budget else math.inf)
-        able = np.flatnonzero(along < limit)
-        able = able[np.argsort(along[able], kind="stable")]
-        for k in able[:: max(1, len(able) // 24)]:             # a few, evenly from the fastest on
-            picked = list(second.picked)
-            for i in order[: int(k)]:
-                picked[int(i)] = first.picked[int(i)]
-            point = self.point(picked)
-            if point.peak <= budget and math.isfinite(point.seconds):
-                found.append(point)
-                break
-        return found
-
-
-def _inf_as_big(x: float) -> float:
-    return float(x) if math.isfinite(x) else 1e9
 
 
 def _prices(points: Sequence[Point], times: Sequence[int], budget: float, kinds: int) -> tuple[Prices, float]:

@@ -213,6 +213,8 @@ class _Run:
             if not isinstance(run, _TooWide):
                 break
             names = list(number)
+            if self.is_region:                                 # what is kept is one variable
+                raise _TooWide({names[n] for n in run.near})
             able = [u for u in sorted(names[n] for n in run.near) if self._can_split(u)]
             if not able:
                 return                                         # left to the elimination of everything, which knows no limit where nothing can be split

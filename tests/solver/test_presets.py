@@ -15,7 +15,7 @@ from autopar.letters import BadCluster, BadConstraint, BadPreset, BadSharding, I
 from autopar.sharding import shardings
 from autopar.solver import solve
 from autopar.solver.budget import Budgeted
-from autopar.solver.program import _backend, _optimise
+from autopar.solver.integer import backend_of, optimise
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from tests.models import mlp_case
@@ -204,7 +204,7 @@ def test_the_whole_integer_program_finds_the_same(name, layers, tight):
         counted = Budgeted(space)
         budget = (counted.smallest()[0].peak + ours.peak_bytes) / 2
         ours = solve(space, budget=budget, gap=0.0)
-    theirs, _ = _optimise(space, _backend("highs"), budget)
+    theirs, _ = optimise(space, backend_of("highs"), budget)
     best = Budgeted(space).point(theirs)
     assert best.seconds >= ours.lower_bound_s * (1 - 1e-9)
     assert ours.step_time_s == pytest.approx(best.seconds, rel=1e-6 if not tight else 0.01) and ours.step_time_s >= best.seconds * (1 - 1e-6)
@@ -217,6 +217,6 @@ def test_with_communication_beside_compute_the_whole_integer_program_finds_the_s
     graph = ColoTracer().trace(model, (x,), loss=lambda out, inputs: out.square().mean())
     space = shardings(graph, DeviceMesh((2, 2)), Cluster.of("h100-8x1"))
     assert space.windows
-    ours, (theirs, optimum) = solve(space), _optimise(space, _backend("highs"))
+    ours, (theirs, optimum) = solve(space), optimise(space, backend_of("highs"))
     assert Budgeted(space).point(theirs).seconds == pytest.approx(optimum, rel=1e-6)
     assert ours.lower_bound_s <= optimum * (1 + 1e-9) and optimum * (1 - 1e-9) <= ours.step_time_s <= optimum * 1.01

@@ -21,7 +21,7 @@ from autopar.sharding.space import Edge, Site, Space
 from autopar.sharding.strategies import Choice, Strategy
 from autopar.solver import solve
 from autopar.solver.eliminate import Factor, Problem
-from autopar.solver.program import fold_single_ends
+from autopar.solver.integer import fold_single_ends
 from tests.models import eager_links, mlp_case
 
 MESH = DeviceMesh((2,))
