@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import numbers
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,24 +60,28 @@ def plan(
 
     `meta_inputs` are example tensors (meta ones are enough) of the global shapes, as a dict or a tuple. `loss(outputs,
     inputs)` is planned with the model. `constraints` pin what they name. With `accumulation`, the inputs are one of so many
-    micro-batches of a step. The model is not modified.
+    micro-batches of a step. After `time_limit` seconds a plan
+    that was found is not improved. The model is not modified.
     """
-    _refuse_unserved(time_limit=time_limit, recompute=(recompute, ("auto", "none")),
+    started = time.monotonic()
+    _refuse_unserved(recompute=(recompute, ("auto", "none")),
                      kernels=(kernels, (True, False)))
     if not isinstance(gap, (int, float)) or not 0 <= gap < 1:
         raise NotServed(f"gap={gap!r} is no share of the step time", advice="gap=0.01")
-    if not isinstance(solver, str) or not (loss is None or callable(loss)) or not (assume is None or isinstance(assume, Assume)):
-        raise NotServed("solver, loss or assume is of another kind than it may be", seen=f"solver={solver!r}, loss={loss!r}, assume={assume!r}", advice='solver="cbc", loss=callable, assume=autopar.Assume(...)')
+    if not isinstance(solver, str) or not isinstance(strict, bool) or not (loss is None or callable(loss)) or not (assume is None or isinstance(assume, Assume)):
+        raise NotServed("solver, strict, loss or assume is of another kind than it may be", seen=f"solver={solver!r}, strict={strict!r}, loss={loss!r}, assume={assume!r}", advice='solver="cbc", loss=callable, assume=autopar.Assume(...)')
     if optimizer not in OPTIMIZERS if isinstance(optimizer, str) else isinstance(optimizer, bool) or not isinstance(optimizer, (int, float)) or not 0 <= optimizer < 1e6:
         raise NotServed(f"optimizer={optimizer!r} is not known", seen=f"known: {', '.join(OPTIMIZERS)}", advice="one of these, or the bytes of its states for each parameter: 8 for AdamW in float32")
     if isinstance(accumulation, bool) or not isinstance(accumulation, int) or not 1 <= accumulation < 2**20:
         raise NotServed(f"accumulation={accumulation!r} is no number of micro-batches", advice="accumulation=4; meta_inputs are one micro-batch")
+    if time_limit is not None and (isinstance(time_limit, bool) or not isinstance(time_limit, (int, float)) or not time_limit > 0):
+        raise NotServed(f"time_limit={time_limit!r} is no number of seconds", advice="time_limit=10.0; without one the same inputs give the same plan")
     hardware = Cluster.of(cluster)
     precision = _precision(precision)
     graph = ColoTracer().trace(model, meta_inputs, assume=assume, loss=loss, precision=precision)
     budget = _bytes(memory_budget, hardware)
     reduce = precision.reduce if precision else ""
-    words: dict[str, Any] = dict(precision=precision and (precision.param, precision.reduce), solver=solver, gap=gap, assumptions=graph.assumptions, defaults=_defaults(mesh, cluster, memory_budget, hardware, recompute, precision))
+    words: dict[str, Any] = dict(precision=precision and (precision.param, precision.reduce), solver=solver, gap=gap, until=math.inf if time_limit is None else started + time_limit, assumptions=graph.assumptions, defaults=_defaults(mesh, cluster, memory_budget, hardware, recompute, precision, time_limit))
 
     @_without_collections
     def on(logical: DeviceMesh, known: float = math.inf) -> Plan:
@@ -95,7 +101,8 @@ def plan(
                 return fastest if memory_budget is None or math.isinf(budget) else replace(fastest, budget=int(budget))
         return solve(shardings(graph, logical, hardware, constraints, optimizer, strict, regather=True, preset=preset, accumulation=accumulation, reduce=reduce, known=known), **words, budget=budget)
 
-    return best_mesh(meshes(_devices(mesh, hardware)), on) if mesh is None or (isinstance(mesh, int) and not isinstance(mesh, bool)) else on(DeviceMesh.of(mesh))
+    searched = mesh is None or (isinstance(mesh, numbers.Integral) and not isinstance(mesh, bool))
+    return best_mesh(meshes(_devices(None if mesh is None else int(mesh), hardware)), on, words["until"]) if searched else on(DeviceMesh.of(mesh))     # type: ignore[arg-type]
 
 
 def _without_collections(planning: Callable[..., Plan]) -> Callable[..., Plan]:
@@ -133,7 +140,7 @@ def _bytes(given: Any, cluster: Cluster) -> float:
         return cluster.device.memory_bytes * (1 - _RESERVE)
     if isinstance(given, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?|inf)\s*([A-Za-z]*)\s*", given)) and match[2] in _UNITS:
         given = float(match[1]) * _UNITS[match[2]]
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given >= 1 or (isinstance(given, int) and given > 2**62):
+    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not float(given) >= 1 or (isinstance(given, int) and given > 2**62):
         raise BadBudget(f"memory_budget={given!r} is no number of bytes", advice='bytes, or text such as "16GiB"; float("inf") for no limit')
     return float(given)
 
@@ -188,10 +195,12 @@ def _refuse_unserved(**arguments: Any) -> None:
             raise NotServed(f"{name}={given!r} is not served by any stage yet", advice=f"leave {name} at its default")
 
 
-def _defaults(mesh: Any, cluster: Any, budget: Any, hardware: Cluster, recompute: str, precision: Precision | None) -> list[tuple[str, str]]:
+def _defaults(mesh: Any, cluster: Any, budget: Any, hardware: Cluster, recompute: str, precision: Precision | None, time_limit: float | None) -> list[tuple[str, str]]:
     """What arguments left at their default meant, and what is priced that is not run so yet."""
     said = [("recompute", "none: no stage drops activations yet"),
             ("overlap", "gathers of parameters and reductions of their gradients are priced beside compute; this version runs them in line")]
+    if time_limit is not None:
+        said.append(("time_limit", f"{time_limit:g} s: what was found by then; another run may give another plan"))
     if precision is None:
         said.insert(0, ("precision", "the model's own dtypes"))
     if budget is None:

@@ -28,7 +28,7 @@ class DeviceMesh:
 
     def __init__(self, shape: tuple[int, ...] | int, axes: tuple[str, ...] | None = None, ranks: Sequence[int] = ()) -> None:
         try:
-            shape = (shape,) if isinstance(shape, int) else tuple(shape)
+            shape = tuple(n if isinstance(n, (bool, float)) else operator.index(n) for n in ((shape,) if hasattr(shape, "__index__") else shape))     # type: ignore[union-attr]
             axes = tuple(str(a) for a in range(len(shape))) if axes is None else tuple(axes)
             ranks = [operator.index(r) for r in ranks]
         except TypeError:
@@ -115,6 +115,6 @@ class DeviceMesh:
             return given
         if type(given).__module__.startswith("torch.") and hasattr(given, "mesh_dim_names"):
             return DeviceMesh(tuple(given.mesh.shape), given.mesh_dim_names, given.mesh.flatten().tolist())
-        if isinstance(given, (int, tuple, list)):
-            return DeviceMesh(given if isinstance(given, int) else tuple(given))
+        if isinstance(given, (tuple, list)) or hasattr(given, "__index__"):
+            return DeviceMesh(tuple(given) if isinstance(given, (tuple, list)) else (given,))
         raise BadSharding(f"{given!r} is not a mesh", advice='DeviceMesh((2, 4), ("dp", "tp")), or a shape such as (2, 4)')

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,8 +143,8 @@ class Budgeted:
 
     # -- the search
 
-    def fastest(self, budget: float, gap: float, incumbents: Iterable[Sequence[int]] = ()) -> Outcome:
-        """Prices are raised until plan and bound meet within the gap, or no price raises the bound."""
+    def fastest(self, budget: float, gap: float, incumbents: Iterable[Sequence[int]] = (), until: float = math.inf) -> Outcome:
+        """Prices are raised until plan and bound meet within the gap, or no price raises the bound; `until` a time, once there is a plan."""
         points, times = [self.point(p) for p in incumbents], list[int]()
         at = Prices({}, (0.0,) * self.kinds)
         centre, bound, tried = at, -math.inf, set[Any]()
@@ -155,6 +156,8 @@ class Budgeted:
             centre, bound = (at, worth) if worth > bound else (centre, bound)
             best = min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
             if best is not None and best.seconds - bound <= max(gap, _WORTH if self.rounds == ROUNDS else _SAME) * best.seconds:
+                break
+            if best is not None and time.monotonic() > until:
                 break
             times = sorted({*times, *(t for t in self._peaks(point) if point.held[t] > budget)})
             ahead, most = _prices(points, times, budget, self.kinds)

@@ -7,6 +7,7 @@ and none of seven was faster than the best of two axes), and is for those who na
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -33,13 +34,16 @@ def _factored(n: int, axes: int) -> Iterator[tuple[int, ...]]:
                 yield from ((first, *rest) for rest in _factored(n // first, axes - 1))
 
 
-def best_mesh(candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh, float], Plan]) -> Plan:
+def best_mesh(candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh, float], Plan], until: float = math.inf) -> Plan:
     """The fastest of the plans; with the table of all. A mesh whose ops alone take longer than a plan that is known, or that the budget, a preset or a constraint refuses, is listed with why.
 
-    `on` plans on a mesh, and is told the seconds of the best plan so far.
+    `on` plans on a mesh, and is told the seconds of the best plan so far. Once there is a plan, none is made after `until`.
     """
     plans, table, refused = list[Plan](), list[tuple[str, float, float, int, str]](), list[Exception]()
     for mesh in candidates:
+        if plans and time.monotonic() > until:
+            table.append((str(mesh), 0.0, 0.0, 0, "not planned: the time limit"))
+            continue
         try:
             plan = on(mesh, min((p.step_time_s for p in plans), default=math.inf))
         except Outdone as e:

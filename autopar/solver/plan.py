@@ -287,8 +287,8 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         try:
-            return Plan.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError) as e:
+            return Plan.from_dict(json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse))
+        except (OSError, ValueError, TypeError, RecursionError) as e:
             raise BadPlan(f"the plan {path} cannot be read", seen=f"{type(e).__name__}: {e}") from e
 
     def validate(self, model: torch.nn.Module) -> None:
@@ -297,6 +297,10 @@ class Plan:
         for name, nbytes in self.parameter_bytes.items():
             if sizes.get(name) != nbytes:
                 raise BadPlan(f"the plan was made for another model: parameter {name}", seen=f"{nbytes} bytes in the plan, {sizes.get(name, 'none')} in the model", advice="plan again")
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number of a plan")
 
 
 def _steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:

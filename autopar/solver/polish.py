@@ -1,6 +1,6 @@
 """Better plans out of those that were met. Prices lead to corners: plans that are best at some price. What lies between two of them - half of a layer as in one, half as in the other; some layers so, the others so - is found here.
 
-    alike      one integer program over the choices of the plans that were met, in which layers that are alike do the same: with all windows as they are, and memory at a price
+    alike      one integer program over the choices of the plans that were met, in which all layers but the first and the last do the same: with all windows as they are, and memory at a price
     spliced    one plan up to some place in the model, the other from there on: every place is tried, all at once
 
 Neither makes a bound. What they miss, the plan's gap says.
@@ -22,8 +22,9 @@ from autopar.sharding.space import Edge, Space
 from autopar.solver.budget import Budgeted, Outcome, Point
 from autopar.solver.integer import Program, backend_of
 
-_GAP, _NODES = 1e-3, 200                                       # of the integer program
-_STEPS = 6                                                     # of the search for a price of memory
+_GAP, _NODES = 4e-3, 50                                         # of the integer program
+_STEPS = 3                                                     # of the search for a price of memory
+_ENOUGH = 1e-3                                                 # a gap that is not worth it
 _BIG = 1e9                                                     # seconds of what leads nowhere
 
 
@@ -33,7 +34,7 @@ def polished(counted: Budgeted, outcome: Outcome, budget: float, gap: float, sol
         return min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
 
     points = list(outcome.points)
-    if (found := best()) is not None and found.seconds - outcome.bound <= max(gap, _GAP) * found.seconds:
+    if (found := best()) is not None and found.seconds - outcome.bound <= max(gap, _ENOUGH) * found.seconds:
         return found
     if counted.space.windows:
         points += alike(counted, points, budget, outcome.prices.of_bytes, solver)
@@ -89,7 +90,7 @@ class _Folded:
     @staticmethod
     def of(counted: Budgeted, points: Sequence[Point], prices: Mapping[int, float]) -> _Folded:
         space, problem = counted.space, counted.priced(prices)
-        kind = _numbered((re.sub(r"\d+", "*", s.name, count=1), id(s.choices), len(s.choices)) for s in space.sites)
+        kind = _numbered((name, id(s.choices), len(s.choices)) for name, s in zip(_alike([s.name for s in space.sites]), space.sites, strict=True))
         first = [kind.index(k) for k in range(max(kind) + 1)]
         left = [np.array(sorted(taken)) for taken in _taken(space, kind, first, points)]
         sites = [replace(space.sites[i], choices=tuple(space.sites[i].choices[c] for c in left[k]), seconds=np.zeros(len(left[k])), regathered=(), scattered=(), compute=()) for k, i in enumerate(first)]
@@ -112,6 +113,16 @@ class _Folded:
             key = w.times, *((k, t.tobytes()) for part in (communication, compute) for k, t in part)
             windows.setdefault(key, []).append(replace(w, communication=tuple((k, t[np.ix_(*flows[k])]) for k, t in communication), compute=tuple((k, c[left[k]]) for k, c in compute)))
         return _Folded(replace(space, sites=tuple(sites), edges=tuple(edges), memory=None, windows=tuple(replace(same[0], times=sum(w.times for w in same)) for same in windows.values())), kind, left)
+
+
+def _alike(names: Sequence[str]) -> list[str]:
+    """The names with their first number left out, but for the first and the last of its kind: at an end there is less to hide behind."""
+    parts = [re.fullmatch(r"(\D*)(\d+)(.*)", name, re.DOTALL) for name in names]
+    last: dict[str, int] = {}
+    for part in parts:
+        if part:
+            last[part[1]] = max(last.get(part[1], 0), int(part[2]))
+    return [f"{part[1]}*{part[3]}" if part and 0 < int(part[2]) < last[part[1]] else name for name, part in zip(names, parts, strict=True)]
 
 
 def _numbered(keys: Any) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,10 +26,10 @@ _SMALL, _SMALL_WITH_ROWS = 200_000, 4_000                      # flow pairs that
 
 
 def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]] = (), assumptions: Sequence[str] = (), gap: float = 0.0, reduce: bool = True, budget: float | None = None,
-          precision: tuple[str, str] | None = None) -> Plan:
+          precision: tuple[str, str] | None = None, until: float = math.inf) -> Plan:
     """The fastest plan of the space that was found: the search ends within `gap` of its bound, or where elimination and prices can do no more; the plan's own gap says how near that is.
 
-    Without `reduce` the whole space goes to the integer program. No device holds more than `budget` bytes.
+    Without `reduce` the whole space goes to the integer program. No device holds more than `budget` bytes. `until` is a time of the monotonic clock after which a plan that was found is not improved.
     """
     backend = backend_of(solver)
     limit = float(budget) if budget is not None and np.isfinite(budget) else None
@@ -41,15 +42,15 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
             raise infeasible(space, "no choices go together")
         best, bound = counted.point(found.picked) if np.isfinite(found.cost) else None, found.bound
     if space.windows or (limit is not None and best is not None and best.peak > limit):
-        outcome = counted.fastest(np.inf if limit is None else limit, gap)
-        best, bound, times = polished(counted, outcome, np.inf if limit is None else limit, gap, solver), max(bound, outcome.bound), sorted(counted.rows)
+        outcome = counted.fastest(np.inf if limit is None else limit, gap, until=until)
+        best, bound, times = polished(counted, outcome, np.inf if limit is None else limit, gap, solver) if time.monotonic() < until else outcome.best, max(bound, outcome.bound), sorted(counted.rows)
         prices = outcome.prices
         if not np.isfinite(bound):
             raise infeasible(space, "no choices go together")
     pairs = sum(e.seconds.size for e in space.edges)
     small = pairs <= (_SMALL_WITH_ROWS if times or space.windows else _SMALL)
     left_open = max(gap, _CLOSED if pairs <= _SMALL_WITH_ROWS else _NEARLY)
-    if not reduce or (small and (best is None or best.seconds - bound > left_open * best.seconds)):
+    if not reduce or (small and (best is None or time.monotonic() < until) and (best is None or best.seconds - bound > left_open * best.seconds)):
         try:
             picked, proven = optimise(space, backend, limit, times)
             best, bound = counted.point(picked), max(bound, proven)

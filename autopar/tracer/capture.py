@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.letters import NotCaptured
 from autopar.runtime.private import clean_room
-from autopar.tracer.graph import Assume, Graph, Leaf
+from autopar.tracer.graph import Assume, Graph, Leaf, TensorType
 from autopar.tracer.passes import canonicalise
 from autopar.tracer.precision import Precision, computing_in, sink
 from autopar.tracer.recorder import Recorder, is_ours
@@ -46,7 +46,10 @@ class ColoTracer(fx.Tracer):
 
     def trace(self, root: torch.nn.Module, meta_inputs: Any, assume: Assume | None = None, loss: Callable[..., Any] | None = None, precision: Precision | None = None) -> Graph:  # type: ignore[override]
         """Trace `root` on inputs of these shapes; with `loss`, trace `loss(outputs, inputs)` too and return (loss, outputs); with `precision`, as it computes on casts of its parameters and inputs."""
-        graph, made = self._capture(root, meta_inputs, assume, loss, precision)
+        if not isinstance(root, torch.nn.Module):
+            raise NotCaptured(f"the model is a {type(root).__name__}, and no torch.nn.Module", advice="a module whose forward is what you would parallelise")
+        with telling_whose_error(root, meta_inputs, loss):
+            graph, made = self._capture(root, meta_inputs, assume, loss, precision)
         refuse_survivors(made)
         return graph
 
@@ -110,6 +113,37 @@ def refuse_other_arguments(root: torch.nn.Module, args: Any, kwargs: Any) -> Non
         signature.bind(*args, **kwargs)
     except TypeError as e:
         raise NotCaptured(f"{type(root).__name__}.forward does not take these inputs: {e}", seen=f"forward{signature}", advice="meta_inputs as the model is called: a dictionary of its arguments, or a tuple") from e
+
+
+@contextlib.contextmanager
+def telling_whose_error(root: torch.nn.Module, meta_inputs: Any, loss: Callable[..., Any] | None) -> Iterator[None]:
+    """An error that the model makes by itself on inputs of these shapes is told as the model's, with its place."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError) as e:
+        try:
+            _run_on_fakes(root, *as_call(meta_inputs), loss)
+        except type(e) as own:
+            if str(own) != str(e):
+                raise e from None
+            frames = [f for f in traceback.extract_tb(own.__traceback__) if not is_ours(f.filename)]
+            at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+            seen = ", ".join(f"{name} {TensorType.of(leaf)}" if isinstance(leaf, Tensor) else f"{name} of type {type(leaf).__name__}" for name, leaf in zip(leaf_names(*as_call(meta_inputs)), pytree.tree_leaves(as_call(meta_inputs)), strict=True))
+            raise NotCaptured(f"the model fails on these inputs by itself: {own}", at=at, seen=seen, advice="tensors of the shapes and dtypes that the model is called with; nothing but shapes and dtypes is known of them here") from e
+        except Exception:
+            pass
+        raise
+
+
+def _run_on_fakes(root: torch.nn.Module, args: Any, kwargs: Any, loss: Callable[..., Any] | None) -> None:
+    """The forward, with nothing of autopar in it."""
+    with keeping_defaults(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = Fakes(mode)
+        held = {n: fake(t) for n, t in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))}
+        args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
+        outputs = torch.func.functional_call(root, held, args, kwargs)
+        if loss is not None:
+            loss(outputs, kwargs or args)
 
 
 def refuse_survivors(made: list[weakref.ref[Tensor]]) -> None:

@@ -44,6 +44,13 @@ class Precision:
         """The tensor in the dtype of compute; whole numbers stay."""
         return tensor.to(getattr(torch, self.param)) if tensor.is_floating_point() else tensor
 
+    def check(self, name: str, parameter: Tensor) -> None:
+        """A gradient exists in the dtype of compute and in that of storage: it is reduced in one of them."""
+        stored = str(parameter.dtype).removeprefix("torch.")
+        if parameter.requires_grad and self.reduce not in (self.param, stored):
+            raise NotServed(f"{name} is stored in {stored} and computes in {self.param}: its gradient is never {self.reduce}, and cannot be reduced in it", seen=str(self),
+                            advice=f"a model that is stored in {self.reduce}, or reduce={stored!r}")
+
 
 def reference(model: torch.nn.Module, precision: Precision) -> Callable[..., Any]:
     """The single-device program under a precision, as a function of the model's inputs: what a parallel model computes."""
@@ -65,7 +72,10 @@ def computing_in(precision: Precision | None, recorder: Recorder) -> Iterator[li
     try:
         for path, module in recorder.root.named_modules():
             for name, parameter in list(module._parameters.items()):
-                if parameter is None or not parameter.is_floating_point() or parameter.dtype == getattr(torch, precision.param):
+                if parameter is None or not parameter.is_floating_point():
+                    continue
+                precision.check(".".join(filter(None, (path, name))), parameter)
+                if parameter.dtype == getattr(torch, precision.param):
                     continue
                 if id(parameter) not in made:
                     with recorder.within(path):

@@ -110,3 +110,10 @@ def test_what_is_no_precision_is_a_letter(wrong):
 def test_a_dtype_that_does_not_float_is_a_letter(wrong):
     with pytest.raises(Letter, match="no floating dtype"):
         Precision(**wrong)
+
+
+def test_a_gradient_that_never_has_the_dtype_of_reduction_is_a_letter():
+    model, batch = mlp_case()
+    with pytest.raises(Letter, match="stored in bfloat16 and computes in bfloat16"):
+        autopar.plan(model.bfloat16(), batch, mesh=2, precision=Precision())
+    assert autopar.plan(model.requires_grad_(False), batch, mesh=2, precision=Precision()).precision == ("bfloat16", "float32")

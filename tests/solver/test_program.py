@@ -185,7 +185,7 @@ def test_plans_are_monotone_in_what_is_allowed():
         assert small_plan(constraints=pins).step_time_s >= free - 1e-12
 
 
-@pytest.mark.parametrize("broken", ["", "[]", "{}", '{"version": 99}', "not json"])
+@pytest.mark.parametrize("broken", ["", "[]", "{}", '{"version": 99}', "not json", '{"version": 3, "step_time_s": Infinity}', "[" * 100_000])
 def test_what_is_no_plan_is_a_letter(broken, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(broken)
