@@ -23,6 +23,8 @@ from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
 from autopar.tracer import Assume
+from autopar.tracer.capture import Call, as_call
+from autopar.tracer.graph import Graph
 from autopar.tracer.precision import Precision
 
 
@@ -87,5 +89,10 @@ def autoparallelize(
     chosen = plan if plan is not None else from_rank_0(lambda: request.plan(graph, started))
     mesh = chosen.mesh.to_torch(device)
     lowered = lower(graph, chosen, coordinate(chosen.mesh), device)
-    all_ranks_hold("programs", (chosen.digest, chosen.mesh, lowered.joint.collectives))
-    return parallelise(model, lowered, mesh, sync)
+
+    def again(model: torch.nn.Module, call: Call, first: Plan) -> tuple[Graph, Plan]:
+        graph = request.trace(model, call)
+        all_ranks_hold("calls", graph.digest)
+        return graph, from_rank_0(lambda: request.plan_again(graph, first))
+
+    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync)

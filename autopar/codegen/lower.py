@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.codegen.joint import lower_jointly
-from autopar.codegen.local import local_program
-from autopar.codegen.module import Lowered
+from autopar.codegen.joint import Joint, lower_jointly
+from autopar.codegen.local import LocalProgram, local_program
 from autopar.letters import NotServed
 from autopar.solver.plan import Plan
 from autopar.tracer.graph import Graph, info
 
 
-def lower(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cpu") -> Lowered:
-    """The program of the device at `coordinate` of the plan's mesh."""
+class Lowered:
+    """What a rank needs to run one traced program: pure code, no process group."""
+
+    __slots__ = ("graph", "joint", "plan", "program")
+
+    def __init__(self, graph: Graph, plan: Plan, program: LocalProgram, joint: Joint) -> None:
+        self.graph, self.plan, self.program, self.joint = graph, plan, program, joint
+
+
+def lower(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cpu", gradients: bool = True) -> Lowered:
+    """The program of the device at `coordinate` of the plan's mesh; without `gradients` its forward alone."""
     program = local_program(graph, plan, coordinate)
     outputs = info(graph.output).outputs[:len(graph.output_names)]
     if changed := [name for kind, name in graph.updates if kind == "input"]:
         raise NotServed(f"the model writes to its input {', '.join(changed)}, and a parallel model leaves its inputs as they are", advice="a copy: x = x.clone()")
-    differentiable = [graph.loss] if graph.loss is not None else [i for i, t in enumerate(outputs) if t.requires_grad]
+    differentiable = [] if not gradients else [graph.loss] if graph.loss is not None else [i for i, t in enumerate(outputs) if t.requires_grad]
     return Lowered(graph, plan, program, lower_jointly(program, differentiable, plan.regathered, device))

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 
 from autopar.codegen.joint import Joint, bind
-from autopar.codegen.local import LocalProgram
-from autopar.letters import BadInput, Consumed, NotServed
+from autopar.codegen.lower import Lowered, lower
+from autopar.codegen.situation import Caller, Situation
+from autopar.letters import Consumed, NotServed
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.random import RandomState
 from autopar.runtime.storage import Storage, dtensor_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 from autopar.solver.plan import Plan
-from autopar.tracer.graph import Graph, TensorType, build_outputs, in_traced_order, info, tensor_of, type_of, write_buffer
+from autopar.tracer.capture import Call
+from autopar.tracer.graph import Graph, TensorType, build_outputs, info, tensor_of, write_buffer
 
-
-class Lowered:
-    """What a rank needs to run one traced program: pure code, no process group."""
-
-    __slots__ = ("graph", "joint", "plan", "program")
-
-    def __init__(self, graph: Graph, plan: Plan, program: LocalProgram, joint: Joint) -> None:
-        self.graph, self.plan, self.program, self.joint = graph, plan, program, joint
+log = logging.getLogger("autopar")
 
 
 class Step(torch.autograd.Function):
@@ -106,22 +106,22 @@ class ParallelModule(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The plan that this model runs."""
-        return self._autopar.lowered.plan
+        """The plan of the call that it was made for."""
+        return self._autopar.first.plan
 
     @property
     def graph(self) -> Graph:
-        return self._autopar.lowered.graph
+        return self._autopar.first.graph
 
     @property
     def code(self) -> str:
         """The forward of this rank, as Python."""
-        return str(self._autopar.lowered.program)
+        return str(self._autopar.first.program)
 
     @property
     def joint(self) -> Joint:
         """Forward and backward as emitted."""
-        return self._autopar.lowered.joint
+        return self._autopar.first.joint
 
     @property
     def random_state(self) -> RandomState:
@@ -135,56 +135,112 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._autopar
-        inputs = _bound(state.lowered.graph, args, kwargs)
-        state.check_as_traced(self)
-        if state.calls < _CHECKED_CALLS:                       # every rank passes the same global batch: looked at while it is new
+        leaves, structure = state.caller.arguments(args, kwargs)
+        program = state.program(self, leaves, structure, args, kwargs)
+        inputs = [leaves[i] for i in program.places]
+        if program.calls < _CHECKED_CALLS:                     # every rank passes the same global batch: looked at while it is new
             all_ranks_hold("input values", inputs)
-        state.calls += 1
-        graph, program = state.lowered.graph, state.lowered.program
+        program.calls += 1
+        graph, names = program.runner.graph, program.runner.program
         changing = {name for _, name in graph.updates}         # what autograd keeps must not be what is written below
-        outputs, changed = state.runner(inputs, [self.get_parameter(n) for n in program.parameters], [b.clone() if n in changing else b for n, b in ((n, tensor_of(self, n)) for n in program.buffers)], state.random)
+        with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext():      # its casts are in the graph
+            outputs, changed = program.runner(inputs, [self.get_parameter(n) for n in names.parameters], [b.clone() if n in changing else b for n, b in ((n, tensor_of(self, n)) for n in names.buffers)], state.random)
         for (_, name), value in zip(graph.updates, changed, strict=True):
             write_buffer(self, name, value)
         return build_outputs(graph, outputs)
 
 
 _CHECKED_CALLS = 2
+_MOST_PROGRAMS = 16                                            # that a model keeps: the oldest goes first
+
+Again = Callable[[nn.Module, Call, Plan], tuple[Graph, Plan]]  # traces the model as it was before on a call, and plans that: on rank 0 for all
+
+
+@dataclass(slots=True, eq=False)
+class _Program:
+    """What runs calls in one situation, with gradients or without."""
+
+    situation: Situation
+    has_gradients: bool
+    lowered: Lowered
+    runner: Runner
+    places: list[int]                                          # of each input: which leaf of the call
+    calls: int = 0
 
 
 class _State:
     """What a ParallelModule holds besides its parameters."""
 
-    def __init__(self, model: nn.Module, lowered: Lowered, runner: Runner, random: RandomState) -> None:
-        self.lowered, self.runner, self.random, self.calls = lowered, runner, random, 0
-        self.modes = [m.training for m in model.modules()]
-        self.trained = [p.requires_grad for p in model.parameters()]
+    def __init__(self, model: nn.Module, first: Lowered, storage: dict[str, Storage], mesh: Any, device: torch.device, again: Again) -> None:
+        self.first, self.storage, self.mesh, self.device, self.again, self.original = first, storage, mesh, device, again, type(model)
+        self.caller = Caller(model)
+        self.random = RandomState(-1)
+        self.hooks = model._forward_pre_hooks, model._forward_hooks      # these are in the graphs
+        self.programs: list[_Program] = []
 
-    def check_as_traced(self, model: nn.Module) -> None:
-        """What the program was made for must still hold."""
-        if [m.training for m in model.modules()] != self.modes:
-            name = next(n or "the model" for (n, m), mode in zip(model.named_modules(), self.modes, strict=True) if m.training != mode)
-            mode = "train" if self.lowered.graph.training else "eval"
-            raise NotServed(f"the model was traced in {mode} mode, and {name} now runs in another", advice="the modes of tracing, or tracing again")
-        if [p.requires_grad for p in model.parameters()] != self.trained:
-            name = next(n for (n, p), trained in zip(model.named_parameters(), self.trained, strict=True) if p.requires_grad != trained)
-            raise NotServed(f"requires_grad of {name} has changed since tracing", advice="set it before autoparallelize")
+    def program(self, model: nn.Module, leaves: list[Any], structure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
+        """What runs this call: one that is there, or a new one."""
+        situation, grad = self.caller.situation(leaves, structure), torch.is_grad_enabled()
+        for program in self.programs:
+            if program.has_gradients == grad and program.situation == situation:
+                return program
+        return self.made_for(model, situation, grad, Call(args, kwargs))
+
+    def made_for(self, model: nn.Module, situation: Situation, grad: bool, call: Call) -> _Program:
+        """Lower for a new situation. The storage of the parameters stays."""
+        start = time.perf_counter()
+        known = next((p for p in self.programs if p.situation == situation), None)
+        if known is not None:                                  # the same graph, the other half
+            graph, plan = known.lowered.graph, known.lowered.plan
+        else:
+            with self.as_before(model):
+                graph, plan = self.again(model, call, self.first.plan)
+        lowered = lower(graph, plan, self.mesh.get_coordinate(), self.device.type, grad)
+        program = self.keep(situation, grad, lowered)
+        if known is None:
+            nearest = max(self.programs[:-1], key=lambda p: sum(a == b for a, b in zip((p.situation.structure, p.situation.modes, p.situation.trained, p.situation.autocast), (situation.structure, situation.modes, situation.trained, situation.autocast), strict=True)))
+            log.warning("autopar planned and lowered %s again (%s), for %s: %.1f s", self.original.__name__, f"{plan.step_time_s * 1e3:.3g} ms a step by its figures", situation.differs(nearest.situation), time.perf_counter() - start)
+        return program
+
+    def keep(self, situation: Situation, grad: bool, lowered: Lowered) -> _Program:
+        """Bind a lowered program to this rank, once all ranks have the same."""
+        all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, lowered.joint.collectives))
+        if lowered.program.is_random and self.random.seed < 0:
+            self.random.seed = from_rank_0(lambda: int(torch.randint(0, 2**62, ())))
+        self.programs = [*self.programs[-_MOST_PROGRAMS + 1:], _Program(situation, grad, lowered, Runner(lowered, self.mesh, self.storage, self.device), self.caller.places(lowered.graph))]
+        return self.programs[-1]
+
+    @contextlib.contextmanager
+    def as_before(self, model: nn.Module) -> Iterator[None]:
+        """The model as the user wrote it: its own class, and the hooks that it had."""
+        cls, own = type(model), (model._forward_pre_hooks, model._forward_hooks)
+        model.__class__, (model._forward_pre_hooks, model._forward_hooks) = self.original, self.hooks
+        try:
+            yield
+        finally:
+            model.__class__, (model._forward_pre_hooks, model._forward_hooks) = cls, own
 
     def __deepcopy__(self, memo: Any) -> _State:
         return self
 
 
-def parallelise(model: nn.Module, lowered: Lowered, mesh: Any, sync: bool = True) -> nn.Module:
+def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True) -> nn.Module:
     """Turn `model` into the parallel one, in place: its class gains `ParallelModule`, its parameters become local shards."""
+    if "forward" in vars(model):
+        raise NotServed(f"{type(model).__name__} has a forward of its own beside its class's, which the parallel model could not replace", advice="a class whose forward it is")
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     old = list(model.parameters())
     if not sync:                                               # nothing is sent, so it must be there already
         all_ranks_hold("parameter values", [*old, *model.buffers()])
     storage = _store(model, lowered.plan, mesh, device, sync)
     _refuse_steps_on(old)
+    state = _State(model, lowered, storage, mesh, device, again)
+    with torch.enable_grad():
+        state.keep(state.caller.situation(*state.caller.arguments(call.args, call.kwargs)), True, lowered)
     cls = type(model)
     model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-    random = RandomState(from_rank_0(lambda: int(torch.randint(0, 2**62, ()))) if lowered.program.is_random else 0)
-    model._autopar = _State(model, lowered, Runner(lowered, mesh, storage, device), random)   # type: ignore[assignment]
+    model._forward_pre_hooks, model._forward_hooks = OrderedDict(), OrderedDict()
+    model._autopar = state                                     # type: ignore[assignment]
     return model
 
 
@@ -203,8 +259,7 @@ def _store(model: nn.Module, plan: Plan, mesh: Any, device: torch.device, sync: 
                 if parameter.is_meta:
                     raise NotServed(f"the parameter {full} is on meta, and building parameters there is not served yet", advice="a model with values")
                 store = Storage.of(parameter, shardings.get(full), mesh)
-                if full in shardings:
-                    storage[full] = store
+                storage[full] = store
                 made[id(parameter)] = nn.Parameter(store.take(parameter.detach().to(device), sync), requires_grad=parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]
         for name, buffer in list(module._buffers.items()):
@@ -232,30 +287,3 @@ def _refuse_steps_on(parameters: list[nn.Parameter]) -> None:
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if any(getattr(p, "_autopar_consumed", False) for group in optimizer.param_groups for p in group["params"]):
         raise Consumed("this optimizer holds parameters of the model from before autoparallelize", advice="build the optimizer from the parallel model's parameters()")
-
-
-def _bound(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The input tensors of a call, in placeholder order. What differs from the traced call is a letter."""
-    leaves, spec = pytree.tree_flatten((args, in_traced_order(graph, kwargs)))
-    if spec != graph.input_spec:
-        expected, got = _structure(graph.input_spec), _structure(spec)
-        raise BadInput("the call does not have the structure that was traced", seen=f"traced {expected}\ncalled {got}", advice="the same arguments as meta_inputs, positional or by keyword as there")
-    given = dict(zip(graph.input_leaves, leaves, strict=True))
-    tensors = []
-    for node in graph.inputs.values():
-        type_, tensor = type_of(node), given[node.target]
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != type_.shape or tensor.dtype != type_.torch_dtype:
-            seen = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
-            raise BadInput(f"the input {info(node).key} differs from what the model was lowered for", seen=f"{seen}; traced {type_}",
-                           advice="inputs of the traced shape and dtype: new shapes are not served yet")
-        tensors.append(tensor)
-    for leaf, value in given.items():
-        if not isinstance(value, Tensor) and leaf != value:
-            raise BadInput(f"a constant argument differs from the traced one: {value!r}, traced {leaf!r}", advice="trace with this value")
-    return tensors
-
-
-def _structure(spec: pytree.TreeSpec) -> str:
-    args, kwargs = pytree.tree_unflatten(["."] * spec.num_leaves, spec)
-    return f"({', '.join([*map(str, args), *(f'{k}={v}' for k, v in kwargs.items())])})"
-

@@ -31,7 +31,7 @@ _SECOND = 1 << 24                                              # added to the nu
 class RandomState:
     """What a parallel model draws from. Drawn once from torch's generator on rank 0, so `torch.manual_seed` governs it."""
 
-    seed: int
+    seed: int                                                  # negative until a program that draws is lowered
     step: int = 0
 
     def next_key(self) -> int:

@@ -57,7 +57,8 @@ class ColoTracer(fx.Tracer):
         """The graph, and every tensor that was made on the way."""
         args, kwargs = as_call(meta_inputs)
         refuse_other_arguments(root, args, kwargs)
-        refuse_hooks(root)
+        if not isinstance(meta_inputs, Call):                  # of a parallel model the hooks are on what it trains
+            refuse_hooks(root)
         refuse_lazy(root)
         refuse_shared_memory(root)
         learn_dataclasses((args, kwargs))
@@ -282,8 +283,18 @@ def without_caches(outputs: Any) -> tuple[Any, tuple[str, ...]]:
     return pytree.tree_map(drop, outputs, is_leaf=is_cache), tuple(dict.fromkeys(dropped))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """Inputs as a model was called with them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def as_call(meta_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """args and kwargs from what a caller may pass: a dict (or mapping), a tuple, or one tensor."""
+    """args and kwargs from what a caller may pass: a dict (or mapping), a tuple, one tensor, or a `Call`."""
+    if isinstance(meta_inputs, Call):
+        return meta_inputs.args, meta_inputs.kwargs
     if isinstance(meta_inputs, Tensor):
         return (meta_inputs,), {}
     if hasattr(meta_inputs, "keys"):

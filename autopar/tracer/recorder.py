@@ -61,6 +61,8 @@ _IN_PLACE = frozenset(f"__{n}__" for n in ("iadd", "isub", "imul", "itruediv", "
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(contextlib.__file__)))
 _CONTAINERS = (list, tuple, dict)
 
+_OF_ONE_DTYPE = frozenset({"linear", "mm", "matmul", "addmm", "baddbmm", "bilinear", "mv", "dot", *(f"conv{t}{d}d" for t in ("", "_transpose") for d in (1, 2, 3))})
+
 
 class Recorder(TorchFunctionMode):
     """Sees every torch function and writes one node for each that makes a tensor."""
@@ -237,6 +239,8 @@ class Recorder(TorchFunctionMode):
         if any(out.device.type != "cpu" for out in outputs):   # fakes say cpu wherever the model is
             raise self.letter(f"{name_of(function)} gives a tensor on {outputs[0].device}: the model moves tensors between devices itself", args, "device=x.device, of a tensor at hand")
         made, arguments = lookup(function, args, kwargs, result)
+        if made.name in _OF_ONE_DTYPE and len(dtypes := {str(t.dtype).removeprefix("torch.") for t in tensors_in((arguments,), {}) if t.is_floating_point()}) > 1:
+            raise self.letter(f"{made.name} of {' and '.join(sorted(dtypes))}: on real tensors torch refuses to mix them, on fakes it does not", args, "inputs of the model's own dtype")
         if made.name in WRITES and self.writes(made, arguments):    # torch's schema of batch_norm does not say that it writes
             made, written_to, _ = WRITES[made.name]
             node = self.emit(made, arguments, (*outputs, *(arguments[n] for n in written_to)), self.drew is not None)

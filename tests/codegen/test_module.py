@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.letters import BadInput, BadPlan, Consumed, Disagreement, NotServed
+from autopar.letters import BadPlan, Consumed, Disagreement, NotServed
 from autopar.testing import Equality, on_threads
 from tests.models import MLP, eager_links, mlp_case, mlp_pins
 from tests.training import whole
@@ -224,29 +224,6 @@ def test_a_rule_is_of_an_op_by_any_of_its_names(op, name, monkeypatch):
 def test_a_rule_of_nothing_is_a_letter(op):
     with pytest.raises(autopar.letters.BadRule, match="not the name"):
         autopar.rule(op, "b s -> b s")
-
-
-@pytest.mark.parametrize("call, match", [
-    (lambda m, b: m(b["x"], b["y"]), "structure"),
-    (lambda m, b: m(x=b["x"]), "structure"),
-    (lambda m, b: m(x=b["x"][:4], y=b["y"]), "differs"),
-    (lambda m, b: m(x=b["x"].float(), y=b["y"]), "differs"),
-    (lambda m, b: m(x=3, y=b["y"]), "differs"),
-])
-def test_a_wrong_call_is_a_letter_before_any_collective(call, match):
-    def body(model, batch):
-        mine = parallel(model, batch)
-        with pytest.raises(BadInput, match=match):
-            call(mine, batch)
-    on_two(body)
-
-
-def test_eval_mode_that_was_not_traced_is_a_letter():
-    def body(model, batch):
-        mine = parallel(model, batch)
-        with pytest.raises(NotServed, match="train mode"):
-            mine.eval()(**batch)
-    on_two(body)
 
 
 def test_an_optimizer_from_before_is_refused():

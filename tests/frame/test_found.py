@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.letters import NotCaptured, NotServed
+from autopar.letters import NotCaptured
 from autopar.sharding import shardings
 from autopar.solver import solve
 from autopar.testing import Equality
@@ -213,22 +213,6 @@ def test_backward_hooks_that_would_be_lost_are_a_letter():
     model[0].register_full_backward_hook(lambda *a: None)
     with pytest.raises(NotCaptured, match="backward hooks"):
         autopar.plan(model, (torch.randn(2, 4),), mesh=2)
-
-
-def test_what_changed_after_lowering_is_a_letter(threads):
-    def body(rank):
-        model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(2, 4)
-        model[0].bias.requires_grad_(False)
-        mine = autopar.autoparallelize(model, (x,), mesh=1)
-        mine[1].eval()
-        with pytest.raises(NotServed, match="traced in train mode, and 1"):
-            mine(x)
-        mine.train()
-        mine[0].bias.requires_grad_(True)
-        with pytest.raises(NotServed, match=r"0\.bias"):
-            mine(x)
-
-    threads(1, body)
 
 
 def test_a_detached_twin_of_the_loss_is_an_output_too(threads):

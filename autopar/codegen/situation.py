@@ -1,0 +1,97 @@
+"""What a lowered program was made for. A call in another situation - other shapes, eval, other parameters that train, autocast - needs another program; one without gradients needs half of one."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopar.letters import BadInput
+from autopar.tracer.graph import Graph
+
+_SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.Enum, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Everything of a call that its graph depends on."""
+
+    leaves: tuple[Any, ...]                                    # of each tensor shape, dtype and whether it wants a gradient; of anything else itself
+    structure: pytree.TreeSpec
+    modes: tuple[bool, ...]                                    # of every module: does it train?
+    trained: tuple[bool, ...]                                  # of every parameter
+    autocast: tuple[bool, torch.dtype] | None
+
+    def differs(self, other: Situation) -> str:
+        """In what it differs from another one, for a person."""
+        said = []
+        if self.structure != other.structure or len(self.leaves) != len(other.leaves):
+            said.append("arguments")
+        elif self.leaves != other.leaves:
+            said += sorted({_as_text(mine) for mine, theirs in zip(self.leaves, other.leaves, strict=True) if mine != theirs})
+        said += [name for name, mine, theirs in (("train and eval", self.modes, other.modes), ("parameters that train", self.trained, other.trained), ("autocast", self.autocast, other.autocast)) if mine != theirs]
+        return ", ".join(said)
+
+
+def _as_text(leaf: Any) -> str:
+    return f"{str(leaf[1]).removeprefix('torch.')}{list(leaf[0])}" if isinstance(leaf, tuple) else repr(leaf)
+
+
+class Caller:
+    """Reads calls of one model: by whatever name or position an argument comes, it is the same call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.name = model, type(model).__name__
+        self.modules, self.parameters = list(model.modules()), list(model.parameters())
+        try:
+            self.signature: inspect.Signature | None = inspect.signature(model.forward)
+        except (TypeError, ValueError):
+            self.signature = None
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+        """The leaves of a call's arguments, by name and in the order of names."""
+        if self.signature is None:
+            return pytree.tree_flatten((args, {k: kwargs[k] for k in sorted(kwargs)}))
+        try:
+            named = self.signature.bind(*args, **kwargs).arguments
+        except TypeError as e:
+            raise BadInput(f"{self.name}.forward does not take these inputs: {e}", seen=f"forward{self.signature}", advice="the arguments of the model's own forward") from e
+        return pytree.tree_flatten({k: {name: named[k][name] for name in sorted(named[k])} if self.signature.parameters[k].kind is inspect.Parameter.VAR_KEYWORD else named[k] for k in sorted(named)})
+
+    def situation(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Situation:
+        """Of a call, now."""
+        grad = torch.is_grad_enabled()
+        return Situation(
+            tuple([(leaf.shape, leaf.dtype, grad and leaf.requires_grad) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, _SAID) else _Other(leaf) for leaf in leaves]), structure,
+            tuple([m.training for m in self.modules]), tuple([p.requires_grad for p in self.parameters]),
+            (True, torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None,
+        )
+
+    def places(self, graph: Graph) -> list[int]:
+        """Of each input of a graph, in its order: which leaf of a call it is."""
+        args, kwargs = pytree.tree_unflatten(list(range(graph.input_spec.num_leaves)), graph.input_spec)
+        order = self.arguments(args, kwargs)[0]
+        at = {leaf: order.index(i) for i, leaf in enumerate(graph.input_leaves) if isinstance(leaf, str)}
+        return [at[str(node.target)] for node in graph.inputs.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """A constant argument of the user's own type: the same if it says so."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Other) and (self.value is other.value or bool(self.value == other.value))
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+    def __repr__(self) -> str:
+        return f"<{type(self.value).__name__}>"

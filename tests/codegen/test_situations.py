@@ -1,0 +1,231 @@
+"""Calls that differ from the one a model was made for: the parallel model computes what the single-device model does, and lowers once for each kind of call."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import autopar
+from autopar import DeviceMesh
+from autopar.letters import BadInput, NotCaptured
+from autopar.request import Request
+from autopar.testing import Equality, on_threads
+from tests.models import MLP, eager_links, mlp_case
+from tests.training import whole
+
+MESHES = [DeviceMesh((2,), ("dp",)), DeviceMesh((2, 2), ("dp", "tp"))]
+
+
+def results(model, loss):
+    """Loss and gradients, and gradients gone."""
+    loss.backward()
+    found = {"loss": loss.detach(), **{n: whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}}
+    model.zero_grad()
+    return found
+
+
+def batch_of(rows, width=16, seed=1):
+    made = torch.Generator().manual_seed(seed)
+    return {k: torch.randn(rows, width, generator=made, dtype=torch.float64) for k in ("x", "y")}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("parallel", [None, "dp", "zero3", "megatron"])
+def test_batches_of_other_sizes(mesh, parallel):
+    if parallel == "megatron" and len(mesh.shape) == 1:
+        mesh = DeviceMesh((2,), ("tp",))
+    model, batch = mlp_case()
+    expected = [results(model, model(**batch_of(rows))) for rows in (8, 3, 7, 1, 8)]
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=mesh, parallel=parallel, cluster=eager_links())
+        before = {n: p.placements for n, p in mine.named_parameters()}
+        found = [results(mine, mine(**batch_of(rows))) for rows in (8, 3, 7, 1, 8)]
+        assert {n: p.placements for n, p in mine.named_parameters()} == before and len(mine._autopar.programs) == 4
+        return found
+
+    for rank in on_threads(mesh.size, body):
+        for ours, theirs in zip(rank, expected, strict=True):
+            Equality.in_float64(f"{parallel} on {mesh}", ours, theirs, 1e-9).check()
+
+
+def gpt2(**how):
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=61, n_positions=32, **how)
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def ids(rows, length):
+    made = torch.randint(0, 61, (rows, length), generator=torch.Generator().manual_seed(rows * length))
+    return {"input_ids": made, "labels": made}
+
+
+def test_train_eval_lengths_and_no_labels():
+    """A training loop with validation: another length, a last batch, eval without gradients, logits without labels, and training again. (The loss of Hugging Face is in float32.)"""
+    torch.manual_seed(3)
+    model = gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).train()
+
+    def loop(model, put):
+        put("train", results(model, model(**ids(4, 8)).loss))
+        put("longer", results(model, model(**ids(4, 12)).loss))
+        model.eval()
+        with torch.no_grad():
+            out = model(**ids(3, 8))
+            put("eval", {"loss": out.loss})
+            logits = model(input_ids=ids(2, 8)["input_ids"]).logits
+            put("logits", {"logits": whole(logits)})
+        assert not out.loss.requires_grad
+        put("eval with gradients", results(model, model(**ids(4, 8)).loss))
+        model.train()
+        put("train again", results(model, model(**ids(4, 8)).loss))
+
+    expected = {}
+    loop(model, expected.__setitem__)
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model).train(), ids(4, 8), mesh=MESHES[1], cluster=eager_links())
+        found = {}
+        loop(mine, found.__setitem__)
+        return found
+
+    for rank in on_threads(4, body):
+        for name, theirs in expected.items():
+            Equality.in_float64(name, rank[name], theirs, 1e-6).check()
+
+
+def test_dropout_stops_in_eval_and_parameters_thaw():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+    model[0].requires_grad_(False)
+    x, mean = torch.randn(6, 8).double(), (lambda out, inputs: out.square().mean())
+    expected = {}
+    own = copy.deepcopy(model).eval()
+    expected["frozen"] = results(own, own(x).square().mean())
+    own.requires_grad_(True)
+    expected["thawed"] = results(own, own(x).square().mean())
+    own[2].bias.requires_grad_(False)
+    expected["frozen again"] = results(own, own(x).square().mean())
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), (x,), mesh=2, loss=mean, cluster=eager_links()).eval()
+        found = {"frozen": results(mine, mine(x)[0])}
+        mine.requires_grad_(True)
+        found["thawed"] = results(mine, mine(x)[0])
+        mine[2].bias.requires_grad_(False)
+        found["frozen again"] = results(mine, mine(x)[0])
+        return found
+
+    for rank in on_threads(2, body):
+        for name, theirs in expected.items():
+            Equality.in_float64(name, rank[name], theirs, 1e-9).check()
+
+
+def test_one_kind_of_call_is_planned_once_however_it_is_written(monkeypatch):
+    model, batch = mlp_case()
+    planned = []
+    again = Request.plan_again
+    monkeypatch.setattr(Request, "plan_again", lambda self, graph, first: planned.append(graph) or again(self, graph, first))
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, cluster=eager_links())
+        for call in (lambda b: mine(**b), lambda b: mine(b["x"], b["y"]), lambda b: mine(b["x"], y=b["y"]), lambda b: mine(y=b["y"], x=b["x"])):
+            values = {call(batch).item(), call(batch).item()}
+            assert len(values) == 1
+        with torch.no_grad():
+            assert mine(**batch).item() in values
+        with torch.inference_mode():
+            assert mine(**batch).item() in values
+        before = len(mine._autopar.programs)
+        for _ in range(2):
+            mine(**batch_of(5))
+        return before, len(mine._autopar.programs)
+
+    assert on_threads(2, body) == [(2, 3)] * 2 and len(planned) == 1
+
+
+def test_under_autocast_it_computes_as_eager_does_under_autocast():
+    model, batch = MLP(16), {k: v.float() for k, v in batch_of(8).items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = results(model, model(**batch))
+    plain = results(model, model(**batch))
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", cluster=eager_links())
+        found = [results(mine, mine(**batch))]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = mine(**batch)
+        return [*found, results(mine, loss)]
+
+    for without, within in on_threads(2, body):
+        assert all(torch.allclose(within[k], expected[k], rtol=2e-2, atol=1e-3) for k in expected) and not torch.equal(within["loss"], without["loss"])
+        assert torch.allclose(without["loss"], plain["loss"], rtol=1e-6)
+
+
+def test_inputs_that_want_gradients_get_them():
+    model, batch = mlp_case()
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, cluster=eager_links())
+        mine(**batch).backward()
+        x = batch["x"].clone().requires_grad_()
+        mine(x, batch["y"]).backward()
+        return x.grad
+
+    x = batch["x"].clone().requires_grad_()
+    model(x, batch["y"]).backward()
+    for gradient in on_threads(2, body):
+        torch.testing.assert_close(gradient, x.grad)
+
+
+def test_hooks_of_the_model_itself_run_once_and_later_ones_too():
+    model, batch = mlp_case()
+    model.register_forward_hook(lambda module, args, out: out * 2)
+    expected = model(**batch).item()
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, cluster=eager_links())
+        first = mine(**batch).item()
+        mine.register_forward_hook(lambda module, args, out: out * 10)
+        return first, mine(**batch).item(), mine(**batch_of(5)).item()
+
+    five = model(**batch_of(5)).item()
+    for found in on_threads(2, body):
+        assert found == pytest.approx((expected, expected * 10, five * 10), rel=1e-9)
+
+
+@pytest.mark.parametrize("call, letter, match", [
+    (lambda m, b: m(b["x"], b["y"], 3), BadInput, "does not take these inputs"),
+    (lambda m, b: m(), BadInput, "missing a required argument"),
+    (lambda m, b: m(x=b["x"][:4], y=b["y"]), NotCaptured, "by itself"),
+    (lambda m, b: m(x=b["x"].float(), y=b["y"]), NotCaptured, "float32 and float64"),
+    (lambda m, b: m(x=b["x"][:, :3], y=b["y"]), NotCaptured, "by itself"),
+    (lambda m, b: m(x=3, y=b["y"]), NotCaptured, "by itself"),
+])
+def test_a_wrong_call_is_a_letter_before_any_collective(call, letter, match):
+    """On one rank of two: it does not wait for the other."""
+    model, batch = mlp_case()
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2)
+        if rank == 0:
+            with pytest.raises(letter, match=match):
+                call(mine, batch)
+        return mine(**batch).item()
+
+    assert on_threads(2, body) == [pytest.approx(model(**batch).item())] * 2
+
+
+def test_only_so_many_programs_are_kept(monkeypatch):
+    from autopar.codegen import module
+
+    monkeypatch.setattr(module, "_MOST_PROGRAMS", 3)
+    model, batch = mlp_case()
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2)
+        values = [mine(**batch_of(rows)).item() for rows in (1, 2, 3, 4, 1)]
+        return len(mine._autopar.programs), values[0] == values[-1]
+
+    assert on_threads(2, body) == [(3, True)] * 2
