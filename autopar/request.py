@@ -30,6 +30,7 @@ from autopar.tracer.graph import Graph
 from autopar.tracer.precision import Precision
 
 _RESERVE = 0.1                                                 # of a device's memory, for what no plan counts: the allocator's gaps, the libraries
+_MOST_TRIED = 4                                                # constraints that are left out one at a time to see which a budget breaks on
 _UNITS = {"": 1, "B": 1, **{f"{u}iB": 2**(10 * (i + 1)) for i, u in enumerate("KMGT")}, **{f"{u}B": 10**(3 * (i + 1)) for i, u in enumerate("KMGT")}}
 
 
@@ -129,6 +130,27 @@ class Request:
             if self.parallel is None or self.constraints:
                 raise
             raise BadPreset(f"parallel={self.parallel!r} does not fit this model on mesh {mesh}: {e.what}", at=e.at, seen=e.seen, advice="another preset, or constraints beside it that free what is named") from e
+        except Infeasible as e:
+            if (self.parallel is None and not self.constraints) or math.isinf(self.budget):
+                raise
+            raise Infeasible(e.what, at=e.at, seen=f"{e.seen}; {self._in_the_way(graph, mesh, until)}", advice=e.advice) from e
+
+    def _in_the_way(self, graph: Graph, mesh: DeviceMesh, until: float) -> str:
+        """Which constraints a budget breaks on: without which of them there is a plan."""
+        def fits(**freer: Any) -> bool:
+            try:
+                replace(self, **freer)._planned(graph, mesh, math.inf, until)
+            except (Infeasible, BadConstraint, BadPreset):
+                return False
+            return True
+
+        given = dict(self.constraints or {})
+        parts: list[tuple[str, dict[str, Any]]] = [(f"parallel={self.parallel!r}", {"parallel": None})] if self.parallel is not None else []
+        parts += [(f"the constraint {pattern!r}", {"constraints": {p: w for p, w in given.items() if p != pattern}}) for pattern in list(given)[:_MOST_TRIED]]
+        if not fits(parallel=None, constraints=None):
+            return "without the constraints there is none either"
+        guilty = [what for what, freer in parts if fits(**freer)] if len(parts) > 1 else [parts[0][0]]
+        return f"there is one without {' or without '.join(guilty) if guilty else 'all of the constraints together'}"
 
     def _planned(self, graph: Graph, mesh: DeviceMesh, known: float, until: float) -> Plan:
         preset = constraints_of(self.parallel, graph, mesh) if self.parallel is not None else None

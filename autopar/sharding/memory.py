@@ -116,6 +116,8 @@ class _Pieces:
                 self._values(node)
         for e, (value, target) in enumerate(self.ends):
             self._conversion(e, value, target)
+        for name, type_ in self.graph.unread if self.sites else ():        # whole on every device, whatever is chosen
+            self._add("parameters" if name.startswith("parameter ") else "inputs and buffers", 0, np.full(len(self.sites[0].choices), float(type_.nbytes)), 0, 2 * self.n)
         return Memory(tuple(self.pieces), tuple(info(n).key for n in self.ops))
 
     def _read_graph(self) -> None:

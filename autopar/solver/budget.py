@@ -26,7 +26,7 @@ ROUNDS = 16                                                    # of prices, at l
 _MOST_ROUNDS, _WORK = 64, 1 << 21                              # more of them where tables are small: so many entries in all
 _SAME, _MET = 1e-12, 1e-9
 _WORTH, _LITTLE = 1e-6, 0.03                                   # of a bound, and of a gap: what is not worth a round
-_TINY = 1e-30
+_TINY, _ROUNDING = 1e-30, 1e-12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,7 +186,7 @@ class Budgeted:
             if min(p.peak for p in points) <= guess * 1.001 or weights in done:
                 break
         for w in (before, weights):
-            bound = max(bound, self.at(w, 0.0)[1])
+            bound = max(bound, self.at(w, 0.0)[1] / max(1.0, sum(w.values())) * (1 - _ROUNDING))      # weights that a program has rounded up would claim too much
         points = [p for p in points if math.isfinite(p.seconds)] or [first]
         best = min(points, key=lambda p: (p.peak, p.seconds))
         for share in (0.3, 0.5, 0.7):                          # plans met on the way to budgets between the two
@@ -194,7 +194,7 @@ class Budgeted:
                 break
             found = self.fastest(bound + (best.peak - bound) * share, 0.02).points
             best = min([best, *found], key=lambda p: (p.peak, p.seconds))
-        return best, bound
+        return best, min(bound, best.peak)
 
     def _peaks(self, point: Point) -> list[int]:
         """Where a plan holds most: in the forward, in each half of the backward, and in the optimizer's step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -194,6 +195,8 @@ class Plan:
             if d.kind in ("parameter", "input") and any(fnmatchcase(name, pattern) for pattern in patterns or ("*",)):
                 arrives = {c.value[1].text(self.mesh.axes) for c in self.conversions if c.source == name}
                 stored = values(d.flows()).text(self.mesh.axes)
+                if d.kind == "parameter" and (self.precision or any(c.source == f"{name}:shared" for c in self.conversions)):
+                    arrives |= {"*", stored}                   # several uses may want several things; and what a cast hands on is not told by its name
                 policy = ("; regathered" if name in self.regathered else "; kept") + ("; each" if name in self.scattered else "; end") if d.kind == "parameter" else ""
                 use = arrives.pop() if len(arrives) == 1 else "*" if arrives else stored
                 found[escape(name)] = f"{stored}; {use}{policy}" if policy else use
@@ -201,6 +204,8 @@ class Plan:
 
     def diff(self, other: Plan) -> str:
         """The sites that differ, this plan first."""
+        if not isinstance(other, Plan):
+            raise BadPlan(f"{other!r} is no plan to compare with")
         lines = [] if self.mesh == other.mesh else [f"mesh: {self.mesh} | {other.mesh}"]
         for name in dict.fromkeys((*self.decisions, *other.decisions)):
             mine, theirs = self.decisions.get(name), other.decisions.get(name)
@@ -267,7 +272,7 @@ class Plan:
                            tuple(Step.parse(s, mesh) for s in c["forward"]), tuple(Step.parse(s, mesh) for s in c["backward"]), float(c["seconds"]))
                 for c in data["conversions"]
             )
-            return Plan(
+            made = Plan(
                 mesh, str(data["cluster"]), decisions, conversions, frozenset(data["regathered"]), float(data["step_time_s"]), float(data["lower_bound_s"]),
                 {str(k): int(v) for k, v in data["parameter_bytes"].items()}, str(data["digest"]), data["optimizer"] if isinstance(data["optimizer"], (int, float)) else str(data["optimizer"]),
                 tuple(map(str, data["without_rule"])), tuple(map(str, data["assumptions"])), tuple((str(a), str(b)) for a, b in data["defaults"]),
@@ -275,14 +280,23 @@ class Plan:
                 tuple((str(m), float(s), float(b), int(p), str(w)) for m, s, b, p, w in data["meshes"]),
                 float(data["beside_s"]), float(data["hidden_s"]), int(data["accumulation"]), (str(data["precision"][0]), str(data["precision"][1])) if data["precision"] else None, frozenset(data["scattered"]),
             )
+            if not all(map(math.isfinite, (made.step_time_s, made.lower_bound_s, made.beside_s, made.hidden_s, *([made.optimizer] if isinstance(made.optimizer, (int, float)) else []), *(d.seconds for d in decisions.values()),
+                                           *(c.seconds for c in conversions)))):
+                raise ValueError("a number that is not finite")
+            if set(made.parameter_bytes) != {name for name, d in decisions.items() if d.kind == "parameter"}:
+                raise ValueError("sizes of other parameters than are decided")
+            return made
         except Letter:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
             raise BadPlan("this is not a plan", seen=f"{type(e).__name__}: {e}") from e
 
     def save(self, path: str | Path) -> None:
         """Write JSON: data only."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        try:
+            Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        except (OSError, TypeError) as e:
+            raise BadPlan(f"the plan cannot be written to {path}", seen=f"{type(e).__name__}: {e}") from e
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -293,6 +307,8 @@ class Plan:
 
     def validate(self, model: torch.nn.Module) -> None:
         """Raise a letter unless the plan's parameters are the model's."""
+        if not hasattr(model, "named_parameters"):
+            raise BadPlan(f"{model!r} is no model")
         sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters(remove_duplicate=False)}
         for name, nbytes in self.parameter_bytes.items():
             if sizes.get(name) != nbytes:

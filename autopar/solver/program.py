@@ -124,7 +124,7 @@ def plan_of(space: Space, picked: Sequence[int], bound: float, defaults: Sequenc
     sizes = {s.name: s.bytes for s in sites if s.kind == "parameter"}
     without_rule = tuple(s.name for s in sites if not s.has_rule)
     pairs = [(w.times, *w.seconds(picked, space.edges)) for w in space.windows]
-    beside, hidden = sum(times * moved for times, moved, _ in pairs), sum(times * min(moved, run) for times, moved, run in pairs)
+    beside, hidden = float(sum(times * moved for times, moved, _ in pairs)), float(sum(times * min(moved, run) for times, moved, run in pairs))
     total -= hidden
     return Plan(space.mesh, str(space.cluster), decisions, tuple(conversions), regathered, total, min(bound, total), sizes, space.digest, space.optimizer,
                 without_rule, tuple(assumptions), tuple(defaults), *_peak(space, picked), None if budget is None else int(budget), beside_s=beside, hidden_s=hidden, accumulation=space.accumulation, scattered=scattered)

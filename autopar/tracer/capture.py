@@ -30,9 +30,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autopar.letters import NotCaptured
+from autopar.letters import Letter, NotCaptured
 from autopar.runtime.private import clean_room
-from autopar.tracer.graph import Assume, Graph, Leaf, TensorType
+from autopar.tracer.graph import Assume, Graph, Leaf, TensorType, info
 from autopar.tracer.passes import canonicalise
 from autopar.tracer.precision import Precision, computing_in, sink
 from autopar.tracer.recorder import Recorder, is_ours
@@ -48,7 +48,7 @@ class ColoTracer(fx.Tracer):
         """Trace `root` on inputs of these shapes; with `loss`, trace `loss(outputs, inputs)` too and return (loss, outputs); with `precision`, as it computes on casts of its parameters and inputs."""
         if not isinstance(root, torch.nn.Module):
             raise NotCaptured(f"the model is a {type(root).__name__}, and no torch.nn.Module", advice="a module whose forward is what you would parallelise")
-        with telling_whose_error(root, meta_inputs, loss):
+        with telling_whose_error():
             graph, made = self._capture(root, meta_inputs, assume, loss, precision)
         refuse_survivors(made)
         return graph
@@ -78,7 +78,10 @@ class ColoTracer(fx.Tracer):
                             given = pytree.tree_map_only(Tensor, precision.cast, (args, kwargs)) if precision else (args, kwargs)
                             outputs = root(*given[0], **given[1])
                             if loss is not None:
-                                outputs = (loss(outputs, kwargs or args), outputs)
+                                value = loss(outputs, kwargs or args)
+                                if not isinstance(value, Tensor):
+                                    raise NotCaptured(f"loss= returned {value!r}", advice="a tensor that is computed from the outputs")
+                                outputs = (value, outputs)
                         recorder.notice_changes()
                     outputs, dropped = without_caches(outputs)
                     learn_dataclasses(outputs)
@@ -97,6 +100,7 @@ class ColoTracer(fx.Tracer):
             )
             sink(casts)
             graph = canonicalise(graph)
+            graph = dataclasses.replace(graph, unread=unread_by(graph, root))
             refuse_detached(recorder)
             for where, _ in recorder.assume.branches:
                 if where not in recorder.asked:
@@ -117,34 +121,31 @@ def refuse_other_arguments(root: torch.nn.Module, args: Any, kwargs: Any) -> Non
 
 
 @contextlib.contextmanager
-def telling_whose_error(root: torch.nn.Module, meta_inputs: Any, loss: Callable[..., Any] | None) -> Iterator[None]:
-    """An error that the model makes by itself on inputs of these shapes is told as the model's, with its place."""
+def telling_whose_error() -> Iterator[None]:
+    """What the model's own code, or torch on its behalf, raises on inputs of these shapes is told as the model's, with its place. What is raised in autopar stays as it is."""
     try:
         yield
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError) as e:
-        try:
-            _run_on_fakes(root, *as_call(meta_inputs), loss)
-        except type(e) as own:
-            if str(own) != str(e):
-                raise e from None
-            frames = [f for f in traceback.extract_tb(own.__traceback__) if not is_ours(f.filename)]
-            at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
-            seen = ", ".join(f"{name} {TensorType.of(leaf)}" if isinstance(leaf, Tensor) else f"{name} of type {type(leaf).__name__}" for name, leaf in zip(leaf_names(*as_call(meta_inputs)), pytree.tree_leaves(as_call(meta_inputs)), strict=True))
-            raise NotCaptured(f"the model fails on these inputs by itself: {own}", at=at, seen=seen, advice="tensors of the shapes and dtypes that the model is called with; nothing but shapes and dtypes is known of them here") from e
-        except Exception:
-            pass
+    except Letter:
         raise
+    except Exception as e:
+        frames = traceback.extract_tb(e.__traceback__)
+        users = [i for i, f in enumerate(frames) if not is_ours(f.filename)]
+        ours = [f.name for f in frames[users[-1] + 1:] if f.filename.startswith(_HERE)] if users else []
+        if not users or ours[-1:] not in ([], ["execute"], ["fake"]):                                # the last of us that it passed ran one of torch's functions
+            raise
+        at = frames[users[-1]]
+        raise NotCaptured(f"the model raises {type(e).__name__} on these inputs: {e}", at=f"{os.path.basename(at.filename)}:{at.lineno}, in {at.name}",
+                          advice="inputs of the shapes and dtypes that it is called with; it was run on shapes alone: an op that cannot be needs torch.library.register_fake") from e
 
 
-def _run_on_fakes(root: torch.nn.Module, args: Any, kwargs: Any, loss: Callable[..., Any] | None) -> None:
-    """The forward, with nothing of autopar in it."""
-    with keeping_defaults(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = Fakes(mode)
-        held = {n: fake(t) for n, t in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))}
-        args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
-        outputs = torch.func.functional_call(root, held, args, kwargs)
-        if loss is not None:
-            loss(outputs, kwargs or args)
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def unread_by(graph: Graph, root: torch.nn.Module) -> tuple[tuple[str, TensorType], ...]:
+    """Parameters and buffers that lie in memory, and that no output or update needs."""
+    read = {name for node in graph.nodes for name in (info(node).key, *info(node).names) if info(node).kind in ("parameter", "buffer")}
+    held = (("parameter", root.named_parameters()), ("buffer", root.named_buffers()))
+    return tuple((f"{kind} {name}", TensorType.of(tensor)) for kind, tensors in held for name, tensor in tensors if name not in read)
 
 
 def refuse_survivors(made: list[weakref.ref[Tensor]]) -> None:

@@ -104,6 +104,7 @@ class Graph:
     updates: tuple[tuple[str, str], ...] = ()                  # ("buffer", name) or ("input", name): their new values are the last entries of the output node
     assumptions: tuple[str, ...] = ()
     training: bool = True
+    unread: tuple[tuple[str, TensorType], ...] = ()            # ("parameter name" or "buffer name", its type): what the model holds and no op reads
 
     @property
     def nodes(self) -> Iterator[fx.Node]:

@@ -198,10 +198,10 @@ def test_hooks_of_the_model_itself_run_once_and_later_ones_too():
 @pytest.mark.parametrize("call, letter, match", [
     (lambda m, b: m(b["x"], b["y"], 3), BadInput, "does not take these inputs"),
     (lambda m, b: m(), BadInput, "missing a required argument"),
-    (lambda m, b: m(x=b["x"][:4], y=b["y"]), NotCaptured, "by itself"),
+    (lambda m, b: m(x=b["x"][:4], y=b["y"]), NotCaptured, "raises RuntimeError"),
     (lambda m, b: m(x=b["x"].float(), y=b["y"]), NotCaptured, "float32 and float64"),
-    (lambda m, b: m(x=b["x"][:, :3], y=b["y"]), NotCaptured, "by itself"),
-    (lambda m, b: m(x=3, y=b["y"]), NotCaptured, "by itself"),
+    (lambda m, b: m(x=b["x"][:, :3], y=b["y"]), NotCaptured, "raises RuntimeError"),
+    (lambda m, b: m(x=3, y=b["y"]), NotCaptured, "raises TypeError"),
 ])
 def test_a_wrong_call_is_a_letter_before_any_collective(call, letter, match):
     """On one rank of two: it does not wait for the other."""

@@ -10,9 +10,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import autopar
 from autopar import DeviceMesh
@@ -32,8 +34,8 @@ def meta_gpt2(layers=2, batch=16, length=128, **how):
 
 
 WAYS = {
-    "free": {}, "four micro-batches": dict(accumulation=4), "zero3 of three": dict(parallel="zero3", accumulation=3), "mixed": dict(precision=autopar.Precision()),
-    "mixed, zero3, two": dict(precision=autopar.Precision(), parallel="zero3", accumulation=2), "2d": dict(parallel="2d"), "states of 12 bytes": dict(optimizer=12), "tight": dict(memory_budget=0.85),
+    "free": {}, "four micro-batches": dict(accumulation=4), "zero3 of three": dict(parallel="zero3", accumulation=3), "mixed": dict(precision=autopar.Precision("bfloat16", "bfloat16")),
+    "mixed, zero3, two": dict(precision=autopar.Precision("bfloat16", "bfloat16"), parallel="zero3", accumulation=2), "2d": dict(parallel="2d"), "states of 12 bytes": dict(optimizer=12), "tight": dict(memory_budget=0.85),
 }
 
 
@@ -202,3 +204,55 @@ def test_the_smallest_budget_and_its_bound_are_those_of_trying_everything(layers
     assert autopar.plan(model, batch, mesh=2, memory_budget=named).peak_bytes <= named
     with pytest.raises(Infeasible):
         autopar.plan(model, batch, mesh=2, memory_budget=bound - 1)
+
+
+class Tied(nn.Module):
+    """A weight with two uses, which may want two things."""
+
+    def __init__(self, width=1024, words=50257):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, a, y):
+        return F.cross_entropy(self.head(self.embed(a)).flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("precision", [None, autopar.Precision()])
+def test_what_a_plan_decided_gives_the_same_plan_again(precision):
+    with torch.device("meta"):
+        model, batch = Tied(), {k: torch.zeros(16, 512, dtype=torch.long) for k in ("a", "y")}
+    how = dict(mesh=(8,), cluster="h100-8x1", memory_budget="inf", precision=precision)
+    plan = autopar.plan(model, batch, **how)
+    assert autopar.plan(model, batch, constraints=plan.constraints(), **how).step_time_s == pytest.approx(plan.step_time_s, rel=1e-6)
+
+
+def test_what_no_op_reads_lies_in_memory_too():
+    model = nn.Linear(8, 8)
+    model.spare = nn.Parameter(torch.empty(2**30, device="meta"))
+    with pytest.raises(autopar.Infeasible) as letter:
+        autopar.plan(model, (torch.zeros(8, 8),), mesh=(2,), memory_budget="1MiB", loss=lambda out, inputs: out.sum())
+    least = int(letter.value.advice.split("=")[1].split(",")[0])
+    assert least > 2**32 and int(letter.value.seen.split(" bytes")[0].replace(",", "")) <= least
+    assert autopar.plan(model, (torch.zeros(8, 8),), mesh=(2,), memory_budget=least, loss=lambda out, inputs: out.sum()).memory["parameters"] >= 2**32
+
+
+def test_a_budget_names_the_constraint_that_it_breaks_on():
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)), torch.zeros(512, 1024)
+    how = dict(mesh=(8,), cluster="h100-8x1", loss=lambda out, inputs: out.square().mean())
+    for pins, named in ((dict(constraints={"*.weight": "R", "*.bias": "R"}), r"without the constraint '\*\.weight'"), (dict(parallel="dp"), "without parallel='dp'")):
+        with pytest.raises(autopar.Infeasible, match=named):
+            autopar.plan(model, (x,), memory_budget="60MiB", **how, **pins)
+    with pytest.raises(autopar.Infeasible, match="without the constraints there is none either"):
+        autopar.plan(model, (x,), memory_budget="1MiB", parallel="dp", **how)
+
+
+@pytest.mark.parametrize("key, value", [("budget", "1e400"), ("precision", '"x"'), ("parameter_bytes", "{}"), ("step_time_s", "1e400"), ("optimizer", "1e400")])
+def test_a_damaged_file_is_a_letter(key, value, tmp_path):
+    data = autopar.plan(nn.Linear(6, 3), (torch.zeros(4, 6),), mesh=(2,)).to_dict()
+    assert json.dumps(autopar.Plan.from_dict(data).to_dict()) == json.dumps(data)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**data, key: "@@"}).replace('"@@"', value))
+    with pytest.raises(autopar.letters.BadPlan):
+        autopar.Plan.load(path)

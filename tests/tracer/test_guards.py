@@ -132,7 +132,8 @@ def test_4_the_region_of_a_checkpoint_is_lost_without_its_tag(off):
 
 def test_4_the_casts_of_autocast_are_lost_without_a_look_at_it(off):
     off(recorder.Casts, "on", lambda _: False)
-    wrong(mixed, "outputs")
+    with pytest.raises(NotCaptured, match="bfloat16 and float32"):       # one product is left in what was another's dtype
+        wrong(mixed, "outputs")
 
 
 # 5
@@ -258,3 +259,27 @@ def test_two_parameters_on_one_memory_train_otherwise(off):
     with torch.no_grad():
         model[0].weight.zero_()
     assert not model[1].weight.any()                                                  # eager has one
+
+
+class Leaves(nn.Module):
+    """Sets what it has computed, and then fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.last = self.a(x)
+        return {"key": self.last}["another"]
+
+
+def test_what_the_models_own_code_raises_is_told_and_leaves_nothing():
+    model = Leaves()
+    with pytest.raises(NotCaptured, match="raises KeyError on these inputs: 'another'") as letter:
+        ColoTracer().trace(model, (torch.zeros(2, 4),))
+    assert "test_guards.py" in letter.value.at and not hasattr(model, "last")
+    for loss, said in ((lambda out, inputs: 3.0, "returned 3.0"), (lambda out, inputs: inputs["y"], "raises TypeError")):
+        with pytest.raises(NotCaptured, match=said):
+            ColoTracer().trace(nn.Linear(4, 4), (torch.zeros(2, 4),), loss=loss)
+    with pytest.raises(NotCaptured, match="float32 and float64"):
+        ColoTracer().trace(nn.Linear(4, 4), (torch.zeros(2, 4).double(),))
