@@ -13,7 +13,7 @@ import contextlib
 import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,10 @@ class Joint:
     outputs: int
     differentiable: tuple[int, ...]                            # outputs that have a tangent
     gradients: tuple[int, ...]                                 # primals that get a gradient
+    hold: fx.Graph                                             # as `backward`, but gradients of parameters come before they are reduced
+    settle: fx.Graph                                           # gradients of parameters as `hold` leaves them -> as `backward` does
+    waits: tuple[int, ...]                                     # which of `gradients` are those,
+    settled_from: tuple[int, ...]                              # and which of those `settle` takes
 
     @property
     def collectives(self) -> tuple[str, ...]:
@@ -49,23 +53,24 @@ class Joint:
         return tuple(_described(n) for g in (self.forward, self.backward) for n in g.nodes if n.target in COLLECTIVES)
 
 
-def lower_jointly(program: LocalProgram, differentiable: Sequence[int], regathered: Iterable[str] = (), device: str = "cpu") -> Joint:
-    """Trace, rewrite, split. The same program is lowered once in a process."""
-    key = (program.fingerprint, tuple(differentiable), tuple(sorted(regathered)), device)
+def lower_jointly(program: LocalProgram, differentiable: Sequence[int], regathered: Iterable[str] = (), scattered: Iterable[str] = (), device: str = "cpu") -> Joint:
+    """Trace, rewrite, split. The same program is lowered once in a process. Gradients of `scattered` parameters are reduced in every micro-batch."""
+    key = (program.fingerprint, tuple(differentiable), tuple(sorted(regathered)), tuple(sorted(scattered)), device)
     with LOCK:
         if key not in _LOWERED:
             while len(_LOWERED) >= 64:
                 _LOWERED.pop(next(iter(_LOWERED)))
-            _LOWERED[key] = _lower(program, differentiable, set(regathered), device)
+            _LOWERED[key] = _lower(program, differentiable, set(regathered), set(scattered), device)
         return _LOWERED[key]
 
 
 _LOWERED: dict[Any, Joint] = {}
 
 
-def _lower(program: LocalProgram, differentiable: Sequence[int], regathered: set[str], device: str) -> Joint:
+def _lower(program: LocalProgram, differentiable: Sequence[int], regathered: set[str], scattered: set[str], device: str) -> Joint:
     with clean_room():
         joint = _trace(program, differentiable, device)
+    joint.reduced_at_once = {joint.primals[len(program.inputs) + i] for i, name in enumerate(program.parameters) if name in scattered}
     for one in PASSES:
         one(joint)
         verify(joint, one.__name__)
@@ -84,15 +89,20 @@ class JointGraph:
     gradients: list[fx.Node | None]                            # of `wanted`, None where the outputs do not depend on it
     wanted: list[int]                                          # primals that want a gradient
     differentiable: tuple[int, ...]
+    inputs: int                                                # so many primals are inputs: their gradients are nobody's but the caller's
+    reduced_at_once: set[fx.Node] = field(default_factory=set) # parameters whose gradients never wait
+    held: list[fx.Node | None] = field(default_factory=list)   # of each gradient of a parameter: what waits while micro-batches accumulate,
+    cuts: list[fx.Node | None] = field(default_factory=list)   # and where it stands in the way to that gradient
 
     def write_output(self) -> None:
         """Put outputs and gradients back as the graph's output, after a pass has changed them."""
         node = self.graph.output_node()
-        node.args = ((*self.outputs, *self.gradients),)
+        node.args = ((*self.outputs, *self.gradients, *self.held),)
 
     def read_output(self) -> None:
         values = list(self.graph.output_node().args[0])        # type: ignore[arg-type]
-        self.outputs, self.gradients = values[: len(self.outputs)], values[len(self.outputs):]   # type: ignore[assignment]
+        first, last = len(self.outputs), len(self.outputs) + len(self.gradients)
+        self.outputs, self.gradients, self.held = values[:first], values[first:last], values[last:]   # type: ignore[assignment]
 
 
 def _trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> JointGraph:
@@ -133,7 +143,7 @@ def _trace(program: LocalProgram, differentiable: Sequence[int], device: str) ->
     nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
     flat = list(made.graph.output_node().args[0])              # type: ignore[arg-type]
     count = len(program.fx.output_node().args[0])              # type: ignore[arg-type]
-    return JointGraph(made.graph, nodes[: len(primals)], nodes[len(primals):], flat[:count], flat[count:], wanted, tuple(differentiable))   # type: ignore[arg-type]
+    return JointGraph(made.graph, nodes[: len(primals)], nodes[len(primals):], flat[:count], flat[count:], wanted, tuple(differentiable), len(program.inputs))   # type: ignore[arg-type]
 
 
 def _writes(node: fx.Node) -> bool:
@@ -187,6 +197,32 @@ def drop_noise(joint: JointGraph) -> None:
     joint.read_output()
 
 
+def mark_what_waits(joint: JointGraph) -> None:
+    """Of each gradient of a parameter, put what it is before its first reduction beside it: that is what micro-batches add up.
+
+    before    h = to(g, f32);  a = all_reduce(h, "dp");  return loss, a
+    after     h = to(g, f32);  a = all_reduce(h, "dp");  return loss, a, h
+    """
+    held: list[fx.Node | None] = []
+    for i, gradient in zip(joint.wanted, joint.gradients, strict=True):
+        cut = node = gradient if i >= joint.inputs else None
+        while node is not None and joint.primals[i] not in joint.reduced_at_once and _settles(node):
+            cut = node.args[0] if node.target in _REDUCTIONS else cut
+            node = node.args[0]                                # type: ignore[assignment]
+        held.append(cut)                                       # type: ignore[arg-type]
+    joint.held = held
+    joint.write_output()
+
+
+def _settles(node: fx.Node) -> bool:
+    """Is this a step of a gradient alone, linear in it, that nothing else reads?"""
+    is_step = node.target in STEPS.values() or node.target in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default) or _is_view(node)
+    return node.op == "call_function" and is_step and len(node.all_input_nodes) == 1 and isinstance(node.args[0], fx.Node) and len(node.args[0].users) == 1
+
+
+_REDUCTIONS = (STEPS["all_reduce"], STEPS["reduce_scatter"])
+
+
 def bucket_gradient_reductions(joint: JointGraph) -> None:
     """Gradients that are reduced over one axis travel together, a bucket at a time.
 
@@ -196,7 +232,7 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
     waiting: dict[Any, list[fx.Node]] = {}
     for node in joint.graph.find_nodes(op="call_function", target=STEPS["all_reduce"]):
-        if node in joint.gradients and len(node.users) == 1:
+        if node in joint.gradients[_first_of_parameters(joint):] and set(node.users) == {joint.graph.output_node()}:
             waiting.setdefault((node.args[1], node.meta["val"].dtype), []).append(node)
     for (axis, _), reductions in waiting.items():
         for bucket in _buckets(reductions):
@@ -214,6 +250,10 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
                 node.replace_all_uses_with(last)
                 joint.graph.erase_node(node)
     joint.read_output()
+
+
+def _first_of_parameters(joint: JointGraph) -> int:
+    return sum(i < joint.inputs for i in joint.wanted)
 
 
 BUCKET_BYTES = 25 * 2**20
@@ -235,18 +275,21 @@ def own_gradients(joint: JointGraph) -> None:
     before    return loss, g, g                                    # one buffer handed out twice
     after     h = clone(g);  return loss, g, h
     """
-    seen = {_buffer_of(n) for n in (*joint.primals, *joint.tangents, *joint.outputs)}
-    owned: list[fx.Node | None] = []
-    for gradient in joint.gradients:
-        if gradient is not None:
-            if _buffer_of(gradient) in seen or not gradient.meta["val"].is_contiguous():
-                with joint.graph.inserting_before(joint.graph.output_node()):
-                    clone = joint.graph.call_function(torch.ops.aten.clone.default, (gradient,), {"memory_format": torch.contiguous_format})
-                clone.meta["val"] = gradient.meta["val"].contiguous() if not gradient.meta["val"].is_contiguous() else gradient.meta["val"]
-                gradient = clone
-            seen.add(_buffer_of(gradient))
-        owned.append(gradient)
-    joint.gradients = owned
+    def owned(values: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+        seen, found = {_buffer_of(n) for n in (*joint.primals, *joint.tangents, *joint.outputs)}, list[fx.Node | None]()
+        for value in values:
+            if value is not None:
+                if _buffer_of(value) in seen or not value.meta["val"].is_contiguous():
+                    with joint.graph.inserting_before(joint.graph.output_node()):
+                        clone = joint.graph.call_function(torch.ops.aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
+                    clone.meta["val"] = value.meta["val"].contiguous() if not value.meta["val"].is_contiguous() else value.meta["val"]
+                    value = clone
+                seen.add(_buffer_of(value))
+            found.append(value)
+        return found
+
+    joint.cuts = list(joint.held)
+    joint.gradients, joint.held = owned(joint.gradients), owned(joint.held)
     joint.write_output()
 
 
@@ -271,14 +314,14 @@ def _is_view(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
 
 
-PASSES: tuple[Callable[[JointGraph], None], ...] = (write_out_conversions, drop_noise, bucket_gradient_reductions, own_gradients)
+PASSES: tuple[Callable[[JointGraph], None], ...] = (write_out_conversions, drop_noise, mark_what_waits, bucket_gradient_reductions, own_gradients)
 
 
 def verify(joint: JointGraph, after: str) -> None:
     """A legal joint graph: well-formed, no conversion left unwritten, outputs and gradients where they are said to be."""
     joint.graph.lint()
     assert not joint.graph.find_nodes(op="call_function", target=CONVERT), after
-    assert tuple(joint.graph.output_node().args[0]) == (*joint.outputs, *joint.gradients), after    # type: ignore[arg-type]
+    assert tuple(joint.graph.output_node().args[0]) == (*joint.outputs, *joint.gradients, *joint.held), after    # type: ignore[arg-type]
     assert len(joint.gradients) == len(joint.wanted), after
 
 
@@ -313,7 +356,31 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
     first = _build(joint.graph, joint.primals, {n for n in forward if n.op == "call_function"}, [*joint.outputs, *saved])
     second = _build(joint.graph, [*saved, *joint.tangents], {n for n in backward | extra if n.op == "call_function"}, present)
     gets = tuple(i for i, g in zip(joint.wanted, joint.gradients, strict=True) if g is not None)
-    return Joint(first, second, len(joint.outputs), joint.differentiable, gets)
+    return Joint(first, second, len(joint.outputs), joint.differentiable, gets, *_for_accumulation(joint, [*saved, *joint.tangents]))
+
+
+def _for_accumulation(joint: JointGraph, inputs: Sequence[fx.Node]) -> tuple[fx.Graph, fx.Graph, tuple[int, ...], tuple[int, ...]]:
+    """The backward up to what waits, the rest of it, which of the gradients wait, and which of those the rest begins from."""
+    rows = [(g, h, c) for g, h, c in zip(joint.gradients, joint.held, joint.cuts, strict=True) if g is not None]
+    waits = tuple(i for i, (_, h, _) in enumerate(rows) if h is not None)
+    ends = [g if h is None else h for g, h, _ in rows]
+    cuts = [rows[i][2] for i in waits]
+    first = [k for k, c in enumerate(cuts) if c not in cuts[:k]]               # one buffer may be the gradient of two
+    settled = [rows[i][0] for i in waits]
+    hold = _build(joint.graph, inputs, _between(inputs, ends), ends)
+    settle = _build(joint.graph, [cuts[k] for k in first], _between(cuts, settled), settled)     # type: ignore[arg-type, misc]
+    return hold, settle, waits, tuple(first)
+
+
+def _between(inputs: Sequence[fx.Node | None], outputs: Sequence[fx.Node]) -> set[fx.Node]:
+    """What leads from the inputs to the outputs."""
+    found, stop, pending = set[fx.Node](), set(inputs), list(outputs)
+    while pending:
+        node = pending.pop()
+        if node not in found and node not in stop:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
 
 
 def _needed(of: Sequence[fx.Node]) -> set[fx.Node]:

@@ -27,4 +27,4 @@ def lower(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cp
     if changed := [name for kind, name in graph.updates if kind == "input"]:
         raise NotServed(f"the model writes to its input {', '.join(changed)}, and a parallel model leaves its inputs as they are", advice="a copy: x = x.clone()")
     differentiable = [] if not gradients else [graph.loss] if graph.loss is not None else [i for i, t in enumerate(outputs) if t.requires_grad]
-    return Lowered(graph, plan, program, lower_jointly(program, differentiable, plan.regathered, device))
+    return Lowered(graph, plan, program, lower_jointly(program, differentiable, plan.regathered, plan.scattered, device))

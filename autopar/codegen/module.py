@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Step(torch.autograd.Function):
     def forward(ctx: Any, runner: Runner, *primals: Tensor) -> tuple[Tensor, ...]:
         results = runner.forward(*(p.to_local() if isinstance(p, DTensor) else p for p in primals))
         count = runner.joint.outputs
-        ctx.runner = runner
+        ctx.runner, ctx.waits = runner, runner.waiting.on
         ctx.save_for_backward(*results[count:])
         ctx.set_materialize_grads(False)
         outputs: list[Tensor] = []
@@ -59,26 +60,79 @@ class Step(torch.autograd.Function):
         if all(t is None for t in given):
             return (None,) * (1 + runner.primal_count)
         filled = [torch.zeros(shape, dtype=dtype, device=runner.device) if t is None else t for t, (shape, dtype) in zip(given, runner.tangent_types, strict=True)]
-        results = runner.backward(*ctx.saved_tensors, *filled)
         gradients: list[Any] = [None] * runner.primal_count
-        for i, gradient in zip(joint.gradients, results, strict=True):
-            gradients[i] = runner.as_gradient(i, gradient)
+        for i, gradient in zip(joint.gradients, runner.gradients((*ctx.saved_tensors, *filled), ctx.waits), strict=True):
+            if gradient is not None:
+                gradients[i] = runner.as_gradient(i, gradient)
         return (None, *gradients)
+
+
+class Waiting:
+    """Gradients of micro-batches that are not reduced yet, by the program that made them."""
+
+    def __init__(self, model: nn.Module, storage: dict[str, Storage]) -> None:
+        self.on = False                                        # does what runs now add to them?
+        self.of: dict[Runner, list[Tensor]] = {}
+        self.model, self.storage = weakref.ref(model), storage
+
+    def add(self, runner: Runner, fresh: list[Tensor]) -> None:
+        """Add to what waits, in the wider of the dtypes in which a gradient waits and in which it is stored."""
+        if runner not in self.of:
+            self.of[runner] = [t.to(dtype) for t, dtype in zip(fresh, runner.waiting_dtypes, strict=True)]
+        else:
+            for total, t in zip(self.of[runner], fresh, strict=True):
+                total += t
+
+    def deliver(self, name: str, gradient: Tensor) -> None:
+        """Add to the `.grad` of a parameter."""
+        parameter, wrapped = self.model().get_parameter(name), self.storage[name].wrap(gradient)     # type: ignore[union-attr]
+        parameter.grad = wrapped if parameter.grad is None else parameter.grad + wrapped
+
+    def settled(self, runner: Runner) -> list[Tensor]:
+        """Reduce what waits of a program."""
+        totals = self.of.pop(runner)
+        return list(runner.settle(*(totals[k].to(dtype) for k, dtype in zip(runner.joint.settled_from, runner.settled_dtypes, strict=True))))
 
 
 class Runner:
     """One lowered program on this rank: its two halves bound to process groups, and the tensors it takes."""
 
-    def __init__(self, lowered: Lowered, mesh: Any, storage: dict[str, Storage], device: torch.device) -> None:
-        self.graph, self.joint, self.program, self.device = lowered.graph, lowered.joint, lowered.program, device
-        axes = bind_axes(mesh)
-        self.forward_module, self.backward_module = bind(lowered.joint.forward, axes), bind(lowered.joint.backward, axes)
-        self.forward, self.backward = self.forward_module.forward, self.backward_module.forward
+    def __init__(self, lowered: Lowered, mesh: Any, storage: dict[str, Storage], device: torch.device, waiting: Waiting) -> None:
+        self.graph, self.joint, self.program, self.device, self.waiting = lowered.graph, lowered.joint, lowered.program, device, waiting
+        axes, joint = bind_axes(mesh), lowered.joint
+        self.modules = {half: bind(getattr(joint, half), axes) for half in ("forward", "backward", "hold", "settle")}
+        self.forward, self.backward, self.hold, self.settle = (m.forward for m in self.modules.values())
+        ends = list(joint.settle.output_node().args[0])        # type: ignore[arg-type]
+        begins = joint.settle.find_nodes(op="placeholder")
+        self.settled_dtypes = [n.meta["val"].dtype for n in begins]
+        waits = [list(joint.hold.output_node().args[0])[i].meta["val"].dtype for i in joint.waits]   # type: ignore[arg-type]
+        self.waiting_dtypes = [torch.promote_types(a, n.meta["val"].dtype) for a, n in zip(waits, ends, strict=True)]
+        self.names = dict(enumerate(lowered.program.parameters, len(lowered.program.inputs)))
         self.primal_count = len(lowered.program.inputs) + len(lowered.program.parameters) + len(lowered.program.buffers) + lowered.program.is_random
         self.storages = [None] * len(lowered.program.inputs) + [storage[n] for n in lowered.program.parameters] + [None] * (len(lowered.program.buffers) + 1)
         results = list(lowered.joint.forward.output_node().args[0])   # type: ignore[arg-type]
         self.tangent_types = [(results[i].meta["val"].shape, results[i].meta["val"].dtype) for i in lowered.joint.differentiable]   # type: ignore[union-attr]
         self.mesh = mesh
+
+    def gradients(self, given: tuple[Tensor, ...], waits: bool) -> list[Tensor | None]:
+        """A gradient for each of `joint.gradients`; what `waits` gives none, and what has waited is in the next."""
+        joint = self.joint
+        if not waits and self not in self.waiting.of:
+            found: list[Tensor | None] = list(self.backward(*given))
+        else:
+            found = list(self.hold(*given))
+            self.waiting.add(self, [found[i] for i in joint.waits])      # type: ignore[misc]
+            for i, gradient in zip(joint.waits, [None] * len(joint.waits) if waits else self.waiting.settled(self), strict=True):
+                found[i] = gradient
+        if not waits:
+            for other in list(self.waiting.of):                # micro-batches of other shapes
+                theirs = {other.names[other.joint.gradients[i]]: g for i, g in zip(other.joint.waits, self.waiting.settled(other), strict=True)}
+                for k, i in enumerate(joint.gradients):
+                    if i in self.names and self.names[i] in theirs:
+                        found[k] = found[k] + theirs.pop(self.names[i])
+                for name, gradient in theirs.items():          # of parameters that this program does not reach
+                    self.waiting.deliver(name, gradient)
+        return found
 
     def as_gradient(self, primal: int, gradient: Tensor) -> Tensor:
         """A parameter's gradient lies as the parameter does; an input's is plain."""
@@ -133,6 +187,20 @@ class ParallelModule(nn.Module):
         """What every rank passes for each input."""
         return dict.fromkeys(self.graph.inputs, "global")
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Of what runs inside, gradients of parameters are not reduced: they wait, `.grad` stays as it is, and the next backward of a forward outside adds them and reduces. `model.zero_grad()` forgets them."""
+        waiting = self._autopar.waiting
+        before, waiting.on = waiting.on, True
+        try:
+            yield
+        finally:
+            waiting.on = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._autopar.waiting.of.clear()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._autopar
         leaves, structure = state.caller.arguments(args, kwargs)
@@ -173,7 +241,7 @@ class _State:
 
     def __init__(self, model: nn.Module, first: Lowered, storage: dict[str, Storage], mesh: Any, device: torch.device, again: Again) -> None:
         self.first, self.storage, self.mesh, self.device, self.again, self.original = first, storage, mesh, device, again, type(model)
-        self.caller = Caller(model)
+        self.caller, self.waiting = Caller(model), Waiting(model, storage)
         self.random = RandomState(-1)
         self.hooks = model._forward_pre_hooks, model._forward_hooks      # these are in the graphs
         self.programs: list[_Program] = []
@@ -207,7 +275,7 @@ class _State:
         all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, lowered.joint.collectives))
         if lowered.program.is_random and self.random.seed < 0:
             self.random.seed = from_rank_0(lambda: int(torch.randint(0, 2**62, ())))
-        self.programs = [*self.programs[-_MOST_PROGRAMS + 1:], _Program(situation, grad, lowered, Runner(lowered, self.mesh, self.storage, self.device), self.caller.places(lowered.graph))]
+        self.programs = [*self.programs[-_MOST_PROGRAMS + 1:], _Program(situation, grad, lowered, Runner(lowered, self.mesh, self.storage, self.device, self.waiting), self.caller.places(lowered.graph))]
         return self.programs[-1]
 
     @contextlib.contextmanager

@@ -1,0 +1,122 @@
+"""Micro-batches: gradients that wait are not reduced, and what they come to is what one device adds up."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import DeviceMesh, Precision
+from autopar.codegen.joint import COLLECTIVES
+from autopar.testing import Equality, on_threads
+from tests.codegen.test_situations import batch_of
+from tests.models import eager_links, mlp_case
+from tests.training import whole
+
+MESHES = {"dp": DeviceMesh((2,), ("dp",)), "zero3": DeviceMesh((4,), ("dp",)), "megatron": DeviceMesh((2,), ("tp",)), None: DeviceMesh((2, 2), ("dp", "tp"))}
+
+
+def steps(model, rows, quietly):
+    """Two optimizer steps of as many micro-batches as there are rows; the last of each is synchronised."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(2):
+        optimizer.zero_grad()
+        for k, n in enumerate(rows):
+            with quietly(k < len(rows) - 1):
+                (model(**batch_of(n, seed=10 * step + k)) / len(rows)).backward()
+            if k < len(rows) - 1 and quietly is not always:
+                assert all(p.grad is None for p in model.parameters())
+        gradients = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
+        optimizer.step()
+    return gradients, {n: whole(p).detach().clone() for n, p in model.named_parameters()}
+
+
+def always(waits):
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("rows", [(8, 8, 8), (8, 3, 8, 5)], ids=str)
+@pytest.mark.parametrize("parallel", MESHES)
+def test_gradients_that_wait_come_to_what_one_device_adds_up(parallel, rows):
+    model, batch = mlp_case()
+    expected = steps(copy.deepcopy(model), rows, always)
+    for accumulation in (1, len(rows)):
+        def body(rank, accumulation=accumulation):
+            mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=MESHES[parallel], parallel=parallel, cluster=eager_links(), accumulation=accumulation)
+            import contextlib
+
+            return steps(mine, rows, lambda waits: mine.no_sync() if waits else contextlib.nullcontext())
+
+        for gradients, parameters in on_threads(MESHES[parallel].size, body):
+            Equality.in_float64(f"gradients under {parallel}", gradients, expected[0], 1e-9).check()
+            Equality.in_float64(f"parameters under {parallel}", parameters, expected[1], 1e-8).check()
+
+
+def test_nothing_is_reduced_while_gradients_wait():
+    model, batch = mlp_case()
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", cluster=eager_links())
+        count = {half: sum(n.target in COLLECTIVES for n in getattr(mine.joint, half).nodes) for half in ("backward", "hold", "settle")}
+        with mine.no_sync():
+            loss = mine(**batch)
+        loss.backward()                                        # the forward was inside
+        assert all(p.grad is None for p in mine.parameters())
+        mine.zero_grad()                                       # and is forgotten
+        mine(**batch).backward()
+        return count, {n: whole(p.grad) for n, p in mine.named_parameters()}
+
+    own = copy.deepcopy(model)
+    own(**batch).backward()
+    for count, gradients in on_threads(2, body):
+        assert count["hold"] == 0 and count["backward"] == count["settle"] > 0
+        Equality.in_float64("gradients", gradients, {n: p.grad for n, p in own.named_parameters()}, 1e-9).check()
+
+
+def test_what_only_an_earlier_micro_batch_reached_has_its_gradient():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+        def forward(self, x, first):
+            return (self.a(x) if first else self.b(x)).square().mean()
+
+    model, x = Two(), torch.randn(8, 4).double()
+    own = copy.deepcopy(model)
+    (own(x, True) + own(x, False)).backward()
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), {"x": x, "first": True}, mesh=2, parallel="dp", cluster=eager_links())
+        with mine.no_sync():
+            mine(x, True).backward()
+        mine(x, False).backward()
+        return {n: whole(p.grad) for n, p in mine.named_parameters()}
+
+    for gradients in on_threads(2, body):
+        Equality.in_float64("gradients", gradients, {n: p.grad for n, p in own.named_parameters()}, 1e-9).check()
+
+
+def test_waiting_gradients_keep_the_dtype_of_storage():
+    """Eight bits would lose what many micro-batches add."""
+    model, batch = mlp_case()
+    model, batch = model.float(), {k: v.float() for k, v in batch.items()}
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", cluster=eager_links(), precision=Precision("bfloat16", "bfloat16"))
+        with mine.no_sync():
+            mine(**batch).backward()
+        (waiting,) = mine._autopar.waiting.of.values()
+        assert {t.dtype for t in waiting} == {torch.float32}
+        mine(**batch).backward()
+        return {n: whole(p.grad) for n, p in mine.named_parameters()}
+
+    own = copy.deepcopy(model)
+    (2 * own(**batch)).backward()
+    for gradients in on_threads(2, body):
+        assert all((gradients[n] - p.grad).norm() <= 0.05 * p.grad.norm() + 1e-6 for n, p in own.named_parameters())
