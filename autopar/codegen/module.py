@@ -21,6 +21,7 @@ from autopar.codegen.lower import Lowered, lower
 from autopar.codegen.situation import Caller, Situation
 from autopar.letters import Consumed, NotServed
 from autopar.runtime.collectives import bind_axes
+from autopar.runtime.init import initialise, initialise_by_position, is_on_meta
 from autopar.runtime.random import RandomState
 from autopar.runtime.storage import Storage, dtensor_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
@@ -292,15 +293,15 @@ class _State:
         return self
 
 
-def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True) -> nn.Module:
+def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True, init: str = "module") -> nn.Module:
     """Turn `model` into the parallel one, in place: its class gains `ParallelModule`, its parameters become local shards."""
     if "forward" in vars(model):
         raise NotServed(f"{type(model).__name__} has a forward of its own beside its class's, which the parallel model could not replace", advice="a class whose forward it is")
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     old = list(model.parameters())
     if not sync:                                               # nothing is sent, so it must be there already
-        all_ranks_hold("parameter values", [*old, *model.buffers()])
-    storage = _store(model, lowered.plan, mesh, device, sync)
+        all_ranks_hold("parameter values", [t for t in (*old, *model.buffers()) if not t.is_meta])
+    storage = _store(model, lowered.plan, mesh, device, sync, init)
     _refuse_steps_on(old)
     state = _State(model, lowered, storage, mesh, device, again)
     with torch.enable_grad():
@@ -312,27 +313,36 @@ def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again
     return model
 
 
-def _store(model: nn.Module, plan: Plan, mesh: Any, device: torch.device, sync: bool) -> dict[str, Storage]:
-    """Replace every parameter by its shard of rank 0's values, ties kept; buffers are copied whole."""
-    made: dict[int, nn.Parameter] = {}
-    storage: dict[str, Storage] = {}
-    shardings = plan.parameters
-    names = {id(p): n for n, p in model.named_parameters()}
+def _store(model: nn.Module, plan: Plan, mesh: Any, device: torch.device, sync: bool, init: str) -> dict[str, Storage]:
+    """Replace every parameter by its shard - of rank 0's values, or of what the model's own recipes give - ties kept; buffers are whole."""
+    shardings, storage = plan.parameters, dict[str, Storage]()
+    made: dict[int, nn.Parameter] = {}                         # of each parameter the stored one,
+    buffers: dict[int, Tensor] = {}                            # of each buffer on meta its values
+    for name, parameter in model.named_parameters():
+        storage[name] = Storage.of(parameter, shardings.get(name), mesh)
+
+    def keep(name: str, on_meta: Tensor, values: Tensor) -> None:
+        if name in storage:
+            local = storage[name].take(values.to(device), False) if init == "module" else storage[name].wrap(values.to(device))
+            made[id(on_meta)] = nn.Parameter(local, requires_grad=on_meta.requires_grad)
+        else:
+            buffers[id(on_meta)] = values.to(device)
+
+    if is_on_meta(model):
+        if init == "module":
+            initialise(model, keep)
+        else:
+            initialise_by_position(model, from_rank_0(lambda: int(torch.randint(0, 2**62, ()))), lambda name, tensor: (storage[name] if name in storage else Storage.of(tensor, None, mesh)).places(), keep)
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in made:
+            made[id(parameter)] = nn.Parameter(storage[name].take(parameter.detach().to(device), sync), requires_grad=parameter.requires_grad)
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                full = names[id(parameter)]
-                if parameter.is_meta:
-                    raise NotServed(f"the parameter {full} is on meta, and building parameters there is not served yet", advice="a model with values")
-                store = Storage.of(parameter, shardings.get(full), mesh)
-                storage[full] = store
-                made[id(parameter)] = nn.Parameter(store.take(parameter.detach().to(device), sync), requires_grad=parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]
+        for name, held in list(module._parameters.items()):
+            if held is not None:
+                module._parameters[name] = made[id(held)]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                module._buffers[name] = Storage.of(buffer, None, mesh).spread(buffer.to(device), sync)
+                module._buffers[name] = buffers[id(buffer)] if id(buffer) in buffers else Storage.of(buffer, None, mesh).spread(buffer.to(device), sync)
         for name, held in list(vars(module).items()):          # a plain attribute is a buffer too
             if isinstance(held, Tensor):
                 vars(module)[name] = Storage.of(held, None, mesh).spread(held.to(device), sync)

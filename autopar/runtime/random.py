@@ -24,7 +24,7 @@ from torch import Tensor
 
 Cuts = Sequence[tuple[str, int]]                               # the axes that cut a dim, major first, each with the dim's size before it
 _GOLDEN = 0x9E3779B97F4A7C15
-_SECOND = 1 << 24                                              # added to the number of a random op: its second stream
+SECOND = 1 << 24                                               # added to the number of a random op: its second stream
 
 
 @dataclass
@@ -55,25 +55,39 @@ def kept(key: Tensor, op: int, p: float, shape: Sequence[int], cuts: Sequence[Cu
 
 def bits(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
     """32 random bits for each element of this device's part."""
+    return bits_at(key, op, shape, [torch.arange(n, dtype=torch.int64, device=key.device) + start_of(key, cut) for n, cut in zip(local, cuts, strict=True)])
+
+
+def bits_at(key: Tensor, op: int, shape: Sequence[int], places: Sequence[Tensor]) -> Tensor:
+    """32 random bits for each element of a part that lies at these places of each dim."""
+    places = [p.reshape((-1,) + (1,) * (len(places) - 1 - d)) for d, p in enumerate(places)]
     op_key = mix(mix(_low(key) ^ _signed(op * 0x85EBCA77 % 2**32, 32)) ^ _low(key >> 32))
-    row = torch.zeros((1,) * max(1, len(local)), dtype=torch.int64, device=key.device)
-    for d in range(len(local) - 1):
-        row = row * shape[d] + _places(key, local, d, cuts[d])
+    row = torch.zeros((1,) * max(1, len(places)), dtype=torch.int64, device=key.device)
+    for size, at in zip(shape[:-1], places[:-1], strict=True):
+        row = row * size + at
     row_key = mix(mix(_low(row >> 32) ^ op_key) ^ _low(row))
-    column = _places(key, local, len(local) - 1, cuts[-1]) if local else row
-    return mix(row_key + _low(column) * _signed(0x9E3779B9, 32)).reshape(tuple(local))
+    return mix(row_key + _low(places[-1] if places else row) * _signed(0x9E3779B9, 32)).reshape([p.numel() for p in places])
 
 
 def uniform(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers from [0, 1) for each element of this device's part."""
-    drawn = bits(key, op, shape, cuts, local).to(torch.int64) & 0xFFFFFFFF
-    return drawn.to(torch.float64) * 2.0**-32 if dtype == torch.float64 else (drawn >> 8).to(torch.float32) * 2.0**-24
+    return as_uniform(bits(key, op, shape, cuts, local), dtype)
 
 
 def normal(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers of the normal distribution for each element of this device's part."""
-    u, v = (uniform(key, op + stream, shape, cuts, local, dtype) for stream in (0, _SECOND))
-    return (-2 * torch.log1p(-u)).sqrt() * torch.cos(2 * math.pi * v)
+    return as_normal(bits(key, op, shape, cuts, local), bits(key, op + SECOND, shape, cuts, local), dtype)
+
+
+def as_uniform(drawn: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Bits as numbers from [0, 1)."""
+    drawn = drawn.to(torch.int64) & 0xFFFFFFFF
+    return drawn.to(torch.float64) * 2.0**-32 if dtype == torch.float64 else (drawn >> 8).to(torch.float32) * 2.0**-24
+
+
+def as_normal(first: Tensor, second: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Bits as numbers of the normal distribution."""
+    return (-2 * torch.log1p(-as_uniform(first, dtype))).sqrt() * torch.cos(2 * math.pi * as_uniform(second, dtype))
 
 
 def mix(h: Tensor) -> Tensor:
@@ -89,12 +103,6 @@ def start_of(like: Tensor, cuts: Cuts) -> Tensor | int:
     for axis, size in cuts:
         start = start + torch.ops.autopar.start(like, axis, size)
     return start
-
-
-def _places(key: Tensor, local: Sequence[int], dim: int, cuts: Cuts) -> Tensor:
-    """The places along one dim, as a tensor that broadcasts to `local`."""
-    places = torch.arange(local[dim], dtype=torch.int64, device=key.device) + start_of(key, cuts)
-    return places.reshape((-1,) + (1,) * (len(local) - 1 - dim))
 
 
 def _low(x: Tensor) -> Tensor:

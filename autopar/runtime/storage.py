@@ -41,6 +41,17 @@ class Storage:
                 local = slice(local, axes[axis], dim, size, tuple(b * size // sum(blocks) for b in blocks))
         return self.wrap(local.contiguous() if local is not whole else whole.clone(memory_format=torch.contiguous_format))
 
+    def places(self) -> list[Tensor]:
+        """Of each dim of the whole tensor, which places are this rank's."""
+        axes, found = list(bind_axes(self.mesh).values()), []
+        for dim, size in enumerate(self.shape):
+            here = torch.arange(size)
+            for axis in self.sharding.cuts.get(dim, ()):
+                blocks = self.sharding.placements[axis].blocks
+                here = slice(here, axes[axis], 0, here.numel(), tuple(b * here.numel() // sum(blocks) for b in blocks))
+            found.append(here)
+        return found
+
     def spread(self, whole: Tensor, sync: bool) -> Tensor:
         """Rank 0's tensor on every rank."""
         whole = whole.detach().clone(memory_format=torch.contiguous_format)

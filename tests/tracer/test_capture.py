@@ -157,7 +157,7 @@ def test_the_model_is_itself_again_after_a_failure():
             raise ValueError("mine")
 
     model = Fails(4, 4)
-    with pytest.raises(ValueError, match="mine"):
+    with pytest.raises(NotCaptured, match="raises ValueError on these inputs: mine"):
         trace(model, (torch.randn(2, 4),))
     assert type(model.weight) is nn.Parameter and model.weight.device.type == "cpu" and model.weight.sum().item() == model.weight.sum().item()
 

@@ -1,0 +1,233 @@
+"""Values for a model that was built on meta: every module's own recipe, children first, as its constructor would have run them; one module in full at a time.
+
+    module      `reset_parameters()` (or `_reset_parameters()`), then the nearest `_init_weights(module)` above it, as Hugging Face's models have. All ranks draw the same numbers, from rank 0's generator; each keeps its part
+    counter     the same recipes, but what they draw is a function of (seed, name, position): a rank draws its own part alone, and nothing is there in full
+
+Which tensors a recipe writes is found by running it on meta: a parent may write its children's. What no recipe writes is a letter.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.letters import NotServed
+from autopar.runtime.random import SECOND, as_normal, as_uniform, bits_at, key_of
+from autopar.runtime.world import from_rank_0
+
+_DRAWING = threading.Lock()                                    # ranks that are threads have one generator
+_UNWRITTEN = -7770777                                          # in whole numbers; nan in others
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor hangs: a module's dictionary, and the name in it."""
+
+    held: dict[str, Any]
+    key: str
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def places_of(model: nn.Module) -> dict[int, tuple[str, Tensor, list[Place]]]:
+    """Every parameter and buffer on meta, once: its first name, itself, and all places where it hangs."""
+    found: dict[int, tuple[str, Tensor, list[Place]]] = {}
+    for path, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for key, tensor in held.items():
+                if tensor is not None and tensor.is_meta:
+                    found.setdefault(id(tensor), (f"{path}.{key}".lstrip("."), tensor, []))[2].append(Place(held, key))       # type: ignore[arg-type]
+        if astray := [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]:
+            raise NotServed(f"{path or type(model).__name__}.{astray[0]} is a tensor on meta that is neither parameter nor buffer: no recipe gives it values", advice="register_buffer, or a model that is built with values")
+    return found
+
+
+def recipes(model: nn.Module) -> Iterator[tuple[nn.Module, list[Callable[[], Any]]]]:
+    """Every module with what gives it values, children first."""
+    def walk(module: nn.Module, above: Callable[[nn.Module], Any] | None) -> Iterator[tuple[nn.Module, list[Callable[[], Any]]]]:
+        own = getattr(module, "_init_weights", None)
+        if callable(own) and _takes_one(own):
+            above = own
+        for child in module.children():
+            if id(child) not in seen:
+                seen.add(id(child))
+                yield from walk(child, above)
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        steps = [reset] if callable(reset) else []
+        if above is not None:
+            steps.append(lambda above=above, module=module: above(module))
+        yield module, steps
+
+    seen = {id(model)}
+    yield from walk(model, None)
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None]) -> None:
+    """Run the recipes; `keep(name, on_meta, whole)` gets each tensor in full when its module is done, again if a later recipe writes it again."""
+    places, done = places_of(model), set[int]()
+    state = from_rank_0(torch.get_rng_state)
+    with _DRAWING:
+        before = torch.get_rng_state()
+    for module, steps in recipes(model):
+        written = _written(steps, places)
+        if not written:
+            continue
+        real = {i: _unwritten(places[i][1]) for i in written}
+        for i, tensor in real.items():
+            for place in places[i][2]:
+                place.held[place.key] = tensor
+        try:
+            with _DRAWING:
+                others = torch.get_rng_state()
+                torch.set_rng_state(state)
+                for step in steps:
+                    step()
+                state = torch.get_rng_state()
+                torch.set_rng_state(others)
+        finally:
+            for i in written:
+                for place in places[i][2]:
+                    place.held[place.key] = places[i][1]
+        for i, tensor in real.items():
+            share = _share_unwritten(tensor)
+            if share == 1.0 and tensor.numel():                # the run on meta took another way
+                continue
+            if share:
+                raise NotServed(f"{places[i][0]} is written in part only by what gives {type(module).__name__} its values", advice="a model that is built with values")
+            keep(places[i][0], places[i][1], tensor.detach())
+            done.add(i)
+    with _DRAWING:
+        torch.set_rng_state(state if torch.distributed.get_rank() == 0 else before)
+    _refuse_unwritten(places, done)
+
+
+def initialise_by_position(model: nn.Module, seed: int, part_of: Callable[[str, Tensor], list[Tensor]], keep: Callable[[str, Tensor, Tensor], None]) -> None:
+    """Run the recipes on meta, and what they do on this rank's part of each tensor; `part_of(name, on_meta)` gives the places of each dim that are this rank's."""
+    places = places_of(model)
+    names = {i: (name, tensor) for i, (name, tensor, _) in places.items()}
+    mode = _ByPosition(seed, names, part_of)
+    for _, steps in recipes(model):
+        for step in steps:
+            with mode, torch.no_grad():
+                step()
+    for i, part in mode.parts.items():
+        keep(*names[i], part)
+    _refuse_unwritten(places, set(mode.parts))
+
+
+def _refuse_unwritten(places: dict[int, tuple[str, Tensor, list[Place]]], done: set[int]) -> None:
+    if left := [name for i, (name, tensor, _) in places.items() if i not in done and tensor.numel()]:
+        raise NotServed(f"nothing gives values to {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}: its module has neither reset_parameters nor an _init_weights above it that writes it",
+                        advice="reset_parameters in that module, weights=path, or a model that is built with values")
+
+
+def _written(steps: list[Callable[[], Any]], places: dict[int, tuple[str, Tensor, list[Place]]]) -> list[int]:
+    """Which tensors the steps write, by a run on meta."""
+    watch = _Writes({tensor.untyped_storage()._cdata: i for i, (_, tensor, _) in places.items()})
+    with watch, torch.no_grad():
+        for step in steps:
+            step()
+    return list(watch.found)
+
+
+class _Writes(TorchDispatchMode):
+    """Notes which storages are written to."""
+
+    def __init__(self, storages: dict[int, int]) -> None:
+        super().__init__()
+        self.storages, self.found = storages, dict[int, None]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        for value, argument in zip(args, function._schema.arguments, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor) and value.is_meta:
+                which = self.storages.get(value.untyped_storage()._cdata)
+                if which is not None:
+                    self.found[which] = None
+        return function(*args, **(kwargs or {}))
+
+
+def _unwritten(tensor: Tensor) -> Tensor:
+    """In full, with marks where nothing is written yet."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    made = made.fill_(float("nan") if made.is_floating_point() or made.is_complex() else 0 if made.dtype == torch.bool else _UNWRITTEN % (2 ** (8 * made.itemsize - 1)))
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _share_unwritten(tensor: Tensor) -> float:
+    if tensor.dtype == torch.bool or not tensor.numel():
+        return 0.0
+    marks = tensor.detach().isnan() if tensor.is_floating_point() or tensor.is_complex() else tensor == _UNWRITTEN % (2 ** (8 * tensor.itemsize - 1))
+    return marks.double().mean().item()
+
+
+class _ByPosition(TorchDispatchMode):
+    """Does to this rank's part of a tensor what a recipe does to the whole one on meta; what it draws comes by position."""
+
+    def __init__(self, seed: int, names: dict[int, tuple[str, Tensor]], part_of: Callable[[str, Tensor], list[Tensor]]) -> None:
+        super().__init__()
+        self.seed, self.names, self.part_of = seed, names, part_of
+        self.which = {tensor.untyped_storage()._cdata: i for i, (_, tensor) in names.items()}
+        self.parts: dict[int, Tensor] = {}
+        self.places: dict[int, list[Tensor]] = {}
+        self.draws: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        writes = function._schema.arguments and function._schema.arguments[0].alias_info is not None and function._schema.arguments[0].alias_info.is_write
+        i = self.which.get(args[0].untyped_storage()._cdata) if writes and isinstance(args[0], Tensor) and args[0].is_meta else None
+        if i is not None:
+            self._do(i, function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def _do(self, i: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        (name, tensor), base = self.names[i], function.overloadpacket
+        if i in self.parts and tensor.dim() and args[0].shape == tensor.shape[1:] and base in (torch.ops.aten.fill_, torch.ops.aten.zero_):     # one row, of a padding index
+            here = (self.places[i][0] == args[0].storage_offset() // max(1, tensor.stride(0))).nonzero().flatten()
+            self.parts[i].index_fill_(0, here, *(args[1:] or (0.0,)))
+            return
+        known = args[1] if base is torch.ops.aten.copy_ and args[0].shape == tensor.shape and isinstance(args[1], Tensor) and args[1].shape == tensor.shape and not args[1].is_meta else None
+        if known is None and (args[0].shape != tensor.shape or any(isinstance(a, Tensor) and a.dim() for a in (*args[1:], *kwargs.values()))):
+            raise NotServed(f'{name} gets values that are not drawn or computed element by element ({function}), and init="counter" knows no other', advice='init="module"')
+        if i not in self.parts:
+            self.places[i] = self.part_of(name, tensor)
+            self.parts[i] = torch.empty([p.numel() for p in self.places[i]], dtype=tensor.dtype)
+        part = self.parts[i]
+        if known is not None:                                  # a table that the recipe has computed
+            part.copy_(known[torch.meshgrid(*self.places[i], indexing="ij")] if known.dim() else known)
+            return
+        if base in (torch.ops.aten.normal_, torch.ops.aten.uniform_):
+            number = self.draws[i] = self.draws.get(i, -1) + 1
+            key = torch.tensor(key_of(self.seed, _number_of(name)))
+            given = {a.name: v for a, v in zip(function._schema.arguments, args, strict=False)} | kwargs
+            is_normal = base is torch.ops.aten.normal_
+            first, second = (float(given.get(n, default)) for n, default in ((("mean", 0), ("std", 1)) if is_normal else (("from", 0), ("to", 1))))
+            one, two = (bits_at(key, number + more, tensor.shape, self.places[i]) for more in (0, SECOND))
+            part.copy_(as_normal(one, two, torch.float64) * second + first if is_normal else as_uniform(one, torch.float64) * (second - first) + first)
+        elif base in (torch.ops.aten.random_, torch.ops.aten.bernoulli_, torch.ops.aten.exponential_):
+            raise NotServed(f'{name} is drawn by {function}, and init="counter" knows the uniform and the normal distribution', advice='init="module"')
+        else:
+            function(part, *args[1:], **kwargs)
+
+
+def _number_of(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+

@@ -1,0 +1,170 @@
+"""A model that was built on meta: its values are those of its own recipes on one device, under every plan, and no rank ever holds it in full."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import autopar
+from autopar import DeviceMesh
+from autopar.letters import NotServed
+from autopar.testing import on_processes, on_threads
+from tests.models import eager_links
+from tests.training import whole
+
+
+def text(kind, **how):
+    small = dict(vocab_size=61, **how)
+    if kind == "gpt2":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=32, **small))
+    if kind == "bert":
+        return transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=64, max_position_embeddings=32, **small))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, pad_token_id=3, **small))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(8 * 16, 16)
+
+    def forward(self, x):
+        h = self.head(self.features(x)).unsqueeze(1)
+        return self.attention(h, h, h, need_weights=False)[0].square().mean()
+
+
+def batch_for(kind):
+    if kind == "net":
+        return (torch.randn(4, 3, 4, 4),)
+    ids = torch.randint(0, 61, (4, 8))
+    return {"input_ids": ids, "labels": ids}
+
+
+def by_hand(model):
+    """The recipes on one device: everything made at once, children first."""
+    model.to_empty(device="cpu")
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+
+    def walk(module, above):
+        above = getattr(module, "_init_weights", None) or above
+        for child in module.children():
+            walk(child, above)
+        for step in (getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None), above and (lambda: above(module))):
+            if step:
+                step()
+    walk(model, None)
+    return {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+@pytest.mark.parametrize("parallel", ["zero3", "megatron", None])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "net"])
+def test_values_are_those_of_the_recipes_on_one_device(kind, parallel):
+    if kind == "net" and parallel == "megatron":
+        parallel = "dp"
+    with torch.device("meta"):
+        model = Net() if kind == "net" else text(kind)
+    torch.manual_seed(7)
+    expected = by_hand(copy.deepcopy(model))
+    torch.manual_seed(7)
+    batch = batch_for(kind)
+    torch.manual_seed(7)
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel=parallel, cluster=eager_links())
+        loss = mine(*batch) if kind == "net" else mine(**batch).loss
+        loss.backward()
+        return {n: whole(t).detach().clone() for n, t in (*mine.named_parameters(), *mine.named_buffers())}, loss.item()
+
+    for found, loss in on_threads(2, body):
+        assert loss == loss and set(found) == set(expected)
+        assert all(torch.equal(found[n], expected[n]) for n in expected if not n.endswith(("running_mean", "running_var", "num_batches_tracked")))
+
+
+def test_draws_by_position_are_the_same_under_every_plan():
+    with torch.device("meta"):
+        models = {kind: text(kind) for kind in ("llama", "gpt2")}
+    for kind, model in models.items():
+        batch = batch_for(kind)
+
+        def body(rank, size, parallel, model=model, batch=batch):
+            mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=DeviceMesh(size), parallel=parallel, cluster=eager_links(), init="counter")
+            return {n: whole(t).detach().clone() for n, t in mine.named_parameters()}, sum(p.to_local().numel() for p in mine.parameters())
+
+        runs = []
+        for size, parallel in (((1,), "dp"), ((2,), "zero3"), ((2,), "megatron"), ((2, 2), "zero3")):
+            torch.manual_seed(5)
+            runs += on_threads(DeviceMesh(size).size, body, size, parallel)
+        whole_size = runs[0][1]
+        for found, local in runs[1:]:
+            assert all(torch.equal(found[n], runs[0][0][n]) for n in found) and local < 0.7 * whole_size
+        for name, values in runs[0][0].items():
+            if values.dim() == 2 and values.numel() > 1000:
+                assert abs(values.mean()) < 0.003 and 0.005 < values.std() < 0.03, name
+        if kind == "llama":
+            assert runs[0][0]["model.embed_tokens.weight"][3].abs().max() == 0
+
+
+def peak_of(rank):
+    """The largest tensor that a rank ever makes on its way from meta to shards."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Sizes(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.now, self.most = 0, 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten.empty.memory_format and not result.is_meta and result.dtype == torch.float32:
+                self.most = max(self.most, result.numel())
+            return result
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(10)))
+    with Sizes() as sizes:
+        mine = autopar.autoparallelize(model, (torch.zeros(4, 64),), mesh=2, parallel="zero3", loss=lambda out, inputs: out.sum())
+    return sizes.most, sum(p.to_local().numel() for p in mine.parameters())
+
+
+def test_one_module_is_there_in_full_at_a_time():
+    for most, held in on_processes(2, peak_of):
+        assert most == 64 * 64 and held == 10 * (64 * 64 + 64) // 2
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+
+    def forward(self, x):
+        return (x @ self.weight).sum()
+
+
+class Partly(Bare):
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.weight[:2].zero_()
+
+
+class Held(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.table = torch.zeros(4)
+
+    def forward(self, x):
+        return (super().forward(x) + self.table).sum()
+
+
+@pytest.mark.parametrize("make, how, match", [(Bare, {}, "neither reset_parameters"), (Partly, {}, "in part only"), (Held, {}, "neither parameter nor buffer"), (Bare, dict(init="counter"), "neither reset_parameters"),
+                                              (Bare, dict(init="zeros"), "init=")])
+def test_what_nothing_gives_values_is_a_letter(make, how, match):
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(NotServed, match=match):
+        autopar.autoparallelize(model, (torch.zeros(4, 4),), mesh=1, **how)
