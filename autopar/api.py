@@ -77,9 +77,9 @@ def autoparallelize(
 
     Runs on every rank (torchrun), or on one process. Takes a `plan`, or any of `autopar.plan`'s arguments; then rank 0
     plans and the others receive. `sync` takes parameters and buffers from rank 0. A model on meta gets its values from its own
-    recipes (`init="module"`), or from the same ones drawn by position (`init="counter"`): nothing is ever there in full.
+    recipes (`init="module"`), or from the same ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever there in full.
     """
-    refuse_unserved(pad_to=pad_to, weights=weights, inputs=(inputs, ("global",)), outputs=(outputs, ("auto",)), compile=(compile, (False,)), init=(init, ("module", "counter")))
+    refuse_unserved(pad_to=pad_to, inputs=(inputs, ("global",)), outputs=(outputs, ("auto",)), compile=(compile, (False,)), init=(init, ("module", "counter")))
     if plan is not None and set(planning) - {"loss", "assume"}:
         raise BadPlan(f"plan= is given, and so is {', '.join(sorted(set(planning) - {'loss', 'assume'}))}", advice="one or the other: a plan already decides it")
     if unknown := set(planning) - set(inspect.signature(Request).parameters):
@@ -96,4 +96,4 @@ def autoparallelize(
         all_ranks_hold("calls", graph.digest)
         return graph, from_rank_0(lambda: request.plan_again(graph, first))
 
-    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init)
+    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init, weights)

@@ -80,6 +80,10 @@ class Infeasible(Letter):
     """No plan satisfies what was asked."""
 
 
+class BadWeights(Letter):
+    """A file of weights that cannot be read, or is of another model."""
+
+
 class BadInput(Letter):
     """Inputs of the parallel model that differ from what it was lowered for."""
 

@@ -20,6 +20,7 @@ from autopar.codegen.joint import Joint, bind
 from autopar.codegen.lower import Lowered, lower
 from autopar.codegen.situation import Caller, Situation
 from autopar.letters import Consumed, NotServed
+from autopar.runtime.checkpoint import read, teach_dtensor, whole_state
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.init import initialise, initialise_by_position, is_on_meta
 from autopar.runtime.random import RandomState
@@ -293,7 +294,7 @@ class _State:
         return self
 
 
-def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True, init: str = "module") -> nn.Module:
+def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True, init: str = "module", weights: str | None = None) -> nn.Module:
     """Turn `model` into the parallel one, in place: its class gains `ParallelModule`, its parameters become local shards."""
     if "forward" in vars(model):
         raise NotServed(f"{type(model).__name__} has a forward of its own beside its class's, which the parallel model could not replace", advice="a class whose forward it is")
@@ -301,20 +302,31 @@ def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again
     old = list(model.parameters())
     if not sync:                                               # nothing is sent, so it must be there already
         all_ranks_hold("parameter values", [t for t in (*old, *model.buffers()) if not t.is_meta])
-    storage = _store(model, lowered.plan, mesh, device, sync, init)
+    storage = _store(model, lowered.plan, mesh, device, sync, init, weights)
     _refuse_steps_on(old)
+    teach_dtensor()
     state = _State(model, lowered, storage, mesh, device, again)
     with torch.enable_grad():
         state.keep(state.caller.situation(*state.caller.arguments(call.args, call.kwargs)), True, lowered)
-    cls = type(model)
-    model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    cls, names = type(model), {"__module__": type(model).__module__, "__doc__": type(model).__doc__}
+    model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {**names, **({"save_pretrained": _save_pretrained} if hasattr(cls, "save_pretrained") else {})})
     model._forward_pre_hooks, model._forward_hooks = OrderedDict(), OrderedDict()
     model._autopar = state                                     # type: ignore[assignment]
     return model
 
 
-def _store(model: nn.Module, plan: Plan, mesh: Any, device: torch.device, sync: bool, init: str) -> dict[str, Storage]:
-    """Replace every parameter by its shard - of rank 0's values, or of what the model's own recipes give - ties kept; buffers are whole."""
+def _save_pretrained(self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **how: Any) -> None:
+    """As the model's own, of the whole model: gathered one tensor at a time, written by rank 0."""
+    state: _State = self._autopar
+    full = whole_state(self) if state_dict is None else state_dict
+    with state.as_before(self):
+        if torch.distributed.get_rank() == 0:
+            self.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=full, **how)
+    all_ranks_hold("files", "written")
+
+
+def _store(model: nn.Module, plan: Plan, mesh: Any, device: torch.device, sync: bool, init: str, weights: str | None) -> dict[str, Storage]:
+    """Replace every parameter by its shard - of rank 0's values, of a file, or of what the model's own recipes give - ties kept; buffers are whole."""
     shardings, storage = plan.parameters, dict[str, Storage]()
     made: dict[int, nn.Parameter] = {}                         # of each parameter the stored one,
     buffers: dict[int, Tensor] = {}                            # of each buffer on meta its values
@@ -323,16 +335,25 @@ def _store(model: nn.Module, plan: Plan, mesh: Any, device: torch.device, sync: 
 
     def keep(name: str, on_meta: Tensor, values: Tensor) -> None:
         if name in storage:
-            local = storage[name].take(values.to(device), False) if init == "module" else storage[name].wrap(values.to(device))
-            made[id(on_meta)] = nn.Parameter(local, requires_grad=on_meta.requires_grad)
+            made[id(on_meta)] = nn.Parameter(storage[name].take(values.to(device), False), requires_grad=on_meta.requires_grad)
         else:
             buffers[id(on_meta)] = values.to(device)
 
-    if is_on_meta(model):
-        if init == "module":
-            initialise(model, keep)
+    def places_of(name: str, tensor: Tensor) -> list[Tensor]:
+        return (storage[name] if name in storage else Storage.of(tensor, None, mesh)).places()
+
+    def keep_part(name: str, tensor: Tensor, local: Tensor) -> None:
+        if name in storage:
+            made[id(tensor)] = nn.Parameter(storage[name].wrap(local.to(device)), requires_grad=tensor.requires_grad)
         else:
-            initialise_by_position(model, from_rank_0(lambda: int(torch.randint(0, 2**62, ()))), lambda name, tensor: (storage[name] if name in storage else Storage.of(tensor, None, mesh)).places(), keep)
+            buffers[id(tensor)] = local.to(device)
+
+    given = set() if weights is None else read(model, weights, places_of, keep_part)
+    if is_on_meta(model, given):
+        if init == "module":
+            initialise(model, keep, given)
+        else:
+            initialise_by_position(model, from_rank_0(lambda: int(torch.randint(0, 2**62, ()))), places_of, keep_part, given)
     for name, parameter in model.named_parameters():
         if id(parameter) not in made:
             made[id(parameter)] = nn.Parameter(storage[name].take(parameter.detach().to(device), sync), requires_grad=parameter.requires_grad)

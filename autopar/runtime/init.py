@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,17 +35,18 @@ class Place:
     key: str
 
 
-def is_on_meta(model: nn.Module) -> bool:
-    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+def is_on_meta(model: nn.Module, given: Collection[int] = ()) -> bool:
+    """Is anything on meta but what is given values already?"""
+    return any(t.is_meta and id(t) not in given for t in (*model.parameters(), *model.buffers()))
 
 
-def places_of(model: nn.Module) -> dict[int, tuple[str, Tensor, list[Place]]]:
+def places_of(model: nn.Module, given: Collection[int] = ()) -> dict[int, tuple[str, Tensor, list[Place]]]:
     """Every parameter and buffer on meta, once: its first name, itself, and all places where it hangs."""
     found: dict[int, tuple[str, Tensor, list[Place]]] = {}
     for path, module in model.named_modules():
         for held in (module._parameters, module._buffers):
             for key, tensor in held.items():
-                if tensor is not None and tensor.is_meta:
+                if tensor is not None and tensor.is_meta and id(tensor) not in given:
                     found.setdefault(id(tensor), (f"{path}.{key}".lstrip("."), tensor, []))[2].append(Place(held, key))       # type: ignore[arg-type]
         if astray := [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]:
             raise NotServed(f"{path or type(model).__name__}.{astray[0]} is a tensor on meta that is neither parameter nor buffer: no recipe gives it values", advice="register_buffer, or a model that is built with values")
@@ -80,9 +81,9 @@ def _takes_one(function: Callable[..., Any]) -> bool:
     return True
 
 
-def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None]) -> None:
+def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None], given: Collection[int] = ()) -> None:
     """Run the recipes; `keep(name, on_meta, whole)` gets each tensor in full when its module is done, again if a later recipe writes it again."""
-    places, done = places_of(model), set[int]()
+    places, done = places_of(model, given), set[int]()
     state = from_rank_0(torch.get_rng_state)
     with _DRAWING:
         before = torch.get_rng_state()
@@ -119,9 +120,9 @@ def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None]) ->
     _refuse_unwritten(places, done)
 
 
-def initialise_by_position(model: nn.Module, seed: int, part_of: Callable[[str, Tensor], list[Tensor]], keep: Callable[[str, Tensor, Tensor], None]) -> None:
+def initialise_by_position(model: nn.Module, seed: int, part_of: Callable[[str, Tensor], list[Tensor]], keep: Callable[[str, Tensor, Tensor], None], given: Collection[int] = ()) -> None:
     """Run the recipes on meta, and what they do on this rank's part of each tensor; `part_of(name, on_meta)` gives the places of each dim that are this rank's."""
-    places = places_of(model)
+    places = places_of(model, given)
     names = {i: (name, tensor) for i, (name, tensor, _) in places.items()}
     mode = _ByPosition(seed, names, part_of)
     for _, steps in recipes(model):

@@ -5,6 +5,7 @@
     LocalTensorMode     one process that plays all ranks
     FakeStore           the store of the fake process group
     StridedShard        torch's placement of a dim that is cut by blocks of one size
+    local_part          what a DTensor holds, to be written to in place
 
 The tracer and the joint trace also use `torch._subclasses.fake_tensor`, `torch.fx.experimental.proxy_tensor` and
 `torch.utils._python_dispatch`, which have no public name.
@@ -46,6 +47,12 @@ class ThreadedRanks:
         self._threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         self._threaded.ProcessLocalGroup.reset()
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """The memory of a DTensor's local part, without autograd."""
+    local: torch.Tensor = tensor._local_tensor.detach()
+    return local
 
 
 def __getattr__(name: str) -> Any:

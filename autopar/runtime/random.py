@@ -34,6 +34,13 @@ class RandomState:
     seed: int                                                  # negative until a program that draws is lowered
     step: int = 0
 
+    def state_dict(self) -> dict[str, int]:
+        """For a checkpoint."""
+        return {"seed": self.seed, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seed, self.step = int(state["seed"]), int(state["step"])
+
     def next_key(self) -> int:
         """The key of one forward."""
         key = key_of(self.seed, self.step)
