@@ -167,7 +167,6 @@ class Request:
     def _defaults(self) -> list[tuple[str, str]]:
         """What arguments left at their default meant, and what is priced that is not run so yet."""
         said = [("recompute", "none: no stage drops activations yet")] if self.recompute == "auto" else []
-        said.append(("overlap", "gathers of parameters and reductions of their gradients are priced beside compute; this version runs them in line"))
         if self.time_limit is not None:
             said.append(("time_limit", f"{self.time_limit:g} s: what was found by then; another run may give another plan"))
         if self.precision is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.codegen.local import LocalProgram
-from autopar.runtime.collectives import STEPS, Axis, part_start
+from autopar.codegen.schedule import fetch_late, gather_ahead, is_view, reduce_beside
+from autopar.runtime.collectives import BEGIN, STEPS, Axis, part_start
 from autopar.runtime.forms import literal
 from autopar.runtime.private import clean_room
 from autopar.sharding.convert import LocalStep
@@ -30,7 +31,7 @@ from autopar.tracer.capture import LOCK
 from autopar.tracer.graph import run
 
 CONVERT, START = torch.ops.autopar.convert.default, torch.ops.autopar.start.default
-COLLECTIVES = frozenset(f for name, f in STEPS.items() if name not in ("slice", "lodge"))
+COLLECTIVES = frozenset((*(f for name, f in STEPS.items() if name not in ("slice", "lodge")), *BEGIN.values()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,21 +54,22 @@ class Joint:
         return tuple(_described(n) for g in (self.forward, self.backward) for n in g.nodes if n.target in COLLECTIVES)
 
 
-def lower_jointly(program: LocalProgram, differentiable: Sequence[int], regathered: Iterable[str] = (), scattered: Iterable[str] = (), device: str = "cpu") -> Joint:
-    """Trace, rewrite, split. The same program is lowered once in a process. Gradients of `scattered` parameters are reduced in every micro-batch."""
-    key = (program.fingerprint, tuple(differentiable), tuple(sorted(regathered)), tuple(sorted(scattered)), device)
+def lower_jointly(program: LocalProgram, differentiable: Sequence[int], regathered: Iterable[str] = (), scattered: Iterable[str] = (), windows: Mapping[str, int] | None = None,
+                  device: str = "cpu") -> Joint:
+    """Trace, rewrite, split, schedule. The same program is lowered once in a process. Gradients of `scattered` parameters are reduced in every micro-batch; `windows` say of a parameter in which it is first read."""
+    key = (program.fingerprint, tuple(differentiable), tuple(sorted(regathered)), tuple(sorted(scattered)), tuple(sorted((windows or {}).items())), device)
     with LOCK:
         if key not in _LOWERED:
             while len(_LOWERED) >= 64:
                 _LOWERED.pop(next(iter(_LOWERED)))
-            _LOWERED[key] = _lower(program, differentiable, set(regathered), set(scattered), device)
+            _LOWERED[key] = _lower(program, differentiable, set(regathered), set(scattered), windows or {}, device)
         return _LOWERED[key]
 
 
 _LOWERED: dict[Any, Joint] = {}
 
 
-def _lower(program: LocalProgram, differentiable: Sequence[int], regathered: set[str], scattered: set[str], device: str) -> Joint:
+def _lower(program: LocalProgram, differentiable: Sequence[int], regathered: set[str], scattered: set[str], windows: Mapping[str, int], device: str) -> Joint:
     with clean_room():
         joint = _trace(program, differentiable, device)
     joint.reduced_at_once = {joint.primals[len(program.inputs) + i] for i, name in enumerate(program.parameters) if name in scattered}
@@ -75,7 +77,15 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], regathered: set
         one(joint)
         verify(joint, one.__name__)
     first = len(program.inputs)
-    return split(joint, {joint.primals[first + i] for i, name in enumerate(program.parameters) if name in regathered})
+    named = {joint.primals[first + i].name: windows.get(name, 0) for i, name in enumerate(program.parameters)}
+    halves = split(joint, {joint.primals[first + i] for i, name in enumerate(program.parameters) if name in regathered})
+    for half, ahead in ((halves.forward, -1), (halves.backward, 1), (halves.hold, 1)):
+        fetch_late(half, named)
+        gather_ahead(half, named, ahead)
+        if ahead > 0:
+            reduce_beside(half)
+        half.lint()
+    return halves
 
 
 @dataclass(slots=True, eq=False)
@@ -216,7 +226,7 @@ def mark_what_waits(joint: JointGraph) -> None:
 
 def _settles(node: fx.Node) -> bool:
     """Is this a step of a gradient alone, linear in it, that nothing else reads?"""
-    is_step = node.target in STEPS.values() or node.target in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default) or _is_view(node)
+    is_step = node.target in STEPS.values() or node.target in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default) or is_view(node)
     return node.op == "call_function" and is_step and len(node.all_input_nodes) == 1 and isinstance(node.args[0], fx.Node) and len(node.args[0].users) == 1
 
 
@@ -230,17 +240,18 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     after     c = all_reduce_bucket([g, h], "dp");  return loss, c[0], c[1]
     """
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
+    ends = set(joint.gradients[sum(i < joint.inputs for i in joint.wanted):])
     waiting: dict[Any, list[fx.Node]] = {}
-    for node in joint.graph.find_nodes(op="call_function", target=STEPS["all_reduce"]):
-        if node in joint.gradients[_first_of_parameters(joint):] and set(node.users) == {joint.graph.output_node()}:
-            waiting.setdefault((node.args[1], node.meta["val"].dtype), []).append(node)
-    for (axis, _), reductions in waiting.items():
+    for node in joint.graph.nodes:
+        if node.target in _REDUCTIONS and node in ends and set(node.users) == {joint.graph.output_node()}:
+            waiting.setdefault((node.target, node.args[1], node.meta["val"].dtype), []).append(node)
+    for (target, axis, _), reductions in waiting.items():
         for bucket in _buckets(reductions):
             if len(bucket) < 2:
                 continue
-            operands = [n.args[0] for n in bucket]
+            numbers = () if target is STEPS["all_reduce"] else tuple([n.args[2 + k] if len(n.args) > 2 + k else () for n in bucket] for k in range(3))
             with joint.graph.inserting_after(max(bucket, key=place.__getitem__)):
-                together = joint.graph.call_function(STEPS["all_reduce_bucket"], (operands, axis))
+                together = joint.graph.call_function(STEPS[f"{target.__name__}_bucket"], ([n.args[0] for n in bucket], axis, *numbers))
             together.meta["val"] = [n.meta["val"] for n in bucket]
             last = together
             for i, node in enumerate(bucket):
@@ -252,10 +263,6 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     joint.read_output()
 
 
-def _first_of_parameters(joint: JointGraph) -> int:
-    return sum(i < joint.inputs for i in joint.wanted)
-
-
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -263,10 +270,14 @@ def _buckets(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     """Neighbours together until a bucket is full."""
     found: list[list[fx.Node]] = [[]]
     for node in nodes:
-        if found[-1] and sum(n.meta["val"].nbytes for n in found[-1]) + node.meta["val"].nbytes > BUCKET_BYTES:
+        if found[-1] and sum(_sent(n) for n in found[-1]) + _sent(node) > BUCKET_BYTES:
             found.append([])
         found[-1].append(node)
     return found
+
+
+def _sent(node: fx.Node) -> int:
+    return int(node.args[0].meta["val"].nbytes)                # type: ignore[union-attr]
 
 
 def own_gradients(joint: JointGraph) -> None:
@@ -295,8 +306,8 @@ def own_gradients(joint: JointGraph) -> None:
 
 def _buffer_of(node: fx.Node) -> fx.Node:
     """The node whose memory this one shows: views are followed to what they view."""
-    while node.op == "call_function" and node.all_input_nodes and (node.target is operator.getitem or _is_view(node)):
-        if node.target is operator.getitem and not _is_view(node.all_input_nodes[0]):
+    while node.op == "call_function" and node.all_input_nodes and (node.target is operator.getitem or is_view(node)):
+        if node.target is operator.getitem and not is_view(node.all_input_nodes[0]):
             return node                                        # a part of an op with several results is a buffer of its own
         node = node.all_input_nodes[0]
     return node
@@ -304,14 +315,7 @@ def _buffer_of(node: fx.Node) -> fx.Node:
 
 def _is_on_an_axis(node: fx.Node) -> bool:
     """A call whose second argument names a mesh axis."""
-    return node.target is part_start or node.target in STEPS.values()
-
-
-def _is_view(node: fx.Node) -> bool:
-    target = node.target
-    if target is torch.ops.aten._unsafe_view.default:          # its schema says fresh; it shows its operand's memory
-        return True
-    return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
+    return node.target is part_start or node.target in STEPS.values() or node.target in BEGIN.values()
 
 
 PASSES: tuple[Callable[[JointGraph], None], ...] = (write_out_conversions, drop_noise, mark_what_waits, bucket_gradient_reductions, own_gradients)
@@ -397,7 +401,7 @@ def _needed(of: Sequence[fx.Node]) -> set[fx.Node]:
 def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        is_cheap = node in forward and node.op == "call_function" and (_is_on_an_axis(node) or _is_view(node) or node.target is torch.ops.aten._to_copy.default)
+        is_cheap = node in forward and node.op == "call_function" and (_is_on_an_axis(node) or is_view(node) or node.target is torch.ops.aten._to_copy.default)
         if is_cheap and all(a in parameters or a in found for a in node.all_input_nodes):
             found.add(node)
     return found

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from autopar.codegen.joint import Joint, lower_jointly
 from autopar.codegen.local import LocalProgram, local_program
 from autopar.letters import NotServed
+from autopar.sharding.overlap import cut
 from autopar.solver.plan import Plan
 from autopar.tracer.graph import Graph, info
 
@@ -27,4 +28,11 @@ def lower(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cp
     if changed := [name for kind, name in graph.updates if kind == "input"]:
         raise NotServed(f"the model writes to its input {', '.join(changed)}, and a parallel model leaves its inputs as they are", advice="a copy: x = x.clone()")
     differentiable = [] if not gradients else [graph.loss] if graph.loss is not None else [i for i, t in enumerate(outputs) if t.requires_grad]
-    return Lowered(graph, plan, program, lower_jointly(program, differentiable, plan.regathered, plan.scattered, device))
+    return Lowered(graph, plan, program, lower_jointly(program, differentiable, plan.regathered, plan.scattered, windows_of_parameters(graph), device))
+
+
+def windows_of_parameters(graph: Graph) -> dict[str, int]:
+    """In which window of the forward each parameter is first read."""
+    ops = [n for n in graph.nodes if info(n).kind == "op"]
+    of = dict(zip(ops, cut(ops).of, strict=True))
+    return {name: min(of[u] for u in node.users if u in of) for name, node in graph.parameters.items() if any(u in of for u in node.users)}

@@ -11,6 +11,7 @@ backward of its own. Tracing the joint graph turns it into two `convert`s; `code
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,18 +45,72 @@ def bind_axes(mesh: Any) -> dict[str, Axis]:
 Blocks = tuple[int, ...]
 
 
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A collective under way: what it reads and writes lives as long as this, and `finish` makes results of it."""
+
+    work: Any
+    kept: tuple[Tensor, ...]
+    results: Callable[[], list[Tensor]]
+
+
+def finish(pending: Pending) -> list[Tensor]:
+    """Wait for a collective; on a GPU only what is computed after it waits."""
+    if pending.work is not None:
+        pending.work.wait()
+    return pending.results()
+
+
+def begin_all_reduce(xs: list[Tensor], axis: Axis) -> Pending:
+    """P(sum) -> R of several tensors in one message."""
+    flat = torch.cat([x.flatten() for x in xs]) if len(xs) > 1 else xs[0].clone(memory_format=torch.contiguous_format).view(-1)
+    work = dist.all_reduce(flat, group=axis.group, async_op=True)
+    return Pending(work, (flat,), lambda: [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)])
+
+
+def begin_all_gather(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> Pending:
+    """S(dim) -> R of several tensors in one message."""
+    parts = [_padded(x, dim, -(-size // axis.size)).movedim(dim, 0).contiguous() for x, dim, size in zip(xs, dims, sizes, strict=True)]
+    flat = torch.cat([p.view(-1) for p in parts]) if len(parts) > 1 else parts[0].view(-1)
+    y = flat.new_empty(axis.size * flat.numel())
+    work = _all_gather(y, flat, group=axis.group, async_op=True)
+
+    def results() -> list[Tensor]:
+        pieces = y.view(axis.size, -1).split([p.numel() for p in parts], 1)
+        wholes = [piece.reshape(axis.size * p.shape[0], *p.shape[1:]) for piece, p in zip(pieces, parts, strict=True)]
+        return [_by_blocks(w.narrow(0, 0, size).movedim(0, dim), dim, axis.size, block).contiguous() for w, dim, size, block in zip(wholes, dims, sizes, blocks, strict=True)]
+
+    return Pending(work, (flat, y), results)
+
+
+def begin_reduce_scatter(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> Pending:
+    """P(sum) -> S(dim) of several tensors in one message."""
+    parts = [_padded(_by_parts(x, dim, axis.size, block), dim, -(-size // axis.size) * axis.size).movedim(dim, 0).contiguous() for x, dim, size, block in zip(xs, dims, sizes, blocks, strict=True)]
+    flat = torch.cat([p.view(axis.size, -1) for p in parts], 1).view(-1) if len(parts) > 1 else parts[0].view(-1)
+    y = flat.new_empty(flat.numel() // axis.size)
+    work = _reduce_scatter(y, flat, group=axis.group, async_op=True)
+    shapes = [(p.shape[0] // axis.size, *p.shape[1:]) for p in parts]
+
+    def results() -> list[Tensor]:
+        pieces = y.split([math.prod(shape) for shape in shapes])
+        return [piece.view(shape).narrow(0, 0, _length(size, axis)).movedim(0, dim).contiguous() for piece, shape, dim, size in zip(pieces, shapes, dims, sizes, strict=True)]
+
+    return Pending(work, (flat, y), results)
+
+
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """P(sum) -> R"""
-    y = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(y, group=axis.group)
-    return y
+    return finish(begin_all_reduce([x], axis))[0].view(x.shape)
 
 
 def all_reduce_bucket(xs: list[Tensor], axis: Axis) -> list[Tensor]:
     """P(sum) -> R of several tensors in one message."""
-    flat = torch.cat([x.flatten() for x in xs])
-    dist.all_reduce(flat, group=axis.group)
-    return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)]
+    return finish(begin_all_reduce(xs, axis))
+
+
+def reduce_scatter_bucket(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> list[Tensor]:
+    """P(sum) -> S(dim) of several tensors in one message."""
+    return finish(begin_reduce_scatter(xs, axis, dims, sizes, blocks))
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
@@ -67,19 +122,12 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
 
 def all_gather(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Tensor:
     """S(dim) -> R"""
-    x = _padded(x, dim, -(-size // axis.size)).movedim(dim, 0).contiguous()
-    y = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    _all_gather(y, x, group=axis.group)
-    return _by_blocks(y.narrow(0, 0, size).movedim(0, dim), dim, axis.size, blocks).contiguous()
+    return finish(begin_all_gather([x], axis, [dim], [size], [blocks]))[0]
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Tensor:
     """P(sum) -> S(dim)"""
-    step = -(-size // axis.size)
-    x = _padded(_by_parts(x, dim, axis.size, blocks), dim, step * axis.size).movedim(dim, 0).contiguous()
-    y = x.new_empty((step, *x.shape[1:]))
-    _reduce_scatter(y, x, group=axis.group)
-    return y.narrow(0, 0, _length(size, axis)).movedim(0, dim).contiguous()
+    return finish(begin_reduce_scatter([x], axis, [dim], [size], [blocks]))[0]
 
 
 def all_to_all(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks, to_dim: int, to_size: int, to_blocks: Blocks) -> Tensor:
@@ -135,7 +183,8 @@ def _length(size: int, axis: Axis) -> Any:
     return size // axis.size if size % axis.size == 0 else part(size, axis.size, axis.index)[1]
 
 
-STEPS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (all_reduce, all_reduce_bucket, all_reduce_max, all_gather, reduce_scatter, all_to_all, slice, lodge)}
+STEPS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (all_reduce, all_reduce_bucket, reduce_scatter_bucket, all_reduce_max, all_gather, reduce_scatter, all_to_all, slice, lodge)}
+BEGIN: dict[str, Callable[..., Pending]] = {"all_reduce": begin_all_reduce, "all_gather": begin_all_gather, "reduce_scatter": begin_reduce_scatter}
 
 
 @torch.library.custom_op("autopar::convert", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))   # so tagged, it is never computed while tracing, though its operand is a constant

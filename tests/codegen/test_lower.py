@@ -13,7 +13,7 @@ import autopar
 from autopar.codegen import lower
 from autopar.codegen.joint import COLLECTIVES
 from autopar.letters import BadPlan
-from autopar.runtime.collectives import STEPS
+from autopar.runtime.collectives import BEGIN, STEPS
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from tests.models import LLAMA_MEGATRON, LLAMA_SEQUENCE, MLP, Llama, eager_links, mlp_case, mlp_pins
@@ -39,7 +39,7 @@ def test_megatron_reduces_once_a_block_and_direction():
 
 def test_data_parallelism_reduces_the_loss_and_every_gradient_once():
     joint = lowered("dp").joint
-    assert collectives(joint.forward) == {"all_reduce": 1} and collectives(joint.backward) == {"all_reduce_bucket": 1}
+    assert collectives(joint.forward) == {"all_reduce": 1} and collectives(joint.backward) == {"begin_all_reduce": 1}
     assert max(len(n.args[0]) for n in joint.backward.nodes if n.target in COLLECTIVES) == 14
 
 
@@ -69,8 +69,8 @@ def test_sequence_parallelism_gathers_and_scatters_instead(bias):
     assert loss.meta["val"].shape == ()                        # the only all-reduce forward is of the loss, one number
     of_x = joint.backward.output_node().args[0][joint.gradients.index(0)]
     assert of_x.target is STEPS["all_gather"]                  # an input's gradient leaves whole; between blocks it stays cut
-    assert collectives(joint.backward) - Counter(all_gather=1) == {"all_gather": 2, "reduce_scatter": 2, "all_reduce_bucket": 1}
-    bucket, = (n for n in joint.backward.nodes if n.target is STEPS["all_reduce_bucket"])
+    assert collectives(joint.backward) - Counter(all_gather=1) == {"all_gather": 2, "reduce_scatter": 2, "begin_all_reduce": 1}
+    bucket, = (n for n in joint.backward.nodes if n.target is BEGIN["all_reduce"])
     assert [tuple(v.shape) for v in bucket.meta["val"]] == [(512,), (512,)]    # the norms' weights; rows' biases are added to the sums, and need none
 
 
@@ -95,7 +95,9 @@ def test_sharded_storage_gathers_again_in_backward():
     joint = lowered("sharded").joint
     assert collectives(joint.forward) == {"all_gather": 14, "all_reduce": 1}
     backward = collectives(joint.backward)
-    assert backward["reduce_scatter"] == 14 and set(backward) == {"reduce_scatter", "all_gather"}
+    assert backward["begin_reduce_scatter"] == 1 and set(backward) == {"begin_reduce_scatter", "all_gather"}
+    bucket, = (n for n in joint.backward.nodes if n.target is BEGIN["reduce_scatter"])
+    assert len(bucket.args[0]) == 14
     saved = [n.meta["val"].shape for n in joint.forward.output_node().args[0][1:]]
     assert not any(tuple(s) in ((64, 16), (16, 64)) for s in saved), "a gathered weight was saved"
 
@@ -105,7 +107,7 @@ def test_kept_copies_are_gathered_once():
     pins = {k: v.replace("regathered", "kept") for k, v in mlp_pins("sharded", TP).items()}
     plan = autopar.plan(model, batch, mesh=TP, cluster=eager_links(), constraints=pins)
     joint = lower(ColoTracer().trace(model, batch), plan, (0,)).joint
-    assert collectives(joint.backward) == {"reduce_scatter": 14}
+    assert collectives(joint.backward) == {"begin_reduce_scatter": 1}
 
 
 def test_the_program_is_the_same_on_every_device_where_parts_are_even():

@@ -1,0 +1,126 @@
+"""When gathers and reductions begin and end: as the overlap specification says, and with the same results."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import DeviceMesh
+from autopar.codegen import joint, lower
+from autopar.runtime.collectives import BEGIN, STEPS, finish
+from autopar.sharding import overlap
+from autopar.testing import Equality, on_processes, on_threads
+from autopar.tracer import ColoTracer
+from tests.models import MLP, eager_links
+from tests.training import train, whole
+
+
+def three_windows(patch):
+    """Every block a window of its own, and few gradients in a bucket."""
+    patch.setattr(overlap, "BUCKET", 1000)
+    patch.setattr(joint, "BUCKET_BYTES", 20_000)
+    joint._LOWERED.clear()
+
+
+def case():
+    torch.manual_seed(2)
+    model = MLP(16, 4).double()
+    return model, {k: torch.randn(8, 16, dtype=torch.float64) for k in ("x", "y")}
+
+
+def half_of(name, monkeypatch, parallel="zero3"):
+    three_windows(monkeypatch)
+    model, batch = case()
+    pins = {"*.weight": "S(0)@0; R; regathered", "*.bias": "S(0)@0; R; regathered", "x": "S(0)@0", "y": "S(0)@0"} if parallel == "zero3" else None
+    plan = autopar.plan(model, batch, mesh=2, cluster=eager_links(), constraints=pins, parallel=None if pins else parallel)
+    return list(getattr(lower(ColoTracer().trace(model, batch), plan, (0,)).joint, name).nodes)
+
+
+@pytest.mark.parametrize("half, ahead", [("forward", -1), ("backward", 1)])
+def test_a_window_is_gathered_in_one_message_beside_its_neighbour(half, ahead, monkeypatch):
+    nodes = half_of(half, monkeypatch)
+    begun = [n for n in nodes if n.target is BEGIN["all_gather"]]
+    assert len(begun) == 4 and all(len(n.args[0]) >= 2 for n in begun)         # five windows, of which the first to come has nothing before it
+    at = {n: i for i, n in enumerate(nodes)}
+    ends = [next(iter(n.users)) for n in begun]
+    assert all(n.target is finish for n in ends)
+    for before, after in zip(ends, begun[1:]):                 # the next begins once this one has been taken, and well before it is taken itself
+        assert at[before] < at[after]
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    assert all(any(n.target in products for n in nodes[at[start]:at[end]]) for start, end in zip(begun, ends))
+    alone = [n for n in nodes if n.target is STEPS["all_gather"]]
+    assert alone and all(at[n] < at[ends[0]] for n in alone)   # the first window's, in line
+    assert all(at[min(n.users)] - at[n] <= 12 for n in alone)  # where they are read
+
+
+def test_one_reduction_is_under_way_at_a_time(monkeypatch):
+    for parallel, kind in (("zero3", "reduce_scatter"), ("dp", "all_reduce")):
+        nodes = half_of("backward", monkeypatch, parallel)
+        at = {n: i for i, n in enumerate(nodes)}
+        begun = [n for n in nodes if n.target is BEGIN[kind]]
+        ends = [next(iter(n.users)) for n in begun]
+        assert len(begun) >= 3 and all(n.target is finish for n in ends)
+        for end, after in zip(ends, begun[1:]):
+            assert at[end] < at[after]
+        assert sum(at[end] - at[start] > 4 for start, end in zip(begun, ends)) >= len(begun) - 1
+
+
+@pytest.mark.parametrize("parallel, mesh", [("zero3", (2,)), ("zero3", (2, 2)), ("dp", (2,)), (dict(data=dict(size=2, zero=3), tensor=2), (2, 2))], ids=str)
+def test_it_trains_as_one_device_does(parallel, mesh, monkeypatch):
+    three_windows(monkeypatch)
+    model, batch = case()
+    expected = train(copy.deepcopy(model), batch, "adamw", steps=3)
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=DeviceMesh(mesh), parallel=parallel, cluster=eager_links())
+        return train(mine, batch, "adamw", steps=3)
+
+    for losses, gradients, parameters in on_threads(DeviceMesh(mesh).size, body):
+        Equality.in_float64("losses", losses, expected[0], 1e-9).check()
+        Equality.in_float64("gradients", gradients, expected[1], 1e-9).check()
+        Equality.in_float64("parameters", parameters, expected[2], 1e-8).check()
+
+
+def on_gloo(rank, model, batch):
+    three_windows(pytest.MonkeyPatch())
+    mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="zero3", cluster=eager_links())
+    assert any(n.target is BEGIN["all_gather"] for n in mine.joint.forward.nodes)
+    losses, gradients, parameters = train(mine, batch, "adamw", steps=3)
+    with mine.no_sync():
+        mine(**batch).backward()
+    mine.zero_grad()
+    return losses, gradients, parameters
+
+
+def test_gloo_processes_do_so_too():
+    model, batch = case()
+    expected = train(copy.deepcopy(model), batch, "adamw", steps=3)
+    for result in on_processes(2, on_gloo, model, batch):
+        for what, ours, theirs in zip(("losses", "gradients", "parameters"), result, expected):
+            Equality.in_float64(what, ours, theirs, 1e-8).check()
+
+
+def test_a_weight_with_two_readers_is_fetched_before_the_first():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x):
+            return self.a(torch.relu(self.a(x))).square().sum()
+
+    model, x = Twice().double(), torch.randn(4, 8).double()
+    own = copy.deepcopy(model)
+    own(x).backward()
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), (x,), mesh=2, parallel="zero3", cluster=eager_links())
+        mine(x).backward()
+        return whole(mine.a.weight.grad)
+
+    for gradient in on_threads(2, body):
+        torch.testing.assert_close(gradient, own.a.weight.grad)
