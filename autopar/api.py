@@ -66,7 +66,7 @@ def autoparallelize(
     plan: Plan | None = None,
     inputs: str = "global",
     outputs: str = "auto",
-    compile: bool = False,
+    compile: bool | str = False,
     sync: bool = True,
     pad_to: int | None = None,
     init: str = "module",
@@ -77,9 +77,13 @@ def autoparallelize(
 
     Runs on every rank (torchrun), or on one process. Takes a `plan`, or any of `autopar.plan`'s arguments; then rank 0
     plans and the others receive. `sync` takes parameters and buffers from rank 0. A model on meta gets its values from its own
-    recipes (`init="module"`), or from the same ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever there in full.
+    recipes (`init="module"`), or from the same ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever there in full. With
+    `compile`, what stands between collectives is given to torch.compile (True, or the name of a backend).
     """
-    refuse_unserved(pad_to=pad_to, inputs=(inputs, ("global",)), outputs=(outputs, ("auto",)), compile=(compile, (False,)), init=(init, ("module", "counter")))
+    refuse_unserved(pad_to=pad_to, inputs=(inputs, ("global",)), outputs=(outputs, ("auto",)), init=(init, ("module", "counter")))
+    backend = compile if isinstance(compile, str) else "inductor" if compile is True else None
+    if not isinstance(compile, (bool, str)) or (backend is not None and backend not in torch.compiler.list_backends(exclude_tags=())):
+        raise NotServed(f"compile={compile!r} is no backend of torch.compile", seen=", ".join(torch.compiler.list_backends(exclude_tags=())), advice="compile=True")
     if plan is not None and set(planning) - {"loss", "assume"}:
         raise BadPlan(f"plan= is given, and so is {', '.join(sorted(set(planning) - {'loss', 'assume'}))}", advice="one or the other: a plan already decides it")
     if unknown := set(planning) - set(inspect.signature(Request).parameters):
@@ -96,4 +100,4 @@ def autoparallelize(
         all_ranks_hold("calls", graph.digest)
         return graph, from_rank_0(lambda: request.plan_again(graph, first))
 
-    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init, weights)
+    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init, weights, backend)

@@ -357,8 +357,8 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
         else:
             saved[node] = None
     present = [g for g in joint.gradients if g is not None]
-    first = _build(joint.graph, joint.primals, {n for n in forward if n.op == "call_function"}, [*joint.outputs, *saved])
-    second = _build(joint.graph, [*saved, *joint.tangents], {n for n in backward | extra if n.op == "call_function"}, present)
+    first = extract(joint.graph, joint.primals, {n for n in forward if n.op == "call_function"}, [*joint.outputs, *saved])
+    second = extract(joint.graph, [*saved, *joint.tangents], {n for n in backward | extra if n.op == "call_function"}, present)
     gets = tuple(i for i, g in zip(joint.wanted, joint.gradients, strict=True) if g is not None)
     return Joint(first, second, len(joint.outputs), joint.differentiable, gets, *_for_accumulation(joint, [*saved, *joint.tangents]))
 
@@ -371,8 +371,8 @@ def _for_accumulation(joint: JointGraph, inputs: Sequence[fx.Node]) -> tuple[fx.
     cuts = [rows[i][2] for i in waits]
     first = [k for k, c in enumerate(cuts) if c not in cuts[:k]]               # one buffer may be the gradient of two
     settled = [rows[i][0] for i in waits]
-    hold = _build(joint.graph, inputs, _between(inputs, ends), ends)
-    settle = _build(joint.graph, [cuts[k] for k in first], _between(cuts, settled), settled)     # type: ignore[arg-type, misc]
+    hold = extract(joint.graph, inputs, _between(inputs, ends), ends)
+    settle = extract(joint.graph, [cuts[k] for k in first], _between(cuts, settled), settled)     # type: ignore[arg-type, misc]
     return hold, settle, waits, tuple(first)
 
 
@@ -407,7 +407,8 @@ def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Nod
     return found
 
 
-def _build(source: fx.Graph, inputs: Sequence[fx.Node], nodes: set[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
+def extract(source: fx.Graph, inputs: Sequence[fx.Node], nodes: set[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
+    """A part of a graph as a graph of its own."""
     graph = fx.Graph()
     copies = {n: graph.placeholder(n.name) for n in inputs}
     for node in source.nodes:

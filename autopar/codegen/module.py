@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autopar.codegen.compiled import compile_between_collectives
 from autopar.codegen.joint import Joint, bind
 from autopar.codegen.lower import Lowered, lower
 from autopar.codegen.situation import Caller, Situation
@@ -99,10 +100,12 @@ class Waiting:
 class Runner:
     """One lowered program on this rank: its two halves bound to process groups, and the tensors it takes."""
 
-    def __init__(self, lowered: Lowered, mesh: Any, storage: dict[str, Storage], device: torch.device, waiting: Waiting) -> None:
+    def __init__(self, lowered: Lowered, mesh: Any, storage: dict[str, Storage], device: torch.device, waiting: Waiting, backend: str | None = None) -> None:
         self.graph, self.joint, self.program, self.device, self.waiting = lowered.graph, lowered.joint, lowered.program, device, waiting
         axes, joint = bind_axes(mesh), lowered.joint
         self.modules = {half: bind(getattr(joint, half), axes) for half in ("forward", "backward", "hold", "settle")}
+        if backend is not None:
+            self.modules = {half: compile_between_collectives(m, backend) for half, m in self.modules.items()}
         self.forward, self.backward, self.hold, self.settle = (m.forward for m in self.modules.values())
         ends = list(joint.settle.output_node().args[0])        # type: ignore[arg-type]
         begins = joint.settle.find_nodes(op="placeholder")
@@ -241,8 +244,8 @@ class _Program:
 class _State:
     """What a ParallelModule holds besides its parameters."""
 
-    def __init__(self, model: nn.Module, first: Lowered, storage: dict[str, Storage], mesh: Any, device: torch.device, again: Again) -> None:
-        self.first, self.storage, self.mesh, self.device, self.again, self.original = first, storage, mesh, device, again, type(model)
+    def __init__(self, model: nn.Module, first: Lowered, storage: dict[str, Storage], mesh: Any, device: torch.device, again: Again, backend: str | None) -> None:
+        self.first, self.storage, self.mesh, self.device, self.again, self.backend, self.original = first, storage, mesh, device, again, backend, type(model)
         self.caller, self.waiting = Caller(model), Waiting(model, storage)
         self.random = RandomState(-1)
         self.hooks = model._forward_pre_hooks, model._forward_hooks      # these are in the graphs
@@ -277,7 +280,7 @@ class _State:
         all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, lowered.joint.collectives))
         if lowered.program.is_random and self.random.seed < 0:
             self.random.seed = from_rank_0(lambda: int(torch.randint(0, 2**62, ())))
-        self.programs = [*self.programs[-_MOST_PROGRAMS + 1:], _Program(situation, grad, lowered, Runner(lowered, self.mesh, self.storage, self.device, self.waiting), self.caller.places(lowered.graph))]
+        self.programs = [*self.programs[-_MOST_PROGRAMS + 1:], _Program(situation, grad, lowered, Runner(lowered, self.mesh, self.storage, self.device, self.waiting, self.backend), self.caller.places(lowered.graph))]
         return self.programs[-1]
 
     @contextlib.contextmanager
@@ -294,7 +297,7 @@ class _State:
         return self
 
 
-def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True, init: str = "module", weights: str | None = None) -> nn.Module:
+def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True, init: str = "module", weights: str | None = None, backend: str | None = None) -> nn.Module:
     """Turn `model` into the parallel one, in place: its class gains `ParallelModule`, its parameters become local shards."""
     if "forward" in vars(model):
         raise NotServed(f"{type(model).__name__} has a forward of its own beside its class's, which the parallel model could not replace", advice="a class whose forward it is")
@@ -305,7 +308,7 @@ def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again
     storage = _store(model, lowered.plan, mesh, device, sync, init, weights)
     _refuse_steps_on(old)
     teach_dtensor()
-    state = _State(model, lowered, storage, mesh, device, again)
+    state = _State(model, lowered, storage, mesh, device, again, backend)
     with torch.enable_grad():
         state.keep(state.caller.situation(*state.caller.arguments(call.args, call.kwargs)), True, lowered)
     cls, names = type(model), {"__module__": type(model).__module__, "__doc__": type(model).__doc__}

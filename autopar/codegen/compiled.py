@@ -1,0 +1,48 @@
+"""An emitted half for torch.compile: what stands between collectives becomes modules of its own, each compiled whole; collectives stay where they are, and are called as before."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx as fx
+
+from autopar.codegen.joint import extract
+
+_WORTH = 2                                                     # ops, from which on a run of them is compiled
+
+
+def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.GraphModule:
+    """The same half, with every run of torch's own ops as one compiled call.
+
+    before    a = mm(x, w);  b = gelu(a);  c = all_reduce(b, axis);  d = mul(c, c);  e = add(d, c)
+    after     b = run_0(x, w)[0];  c = all_reduce(b, axis);  e = run_1(c)[0]
+    """
+    source, made = module.graph, fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    held: dict[str, object] = {str(n.target): getattr(module, str(n.target)) for n in source.find_nodes(op="get_attr")}
+    run: list[fx.Node] = []
+
+    def close() -> None:
+        """Write the run that has gathered as one call."""
+        if len(run) < _WORTH:
+            for node in run:
+                copies[node] = made.node_copy(node, copies.__getitem__)
+        else:
+            inside = set(run)
+            inputs = list(dict.fromkeys(a for n in run for a in n.all_input_nodes if a not in inside))
+            outputs = [n for n in run if any(u not in inside for u in n.users)]
+            name = f"run_{len(held)}"
+            held[name] = torch.compile(fx.GraphModule({}, extract(source, inputs, inside, outputs)), backend=backend, fullgraph=True, dynamic=False)
+            called = made.call_module(name, tuple(copies[i] for i in inputs))
+            for k, node in enumerate(outputs):
+                copies[node] = made.call_function(operator.getitem, (called, k))
+        run.clear()
+
+    for node in source.nodes:
+        if (isinstance(node.target, torch._ops.OpOverload) and node.op == "call_function") or (node.target is operator.getitem and node.args[0] in run):
+            run.append(node)
+        else:
+            close()
+            copies[node] = made.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(held, made)                          # type: ignore[arg-type]
