@@ -24,6 +24,7 @@ from autopar.letters import Consumed, NotServed
 from autopar.runtime.checkpoint import read, teach_dtensor, whole_state
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.init import initialise, initialise_by_position, is_on_meta
+from autopar.runtime.private import skip_together
 from autopar.runtime.random import RandomState
 from autopar.runtime.storage import Storage, dtensor_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
@@ -308,6 +309,7 @@ def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again
     storage = _store(model, lowered.plan, mesh, device, sync, init, weights)
     _refuse_steps_on(old)
     teach_dtensor()
+    skip_together()
     state = _State(model, lowered, storage, mesh, device, again, backend)
     with torch.enable_grad():
         state.keep(state.caller.situation(*state.caller.arguments(call.args, call.kwargs)), True, lowered)

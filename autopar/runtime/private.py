@@ -6,6 +6,7 @@
     FakeStore           the store of the fake process group
     StridedShard        torch's placement of a dim that is cut by blocks of one size
     local_part          what a DTensor holds, to be written to in place
+    skip_together       torch asks the first gradient alone over which ranks an inf is made known; it must be known to all
 
 The tracer and the joint trace also use `torch._subclasses.fake_tensor`, `torch.fx.experimental.proxy_tensor` and
 `torch.utils._python_dispatch`, which have no public name.
@@ -53,6 +54,26 @@ def local_part(tensor: Any) -> torch.Tensor:
     """The memory of a DTensor's local part, without autograd."""
     local: torch.Tensor = tensor._local_tensor.detach()
     return local
+
+
+def skip_together() -> None:
+    """Let GradScaler skip a step on all ranks of a mesh where one has found an inf. (torch 2.13 reduces the finding over the axes that cut the first gradient of the list: where that is a copy and another is cut, ranks part ways.)"""
+    from torch.distributed.tensor import DTensor
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    theirs = handlers[op]
+    if getattr(theirs, "of_autopar", False):
+        return
+
+    def ours(op_call: Any, args: Any, kwargs: Any) -> None:
+        theirs(op_call, args, kwargs)
+        mesh = args[0][0].device_mesh
+        for axis in range(mesh.ndim):
+            torch.distributed.all_reduce(args[1], torch.distributed.ReduceOp.MAX, group=mesh.get_group(axis))
+
+    ours.of_autopar = True                                     # type: ignore[attr-defined]
+    handlers[op] = ours
 
 
 def __getattr__(name: str) -> Any:
