@@ -18,6 +18,7 @@ import torch
 from autopar.codegen import lower, parallelise
 from autopar.letters import BadPlan, NotServed
 from autopar.request import Request, refuse_unserved
+from autopar.runtime.faults import limit
 from autopar.runtime.world import all_ranks_hold, coordinate, from_rank_0, start_world, world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
@@ -71,6 +72,7 @@ def autoparallelize(
     pad_to: int | None = None,
     init: str = "module",
     weights: str | None = None,
+    timeout_s: float = 600.0,
     **planning: Any,
 ) -> torch.nn.Module:
     """Turn `model` into its parallel self, in place, and return it: an instance of its own class, to be trained as before.
@@ -78,21 +80,25 @@ def autoparallelize(
     Runs on every rank (torchrun), or on one process. Takes a `plan`, or any of `autopar.plan`'s arguments; then rank 0
     plans and the others receive. `sync` takes parameters and buffers from rank 0. A model on meta gets its values from its own
     recipes (`init="module"`), or from the same ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever there in full. With
-    `compile`, what stands between collectives is given to torch.compile (True, or the name of a backend).
+    `compile`, what stands between collectives is given to torch.compile (True, or the name of a backend). No collective waits
+    longer than `timeout_s` for another rank.
     """
     refuse_unserved(pad_to=pad_to, inputs=(inputs, ("global",)), outputs=(outputs, ("auto",)), init=(init, ("module", "counter")))
     backend = compile if isinstance(compile, str) else "inductor" if compile is True else None
     if not isinstance(compile, (bool, str)) or (backend is not None and backend not in torch.compiler.list_backends(exclude_tags=())):
         raise NotServed(f"compile={compile!r} is no backend of torch.compile", seen=", ".join(torch.compiler.list_backends(exclude_tags=())), advice="compile=True")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e7:
+        raise NotServed(f"timeout_s={timeout_s!r} is no number of seconds", advice="timeout_s=600.0")
     if plan is not None and set(planning) - {"loss", "assume"}:
         raise BadPlan(f"plan= is given, and so is {', '.join(sorted(set(planning) - {'loss', 'assume'}))}", advice="one or the other: a plan already decides it")
     if unknown := set(planning) - set(inspect.signature(Request).parameters):
         raise NotServed(f"autoparallelize knows no argument {', '.join(sorted(unknown))}", advice="its own, or those of autopar.plan")
-    started, device = time.monotonic(), start_world()
+    started, device = time.monotonic(), start_world(timeout_s)
     request = Request(**{"mesh": world_size(), **planning}) if plan is None else Request.of(plan, **planning)
     graph = request.trace(model, meta_inputs)
     chosen = plan if plan is not None else from_rank_0(lambda: request.plan(graph, started))
     mesh = chosen.mesh.to_torch(device)
+    limit(mesh, timeout_s)
     lowered = lower(graph, chosen, coordinate(chosen.mesh), device)
 
     def again(model: torch.nn.Module, call: Call, first: Plan) -> tuple[Graph, Plan]:

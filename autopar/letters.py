@@ -80,6 +80,10 @@ class Infeasible(Letter):
     """No plan satisfies what was asked."""
 
 
+class Lost(Letter):
+    """Another rank hangs, has ended, or has raised."""
+
+
 class BadWeights(Letter):
     """A file of weights that cannot be read, or is of another model."""
 

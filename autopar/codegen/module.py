@@ -23,6 +23,7 @@ from autopar.codegen.situation import Caller, Situation
 from autopar.letters import Consumed, NotServed
 from autopar.runtime.checkpoint import read, teach_dtensor, whole_state
 from autopar.runtime.collectives import bind_axes
+from autopar.runtime.faults import naming_the_lost
 from autopar.runtime.init import initialise, initialise_by_position, is_on_meta
 from autopar.runtime.private import skip_together
 from autopar.runtime.random import RandomState
@@ -40,7 +41,8 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Runner, *primals: Tensor) -> tuple[Tensor, ...]:
-        results = runner.forward(*(p.to_local() if isinstance(p, DTensor) else p for p in primals))
+        with naming_the_lost("forward"):
+            results = runner.forward(*(p.to_local() if isinstance(p, DTensor) else p for p in primals))
         count = runner.joint.outputs
         ctx.runner, ctx.waits = runner, runner.waiting.on
         ctx.save_for_backward(*results[count:])
@@ -65,7 +67,9 @@ class Step(torch.autograd.Function):
             return (None,) * (1 + runner.primal_count)
         filled = [torch.zeros(shape, dtype=dtype, device=runner.device) if t is None else t for t, (shape, dtype) in zip(given, runner.tangent_types, strict=True)]
         gradients: list[Any] = [None] * runner.primal_count
-        for i, gradient in zip(joint.gradients, runner.gradients((*ctx.saved_tensors, *filled), ctx.waits), strict=True):
+        with naming_the_lost("backward"):
+            found = runner.gradients((*ctx.saved_tensors, *filled), ctx.waits)
+        for i, gradient in zip(joint.gradients, found, strict=True):
             if gradient is not None:
                 gradients[i] = runner.as_gradient(i, gradient)
         return (None, *gradients)
@@ -209,11 +213,12 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._autopar
-        leaves, structure = state.caller.arguments(args, kwargs)
-        program = state.program(self, leaves, structure, args, kwargs)
-        inputs = [leaves[i] for i in program.places]
-        if program.calls < _CHECKED_CALLS:                     # every rank passes the same global batch: looked at while it is new
-            all_ranks_hold("input values", inputs)
+        with naming_the_lost("its call"):
+            leaves, structure = state.caller.arguments(args, kwargs)
+            program = state.program(self, leaves, structure, args, kwargs)
+            inputs = [leaves[i] for i in program.places]
+            if program.calls < _CHECKED_CALLS:                 # every rank passes the same global batch: looked at while it is new
+                all_ranks_hold("input values", inputs)
         program.calls += 1
         graph, names = program.runner.graph, program.runner.program
         changing = {name for _, name in graph.updates}         # what autograd keeps must not be what is written below

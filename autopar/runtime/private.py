@@ -6,6 +6,8 @@
     FakeStore           the store of the fake process group
     StridedShard        torch's placement of a dim that is cut by blocks of one size
     local_part          what a DTensor holds, to be written to in place
+    set_timeout         how long a group's collectives wait
+    job_store           the key-value store that the ranks of a job share
     skip_together       torch asks the first gradient alone over which ranks an inf is made known; it must be known to all
 
 The tracer and the joint trace also use `torch._subclasses.fake_tensor`, `torch.fx.experimental.proxy_tensor` and
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -54,6 +57,14 @@ def local_part(tensor: Any) -> torch.Tensor:
     """The memory of a DTensor's local part, without autograd."""
     local: torch.Tensor = tensor._local_tensor.detach()
     return local
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def job_store() -> Any:
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def skip_together() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +17,10 @@ from autopar.sharding.mesh import DeviceMesh
 T = TypeVar("T")
 
 
-def start_world() -> str:
+def start_world(timeout_s: float = 600.0) -> str:
     """Make sure that a process group exists; the device type that its ranks compute on.
 
-    Under torchrun it joins the job; without one it is a world of one process.
+    Under torchrun it joins the job; without one it is a world of one process. In a world that is made here nobody waits longer than the time-out.
     """
     if not dist.is_initialized():
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,7 +28,7 @@ def start_world() -> str:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         else:
             dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
         return device

@@ -1,0 +1,102 @@
+"""A rank that raises, ends, hangs, or is called otherwise: the others end within the time-out, and say who it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing as mp
+import os
+import pathlib
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.letters import Letter, Lost
+from tests.codegen.test_situations import batch_of
+from tests.models import eager_links, mlp_case
+
+
+def faulty(rank, model, batch, fault):
+    """Rank 1 of three fails in its second step; what the others say, and after how long."""
+    mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=3, parallel="dp", cluster=eager_links(), timeout_s=4.0)
+    mine(**batch).backward()
+    mine(**batch).backward()
+    start = time.monotonic()
+    try:
+        if rank == 1:
+            if fault == "ends":
+                os._exit(0)
+            if fault == "is killed":
+                os.kill(os.getpid(), 9)
+            if fault == "hangs":
+                time.sleep(30)
+            if fault == "raises outside":
+                raise ValueError("mine")
+            if fault == "raises inside":
+                mine(batch["x"], batch["y"], 3)
+            if fault == "is called with a shape that cannot be":
+                mine(x=batch["x"][:, :3], y=batch["y"])
+            if fault == "is called with another shape":
+                mine(**batch_of(9)).backward()
+        for _ in range(3):
+            mine(**batch).backward()
+    except (Letter, ValueError) as e:
+        time.sleep(0 if rank != 1 else 2)                      # the test sees what the others say
+        return type(e).__name__, str(e), time.monotonic() - start
+    return "nothing", "", time.monotonic() - start
+
+
+def rank_of_three(rank, folder, fault):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    model, batch = mlp_case(batch=6)
+    said = faulty(rank, model, batch, fault)
+    pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(said))
+    os._exit(0)
+
+
+def outcome(fault, folder):
+    """What ranks 0 and 2 said; no process outlives the call."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["autopar.testing.preload"])
+    ranks = [context.Process(target=rank_of_three, args=(rank, str(folder), fault), daemon=True) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    end = time.monotonic() + 60
+    ranks[0].join(max(0.0, end - time.monotonic()))
+    ranks[2].join(max(0.0, end - time.monotonic()))
+    for process in ranks:
+        process.kill()
+        process.join()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 2) if (folder / f"{rank}.json").is_file()]
+
+
+@pytest.mark.parametrize("fault, match", [
+    ("ends", "rank 1 did not come"), pytest.param("is killed", "rank 1 did not come", marks=pytest.mark.nightly), ("hangs", "rank 1 did not come"), pytest.param("raises outside", "rank 1 did not come", marks=pytest.mark.nightly),
+    ("raises inside", "rank 1 raised BadInput"), pytest.param("is called with a shape that cannot be", "rank 1 raised NotCaptured", marks=pytest.mark.nightly), ("is called with another shape", "rank 1"),
+])
+def test_the_others_end_in_time_and_say_who_it_was(fault, match, tmp_path):
+    said = outcome(fault, tmp_path)
+    assert len(said) == 2 and all(kind == "Lost" and match in text and seconds < 20 for kind, text, seconds in said), said
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "10", True, float("nan")])
+def test_a_time_out_that_is_none_is_a_letter(wrong):
+    model, batch = mlp_case()
+    with pytest.raises(autopar.NotServed, match="timeout_s"):
+        autopar.autoparallelize(model, batch, mesh=1, timeout_s=wrong)
+
+
+def test_on_one_rank_errors_stay_what_they_are():
+    model, batch = mlp_case()
+    mine = autopar.autoparallelize(model, batch, mesh=1)
+    try:
+        with pytest.raises(Letter) as letter:
+            mine(batch["x"][:, :3], batch["y"])
+        assert not isinstance(letter.value, Lost)
+    finally:
+        torch.distributed.destroy_process_group()
