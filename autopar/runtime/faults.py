@@ -70,5 +70,8 @@ def _lost(where: str, error: Exception) -> Lost:
     elif silent:
         what = f"rank {', '.join(map(str, silent))} did not come to a collective: it hangs, or has ended"
     else:
-        what = "a collective failed on all ranks"
+        places: dict[str, list[int]] = {}
+        for r, text in sorted(said.items()):
+            places.setdefault(text, []).append(r)
+        what = "ranks wait for one another: " + "; ".join(f"rank {', '.join(map(str, ranks))} {text}" for text, ranks in places.items())
     return Lost(what, at=f"rank {me}, in {where}", seen=first, advice="the log of that rank; timeout_s= for how long others wait")
