@@ -365,7 +365,7 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
 
 def _for_accumulation(joint: JointGraph, inputs: Sequence[fx.Node]) -> tuple[fx.Graph, fx.Graph, tuple[int, ...], tuple[int, ...]]:
     """The backward up to what waits, the rest of it, which of the gradients wait, and which of those the rest begins from."""
-    rows = [(g, h, c) for g, h, c in zip(joint.gradients, joint.held, joint.cuts, strict=True) if g is not None]
+    rows = [(g, h, c) for g, h, c in zip(joint.gradients, joint.held, joint.cuts or joint.held, strict=True) if g is not None]
     waits = tuple(i for i, (_, h, _) in enumerate(rows) if h is not None)
     ends = [g if h is None else h for g, h, _ in rows]
     cuts = [rows[i][2] for i in waits]

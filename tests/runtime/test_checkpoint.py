@@ -109,8 +109,7 @@ def test_rectangles_are_the_parts_that_blocks_leave(data):
     assert all(on_threads(4, body))
 
 
-@pytest.mark.parametrize("parallel", ["zero3", "megatron"])
-@pytest.mark.parametrize("kind", ["whole", "without its head", "in many files"])
+@pytest.mark.parametrize("kind, parallel", [pytest.param(k, p, marks=[] if (k == "whole") == (p == "megatron") else pytest.mark.nightly) for k in ("whole", "without its head", "in many files") for p in ("zero3", "megatron")])
 def test_weights_come_from_files_and_go_to_files(kind, parallel, tmp_path):
     model, batch = gpt2(dropout=0.0)
     source = model.transformer if kind == "without its head" else model
