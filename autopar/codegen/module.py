@@ -7,7 +7,7 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,8 @@ class Step(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         runner: Runner = ctx.runner
         joint = runner.joint
+        if torch.is_grad_enabled():                            # create_graph=True
+            raise NotServed("a gradient of gradients is asked for, and the emitted backward has none", advice="torch.autograd.grad inside the model, which is traced, or create_graph=False")
         for i, tangent in enumerate(tangents):
             if tangent is not None and i not in joint.differentiable:
                 raise NotServed(f"a gradient arrives at the output {runner.graph.output_names[i]!r}, and backward was lowered for the loss",
@@ -158,7 +160,7 @@ class Runner:
         for i, (output, sharding) in enumerate(zip(outputs[:count], self.program.outputs[:count], strict=True)):
             whole = info(self.graph.output).outputs[i]
             if any(not p.is_replicated for p in sharding.placements):
-                output = dtensor_of(output.detach(), self.mesh, sharding, whole.shape)
+                output = dtensor_of(output, self.mesh, sharding, whole.shape)      # a gradient that arrives at it is a letter
             kept.append(output)
         return kept, outputs[count:]
 
@@ -167,6 +169,13 @@ class ParallelModule(nn.Module):
     """Mixed into the model's own class by `parallelise`. Parameters are DTensors under their own names."""
 
     _autopar: _State
+
+    @property
+    def _own(self) -> _State:
+        """What belongs to this model; a copy gets its own when it is first used."""
+        if self._autopar.model() is not self:
+            self._autopar = self._autopar.of_copy(self)
+        return self._autopar
 
     @property
     def plan(self) -> Plan:
@@ -190,7 +199,7 @@ class ParallelModule(nn.Module):
     @property
     def random_state(self) -> RandomState:
         """Seed and step of its random numbers: keep them in a checkpoint, set them to repeat a run."""
-        return self._autopar.random
+        return self._own.random
 
     @property
     def input_specs(self) -> dict[str, str]:
@@ -200,7 +209,7 @@ class ParallelModule(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Of what runs inside, gradients of parameters are not reduced: they wait, `.grad` stays as it is, and the next backward of a forward outside adds them and reduces. `model.zero_grad()` forgets them."""
-        waiting = self._autopar.waiting
+        waiting = self._own.waiting
         before, waiting.on = waiting.on, True
         try:
             yield
@@ -209,10 +218,18 @@ class ParallelModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._autopar.waiting.of.clear()
+        self._own.waiting.of.clear()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As any module's; a whole tensor is as good as a DTensor: this rank takes its part."""
+        parts = {id(p): self._own.storage[n] for n, p in self.named_parameters()}
+        held = self.state_dict(keep_vars=True)
+        given = {name: nn.Parameter(parts[id(held[name])].take(value.to(self._own.device), False), held[name].requires_grad)
+                 if isinstance(value, Tensor) and not isinstance(value, DTensor) and id(held.get(name)) in parts and value.shape == held[name].shape else value for name, value in state_dict.items()}
+        return super().load_state_dict(given, strict, assign)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        state = self._autopar
+        state = self._own
         with naming_the_lost("its call"):
             leaves, structure = state.caller.arguments(args, kwargs)
             program = state.program(self, leaves, structure, args, kwargs)
@@ -252,6 +269,7 @@ class _State:
 
     def __init__(self, model: nn.Module, first: Lowered, storage: dict[str, Storage], mesh: Any, device: torch.device, again: Again, backend: str | None) -> None:
         self.first, self.storage, self.mesh, self.device, self.again, self.backend, self.original = first, storage, mesh, device, again, backend, type(model)
+        self.model = weakref.ref(model)
         self.caller, self.waiting = Caller(model), Waiting(model, storage)
         self.random = RandomState(-1)
         self.hooks = model._forward_pre_hooks, model._forward_hooks      # these are in the graphs
@@ -272,7 +290,7 @@ class _State:
         if known is not None:                                  # the same graph, the other half
             graph, plan = known.lowered.graph, known.lowered.plan
         else:
-            with self.as_before(model):
+            with self.as_before(model), torch.inference_mode(False), torch.enable_grad():     # the graph is also that of a later call with gradients
                 graph, plan = self.again(model, call, self.first.plan)
         lowered = lower(graph, plan, self.mesh.get_coordinate(), self.device.type, grad)
         program = self.keep(situation, grad, lowered)
@@ -299,14 +317,24 @@ class _State:
         finally:
             model.__class__, (model._forward_pre_hooks, model._forward_hooks) = cls, own
 
+    def of_copy(self, model: nn.Module) -> _State:
+        """The state of a copy of the model: its own modes, waiting gradients and random numbers, the same programs."""
+        with self.as_before(model):
+            made = _State(model, self.first, self.storage, self.mesh, self.device, self.again, self.backend)
+        made.random, made.hooks = RandomState(self.random.seed, self.random.step), self.hooks
+        made.programs = [_Program(p.situation, p.has_gradients, p.lowered, Runner(p.lowered, self.mesh, self.storage, self.device, made.waiting, self.backend), p.places, p.calls) for p in self.programs]
+        return made
+
     def __deepcopy__(self, memo: Any) -> _State:
-        return self
+        return self                                            # until the copy is used
 
 
 def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True, init: str = "module", weights: str | None = None, backend: str | None = None) -> nn.Module:
     """Turn `model` into the parallel one, in place: its class gains `ParallelModule`, its parameters become local shards."""
     if "forward" in vars(model):
         raise NotServed(f"{type(model).__name__} has a forward of its own beside its class's, which the parallel model could not replace", advice="a class whose forward it is")
+    if hidden := [name for name in ("plan", "graph", "code", "joint", "input_specs", "random_state", "no_sync") if hasattr(model, name)]:
+        raise NotServed(f"{type(model).__name__} has an attribute {hidden[0]!r}, which the parallel model has too", advice="another name")
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     old = list(model.parameters())
     if not sync:                                               # nothing is sent, so it must be there already
@@ -327,12 +355,10 @@ def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again
 
 def _save_pretrained(self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **how: Any) -> None:
     """As the model's own, of the whole model: gathered one tensor at a time, written by rank 0."""
-    state: _State = self._autopar
+    state: _State = self._own
     full = whole_state(self) if state_dict is None else state_dict
     with state.as_before(self):
-        if torch.distributed.get_rank() == 0:
-            self.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=full, **how)
-    all_ranks_hold("files", "written")
+        from_rank_0(lambda: self.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=full, **how) and None)
 
 
 def _store(model: nn.Module, plan: Plan, mesh: Any, device: torch.device, sync: bool, init: str, weights: str | None) -> dict[str, Storage]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ class Situation:
 
 
 def _as_text(leaf: Any) -> str:
-    return f"{str(leaf[1]).removeprefix('torch.')}{list(leaf[0])}" if isinstance(leaf, tuple) else repr(leaf)
+    return f"{str(leaf[1]).removeprefix('torch.')}{list(leaf[0])}" if isinstance(leaf[0], torch.Size) else str(leaf[1])[:80]
 
 
 class Caller:
@@ -68,7 +69,7 @@ class Caller:
         """Of a call, now."""
         grad = torch.is_grad_enabled()
         return Situation(
-            tuple([(leaf.shape, leaf.dtype, grad and leaf.requires_grad) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, _SAID) else _Other(leaf) for leaf in leaves]), structure,
+            tuple([(leaf.shape, leaf.dtype, grad and leaf.requires_grad) if isinstance(leaf, Tensor) else _said(leaf) for leaf in leaves]), structure,
             tuple([m.training for m in self.modules]), tuple([p.requires_grad for p in self.parameters]),
             (True, torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None,
         )
@@ -81,17 +82,11 @@ class Caller:
         return [at[str(node.target)] for node in graph.inputs.values()]
 
 
-@dataclass(frozen=True, slots=True)
-class _Other:
-    """A constant argument of the user's own type: the same if it says so."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Other) and (self.value is other.value or bool(self.value == other.value))
-
-    def __hash__(self) -> int:
-        return hash(type(self.value))
-
-    def __repr__(self) -> str:
-        return f"<{type(self.value).__name__}>"
+def _said(value: Any) -> tuple[type, Any]:
+    """A constant argument as it is now: the caller may change it later. 1, 1.0 and True are three things, and nan is itself."""
+    if isinstance(value, _SAID):
+        return type(value), repr(value)
+    try:
+        return type(value), pickle.dumps(value)
+    except Exception as e:
+        raise BadInput(f"an argument is a {type(value).__name__}, of which cannot be said whether it is the same in the next call", seen=f"{type(e).__name__}: {e}", advice="tensors, numbers, text, and what can be pickled") from e

@@ -8,6 +8,7 @@ Which tensors a recipe writes is found by running it on meta: a parent may write
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 import zlib
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.letters import NotServed
 from autopar.runtime.random import SECOND, as_normal, as_uniform, bits_at, key_of
-from autopar.runtime.world import from_rank_0
+from autopar.runtime.world import all_ranks_hold, from_rank_0
 
 _DRAWING = threading.Lock()                                    # ranks that are threads have one generator
 _UNWRITTEN = -7770777                                          # in whole numbers; nan in others
@@ -83,7 +84,7 @@ def _takes_one(function: Callable[..., Any]) -> bool:
 
 def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None], given: Collection[int] = ()) -> None:
     """Run the recipes; `keep(name, on_meta, whole)` gets each tensor in full when its module is done, again if a later recipe writes it again."""
-    places, done = places_of(model, given), set[int]()
+    places, done, sums = places_of(model, given), set[int](), list[tuple[str, int]]()
     state = from_rank_0(torch.get_rng_state)
     with _DRAWING:
         before = torch.get_rng_state()
@@ -113,10 +114,12 @@ def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None], gi
                 continue
             if share:
                 raise NotServed(f"{places[i][0]} is written in part only by what gives {type(module).__name__} its values", advice="a model that is built with values")
+            sums.append((places[i][0], _checksum(tensor)))
             keep(places[i][0], places[i][1], tensor.detach())
             done.add(i)
     with _DRAWING:
         torch.set_rng_state(state if torch.distributed.get_rank() == 0 else before)
+    all_ranks_hold("initial values: a recipe draws from elsewhere than torch's generator", sums)
     _refuse_unwritten(places, done)
 
 
@@ -125,9 +128,13 @@ def initialise_by_position(model: nn.Module, seed: int, part_of: Callable[[str, 
     places = places_of(model, given)
     names = {i: (name, tensor) for i, (name, tensor, _) in places.items()}
     mode = _ByPosition(seed, names, part_of)
+
+    def refuse(tensor: Tensor) -> None:
+        raise NotServed('a recipe draws an orthogonal or sparse matrix, and init="counter" draws element by element', advice='init="module"')
+
     for _, steps in recipes(model):
         for step in steps:
-            with mode, torch.no_grad():
+            with _DRAWING, mode, torch.no_grad(), _seen_on_meta(refuse):
                 step()
     for i, part in mode.parts.items():
         keep(*names[i], part)
@@ -143,7 +150,7 @@ def _refuse_unwritten(places: dict[int, tuple[str, Tensor, list[Place]]], done: 
 def _written(steps: list[Callable[[], Any]], places: dict[int, tuple[str, Tensor, list[Place]]]) -> list[int]:
     """Which tensors the steps write, by a run on meta."""
     watch = _Writes({tensor.untyped_storage()._cdata: i for i, (_, tensor, _) in places.items()})
-    with watch, torch.no_grad():
+    with _DRAWING, watch, torch.no_grad(), _seen_on_meta(lambda tensor: [tensor.zero_()].clear()):
         for step in steps:
             step()
     return list(watch.found)
@@ -170,6 +177,30 @@ def _unwritten(tensor: Tensor) -> Tensor:
     made = torch.empty(tensor.shape, dtype=tensor.dtype)
     made = made.fill_(float("nan") if made.is_floating_point() or made.is_complex() else 0 if made.dtype == torch.bool else _UNWRITTEN % (2 ** (8 * made.itemsize - 1)))
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Of the bits: ranks that hold the same have the same."""
+    return int(tensor.detach().contiguous().view(torch.uint8).to(torch.int64).sum()) if tensor.numel() and tensor.dim() else zlib.crc32(repr(tensor.detach().tolist()).encode())
+
+
+@contextlib.contextmanager
+def _seen_on_meta(does: Callable[[Tensor], None]) -> Iterator[None]:
+    """torch's orthogonal_ and sparse_ leave a tensor on meta alone: what they would do there is said in their stead."""
+    names = ("orthogonal_", "sparse_")
+    own = {name: getattr(nn.init, name) for name in names}
+
+    def seen(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        does(tensor)
+        return tensor
+
+    for name in names:
+        setattr(nn.init, name, seen)
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(nn.init, name, own[name])
 
 
 def _share_unwritten(tensor: Tensor) -> float:
@@ -205,7 +236,9 @@ class _ByPosition(TorchDispatchMode):
             self.parts[i].index_fill_(0, here, *(args[1:] or (0.0,)))
             return
         known = args[1] if base is torch.ops.aten.copy_ and args[0].shape == tensor.shape and isinstance(args[1], Tensor) and args[1].shape == tensor.shape and not args[1].is_meta else None
-        if known is None and (args[0].shape != tensor.shape or any(isinstance(a, Tensor) and a.dim() for a in (*args[1:], *kwargs.values()))):
+        if known is not None and isinstance(tensor, nn.Parameter):             # where its numbers come from cannot be seen: each rank may have drawn its own
+            known = None
+        if known is None and (args[0].shape != tensor.shape or any(isinstance(a, Tensor) and (a.dim() or a.is_meta) for a in (*args[1:], *kwargs.values()))):
             raise NotServed(f'{name} gets values that are not drawn or computed element by element ({function}), and init="counter" knows no other', advice='init="module"')
         if i not in self.parts:
             self.places[i] = self.part_of(name, tensor)
