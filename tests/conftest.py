@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from autopar.testing import fake_world as _fake_world
 from autopar.testing import on_local_tensor, on_processes, on_threads
@@ -37,3 +38,10 @@ def fake_world():
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_world_outlives_its_test():
+    yield
+    if dist.is_initialized():                                  # a world of one, that autoparallelize started
+        dist.destroy_process_group()
