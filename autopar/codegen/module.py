@@ -239,7 +239,9 @@ class ParallelModule(nn.Module):
         program.calls += 1
         graph, names = program.runner.graph, program.runner.program
         changing = {name for _, name in graph.updates}         # what autograd keeps must not be what is written below
-        with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext():      # its casts are in the graph
+        with contextlib.ExitStack() as off:
+            for kind, _ in program.situation.autocast:         # its casts are in the graph
+                off.enter_context(torch.autocast(kind, enabled=False))
             outputs, changed = program.runner(inputs, [self.get_parameter(n) for n in names.parameters], [b.clone() if n in changing else b for n, b in ((n, tensor_of(self, n)) for n in names.buffers)], state.random)
         for (_, name), value in zip(graph.updates, changed, strict=True):
             write_buffer(self, name, value)

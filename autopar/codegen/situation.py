@@ -27,7 +27,7 @@ class Situation:
     structure: pytree.TreeSpec
     modes: tuple[bool, ...]                                    # of every module: does it train?
     trained: tuple[bool, ...]                                  # of every parameter
-    autocast: tuple[bool, torch.dtype] | None
+    autocast: tuple[tuple[str, torch.dtype], ...]              # of each kind of device for which it is on
 
     def differs(self, other: Situation) -> str:
         """In what it differs from another one, for a person."""
@@ -71,7 +71,7 @@ class Caller:
         return Situation(
             tuple([(leaf.shape, leaf.dtype, grad and leaf.requires_grad) if isinstance(leaf, Tensor) else _said(leaf) for leaf in leaves]), structure,
             tuple([m.training for m in self.modules]), tuple([p.requires_grad for p in self.parameters]),
-            (True, torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None,
+            tuple([(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]),
         )
 
     def places(self, graph: Graph) -> list[int]:
