@@ -131,7 +131,7 @@ def telling_whose_error() -> Iterator[None]:
         frames = traceback.extract_tb(e.__traceback__)
         users = [i for i, f in enumerate(frames) if not is_ours(f.filename)]
         ours = [f.name for f in frames[users[-1] + 1:] if f.filename.startswith(_HERE)] if users else []
-        if not users or ours[-1:] not in ([], ["execute"], ["fake"]):                                # the last of us that it passed ran one of torch's functions
+        if not users or frames[-1].filename.startswith(_HERE) or ours[-1:] not in ([], ["execute"], ["fake"], ["__torch_dispatch__"]):     # the last of us that it passed ran one of torch's functions
             raise
         at = frames[users[-1]]
         raise NotCaptured(f"the model raises {type(e).__name__} on these inputs: {e}", at=f"{os.path.basename(at.filename)}:{at.lineno}, in {at.name}",
