@@ -34,7 +34,7 @@ def without_dropout(build):
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] if "mixtral" in n else []) for n in MODELS])
 def test_export_computes_the_same(name):
     logging.getLogger("torch").setLevel(logging.ERROR)
     entry = ZOO[name]
