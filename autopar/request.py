@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any
 
@@ -26,7 +27,7 @@ from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
 from autopar.solver.program import peak_where_nothing_is_dear, solve
 from autopar.tracer import Assume, ColoTracer
-from autopar.tracer.graph import Graph
+from autopar.tracer.graph import Graph, info
 from autopar.tracer.precision import Precision
 
 _RESERVE = 0.1                                                 # of a device's memory, for what no plan counts: the allocator's gaps, the libraries
@@ -188,10 +189,6 @@ def refuse_unserved(**arguments: Any) -> None:
 
 def _matching(graph: Graph, patterns: Mapping[str, Any]) -> set[str]:
     """Patterns that speak of something in this graph: another batch may not reach all that the first did."""
-    from fnmatch import fnmatchcase
-
-    from autopar.tracer.graph import info
-
     names = {"out", *(n for node in graph.nodes for n in (info(node).key, info(node).module, *info(node).names))}
     return {p for p in patterns if any(fnmatchcase(n, p) for n in names if n)}
 

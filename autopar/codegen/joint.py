@@ -27,6 +27,7 @@ from autopar.runtime.collectives import BEGIN, STEPS, Axis, part_start
 from autopar.runtime.forms import literal
 from autopar.runtime.private import clean_room
 from autopar.sharding.convert import LocalStep
+from autopar.sharding.overlap import BUCKET
 from autopar.tracer.capture import LOCK
 from autopar.tracer.graph import run
 
@@ -263,14 +264,13 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     joint.read_output()
 
 
-BUCKET_BYTES = 25 * 2**20
 
 
 def _buckets(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     """Neighbours together until a bucket is full."""
     found: list[list[fx.Node]] = [[]]
     for node in nodes:
-        if found[-1] and sum(_sent(n) for n in found[-1]) + _sent(node) > BUCKET_BYTES:
+        if found[-1] and sum(_sent(n) for n in found[-1]) + _sent(node) > BUCKET:
             found.append([])
         found[-1].append(node)
     return found

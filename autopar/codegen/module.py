@@ -224,8 +224,11 @@ class ParallelModule(nn.Module):
         """As any module's; a whole tensor is as good as a DTensor: this rank takes its part."""
         parts = {id(p): self._own.storage[n] for n, p in self.named_parameters()}
         held = self.state_dict(keep_vars=True)
-        given = {name: nn.Parameter(parts[id(held[name])].take(value.to(self._own.device), False), held[name].requires_grad)
-                 if isinstance(value, Tensor) and not isinstance(value, DTensor) and id(held.get(name)) in parts and value.shape == held[name].shape else value for name, value in state_dict.items()}
+        given = OrderedDict(state_dict)
+        for name, value in state_dict.items():
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and id(held.get(name)) in parts and value.shape == held[name].shape:
+                given[name] = nn.Parameter(parts[id(held[name])].take(value.to(self._own.device), False), held[name].requires_grad)
+        given._metadata = getattr(state_dict, "_metadata", None)           # type: ignore[attr-defined]
         return super().load_state_dict(given, strict, assign)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +252,7 @@ class ParallelModule(nn.Module):
 
 
 _CHECKED_CALLS = 2
-_MOST_PROGRAMS = 16                                            # that a model keeps: the oldest goes first
+_MOST_PROGRAMS = 16                                            # that a model keeps: what was not called for longest goes first
 
 Again = Callable[[nn.Module, Call, Plan], tuple[Graph, Plan]]  # traces the model as it was before on a call, and plans that: on rank 0 for all
 
@@ -280,14 +283,15 @@ class _State:
     def program(self, model: nn.Module, leaves: list[Any], structure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
         """What runs this call: one that is there, or a new one."""
         situation, grad = self.caller.situation(leaves, structure), torch.is_grad_enabled()
-        for program in self.programs:
+        for i, program in enumerate(self.programs):
             if program.has_gradients == grad and program.situation == situation:
+                self.programs.append(self.programs.pop(i))     # the latest stands last
                 return program
         return self.made_for(model, situation, grad, Call(args, kwargs))
 
     def made_for(self, model: nn.Module, situation: Situation, grad: bool, call: Call) -> _Program:
         """Lower for a new situation. The storage of the parameters stays."""
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self.programs[-1]
         known = next((p for p in self.programs if p.situation == situation), None)
         if known is not None:                                  # the same graph, the other half
             graph, plan = known.lowered.graph, known.lowered.plan
@@ -297,8 +301,7 @@ class _State:
         lowered = lower(graph, plan, self.mesh.get_coordinate(), self.device.type, grad)
         program = self.keep(situation, grad, lowered)
         if known is None:
-            nearest = max(self.programs[:-1], key=lambda p: sum(a == b for a, b in zip((p.situation.structure, p.situation.modes, p.situation.trained, p.situation.autocast), (situation.structure, situation.modes, situation.trained, situation.autocast), strict=True)))
-            log.warning("autopar planned and lowered %s again (%s), for %s: %.1f s", self.original.__name__, f"{plan.step_time_s * 1e3:.3g} ms a step by its figures", situation.differs(nearest.situation), time.perf_counter() - start)
+            log.warning("autopar planned and lowered %s again (%s), for %s: %.1f s", self.original.__name__, f"{plan.step_time_s * 1e3:.3g} ms a step by its figures", situation.differs(before.situation), time.perf_counter() - start)
         return program
 
     def keep(self, situation: Situation, grad: bool, lowered: Lowered) -> _Program:

@@ -16,8 +16,11 @@ import torch.distributed as dist
 from autopar.letters import Letter, Lost
 from autopar.runtime.private import job_store, set_timeout
 
-_GRACE_S = 3.0
+_GRACE_S, _GOES_ON = 3.0, "goes on"
 _SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out", "timed out", "Broken pipe", "Socket", "wait timeout")
+
+
+_has_said = False                                              # does something stand in the store of this rank?
 
 
 def limit(mesh: object, seconds: float) -> None:
@@ -30,6 +33,10 @@ def limit(mesh: object, seconds: float) -> None:
 @contextlib.contextmanager
 def naming_the_lost(where: str) -> Iterator[None]:
     """Around what runs collectives."""
+    global _has_said
+    if _has_said:                                              # it has raised before, was caught, and goes on
+        _write(_GOES_ON)
+        _has_said = False
     try:
         yield
     except Lost:
@@ -48,7 +55,9 @@ def _key(rank: int) -> str:
 
 
 def _write(text: str) -> None:
-    with contextlib.suppress(Exception):
+    global _has_said
+    _has_said = True
+    with contextlib.suppress(Exception):                       # the store may be gone with rank 0
         job_store().set(_key(dist.get_rank()), text[:500])
 
 
@@ -61,7 +70,8 @@ def _lost(where: str, error: Exception) -> Lost:
     with contextlib.suppress(Exception):                       # the store lives with rank 0, which may be the one
         store = job_store()
         while time.monotonic() < end and len(said) < dist.get_world_size():
-            said |= {r: store.get(_key(r)).decode() for r in range(dist.get_world_size()) if r not in said and store.check([_key(r)])}
+            read = {r: store.get(_key(r)).decode() for r in range(dist.get_world_size()) if r not in said and store.check([_key(r)])}
+            said |= {r: text for r, text in read.items() if text != _GOES_ON}
             time.sleep(0.05)
     raised = {r: text for r, text in said.items() if text.startswith("raised")}
     silent = [r for r in range(dist.get_world_size()) if r not in said and r != me]

@@ -22,7 +22,7 @@ from tests.training import train, whole
 def three_windows(patch):
     """Every block a window of its own, and few gradients in a bucket."""
     patch.setattr(overlap, "BUCKET", 1000)
-    patch.setattr(joint, "BUCKET_BYTES", 20_000)
+    patch.setattr(joint, "BUCKET", 20_000)
     joint._LOWERED.clear()
 
 

@@ -100,3 +100,37 @@ def test_on_one_rank_errors_stay_what_they_are():
         assert not isinstance(letter.value, Lost)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def caught_and_lost(rank, folder):
+    """Rank 0 makes a wrong call, catches the letter, and goes on; later rank 1 ends."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    model, batch = mlp_case(batch=6)
+    mine = autopar.autoparallelize(model, batch, mesh=3, parallel="dp", cluster=eager_links(), timeout_s=4.0)
+    if rank == 0:
+        with pytest.raises(Letter):
+            mine(batch["x"], batch["y"], 3)
+    mine(**batch).backward()
+    mine(**batch).backward()
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(Lost) as letter:
+        for _ in range(3):
+            mine(**batch).backward()
+    pathlib.Path(folder, f"{rank}.txt").write_text(str(letter.value))
+    os._exit(0)
+
+
+def test_what_was_caught_is_not_told_of_a_later_loss(tmp_path):
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["autopar.testing.preload"])
+    ranks = [context.Process(target=caught_and_lost, args=(rank, str(tmp_path)), daemon=True) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+        process.join()
+    said = [p.read_text() for p in tmp_path.glob("*.txt")]
+    assert said and all("rank 1 did not come" in text and "raised" not in text for text in said), said
