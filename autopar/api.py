@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from autopar.codegen import lower, parallelise
-from autopar.letters import BadPlan, NotServed
+from autopar.codegen import ParallelModule, lower, parallelise
+from autopar.letters import BadPlan, Consumed, NotServed
 from autopar.request import Request, refuse_unserved
 from autopar.runtime.faults import limit
 from autopar.runtime.world import all_ranks_hold, coordinate, from_rank_0, start_world, world_size
@@ -56,6 +56,7 @@ def plan(
     micro-batches of a step. After `time_limit` seconds a plan that was found is not improved. The model is not modified.
     """
     started = time.monotonic()
+    _refuse_parallel(model)
     request = Request(mesh, cluster, memory_budget, optimizer, precision, recompute, loss, parallel, constraints, assume, strict, accumulation, kernels, solver, time_limit, gap)
     return request.plan(request.trace(model, meta_inputs), started)
 
@@ -84,6 +85,9 @@ def autoparallelize(
     longer than `timeout_s` for another rank.
     """
     refuse_unserved(pad_to=pad_to, inputs=(inputs, ("global",)), outputs=(outputs, ("auto",)), init=(init, ("module", "counter")))
+    _refuse_parallel(model)
+    if plan is not None and not isinstance(plan, Plan):
+        raise BadPlan(f"plan={plan!r} is no Plan", advice='autopar.Plan.load("plan.json")')
     backend = compile if isinstance(compile, str) else "inductor" if compile is True else None
     if not isinstance(compile, (bool, str)) or (backend is not None and backend not in torch.compiler.list_backends(exclude_tags=())):
         raise NotServed(f"compile={compile!r} is no backend of torch.compile", seen=", ".join(torch.compiler.list_backends(exclude_tags=())), advice="compile=True")
@@ -107,3 +111,8 @@ def autoparallelize(
         return graph, from_rank_0(lambda: request.plan_again(graph, first))
 
     return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init, weights, backend)
+
+
+def _refuse_parallel(model: Any) -> None:
+    if isinstance(model, ParallelModule):
+        raise Consumed(f"this {type(model).__name__} is parallel already", seen=f"mesh {model.plan.mesh}", advice="model.plan, or the model as it was before autoparallelize")

@@ -118,6 +118,8 @@ class Weights:
             from safetensors import safe_open
         except ImportError as e:
             raise NotServed("weights= reads safetensors, and that library is not installed", advice="pip install safetensors") from e
+        if not isinstance(path, (str, Path)):
+            raise BadWeights(f"weights={path!r} is no path", advice="a .safetensors file, or a directory as save_pretrained writes it")
         self.path, self._open, self._files = Path(path), safe_open, dict[Path, Any]()
         if self.path.is_dir() and (index := self.path / "model.safetensors.index.json").is_file():
             try:

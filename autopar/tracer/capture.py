@@ -129,16 +129,16 @@ def telling_whose_error() -> Iterator[None]:
         raise
     except Exception as e:
         frames = traceback.extract_tb(e.__traceback__)
-        users = [i for i, f in enumerate(frames) if not is_ours(f.filename)]
-        ours = [f.name for f in frames[users[-1] + 1:] if f.filename.startswith(_HERE)] if users else []
-        if not users or frames[-1].filename.startswith(_HERE) or ours[-1:] not in ([], ["execute"], ["fake"], ["__torch_dispatch__"]):     # the last of us that it passed ran one of torch's functions
+        ours = [f.name for f in frames if f.filename.startswith(_HERE)]
+        if frames[-1].filename.startswith(_HERE) or ours[-1] not in _RUN_WHAT_THE_MODEL_RUNS:      # the last of us that it passed does something of ours
             raise
-        at = frames[users[-1]]
+        at = next((f for f in reversed(frames) if not is_ours(f.filename)), None) or next((f for f in reversed(frames) if f.name == "forward"), frames[-1])
         raise NotCaptured(f"the model raises {type(e).__name__} on these inputs: {e}", at=f"{os.path.basename(at.filename)}:{at.lineno}, in {at.name}",
                           advice="inputs of the shapes and dtypes that it is called with; it was run on shapes alone: an op that cannot be needs torch.library.register_fake") from e
 
 
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_RUN_WHAT_THE_MODEL_RUNS = ("_capture", "execute", "fake", "__torch_dispatch__", "__torch_function__")
 
 
 def unread_by(graph: Graph, root: torch.nn.Module) -> tuple[tuple[str, TensorType], ...]:

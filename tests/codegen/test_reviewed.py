@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.letters import Disagreement, NotServed
+from autopar.letters import BadPlan, BadWeights, Consumed, Disagreement, NotCaptured, NotServed
 from autopar.testing import on_processes, on_threads
 from tests.models import eager_links
 from tests.training import whole
@@ -203,3 +203,18 @@ def test_recipes_that_draw_elsewhere_or_in_wholes():
     for make in (Parent, lambda: Scaled(4, 4), lambda: Elsewhere(4, 4)):
         with pytest.raises(NotServed, match="counter"):
             two(lambda rank, make=make: autopar.autoparallelize(on_meta(make), (torch.zeros(4, 4),), mesh=2, init="counter"))
+
+
+def test_wrong_uses_are_letters():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+
+    def body(rank):
+        mine = parallel(model, (X,))
+        for use, letter, match in (
+            (lambda: mine(X[:, :3]), NotCaptured, r"raises RuntimeError.*\n *at .*in forward"), (lambda: mine("text"), NotCaptured, "raises TypeError"),
+            (lambda: autopar.autoparallelize(mine, (X,), mesh=2), Consumed, "parallel already"), (lambda: autopar.plan(mine, (X,), mesh=2), Consumed, "parallel already"),
+            (lambda: parallel(model, (X,), plan="plan.json"), BadPlan, "is no Plan"), (lambda: parallel(model, (X,), weights=3), BadWeights, "is no path"),
+        ):
+            with pytest.raises(letter, match=match):
+                use()
+    two(body)
