@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import numbers
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autopar.collector import without_collections
 from autopar.letters import BadBudget, BadCluster, BadConstraint, BadPreset, BadSharding, Infeasible, NotServed
 from autopar.runtime.world import world_size
 from autopar.sharding.cluster import Cluster
@@ -31,22 +31,9 @@ from autopar.tracer.graph import Graph, info
 from autopar.tracer.precision import Precision
 
 _RESERVE = 0.1                                                 # of a device's memory, for what no plan counts: the allocator's gaps, the libraries
+_AGAIN = 0.01                                                  # the gap at which a plan for another batch is good enough: a training loop waits for it
 _MOST_TRIED = 4                                                # constraints that are left out one at a time to see which a budget breaks on
 _UNITS = {"": 1, "B": 1, **{f"{u}iB": 2**(10 * (i + 1)) for i, u in enumerate("KMGT")}, **{f"{u}B": 10**(3 * (i + 1)) for i, u in enumerate("KMGT")}}
-
-
-def without_collections(planning: Callable[..., Plan]) -> Callable[..., Plan]:
-    """Planning makes many small objects that all stay and hold no cycles: the garbage collector would look through them, and all of torch, again and again. It rests for the while."""
-    @functools.wraps(planning)
-    def run(*arguments: Any) -> Plan:
-        was_on = gc.isenabled()
-        gc.disable()
-        try:
-            return planning(*arguments)
-        finally:
-            if was_on:
-                gc.enable()
-    return run
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +87,7 @@ class Request:
             cluster = None
         return Request(plan.mesh, cluster, plan.budget or math.inf, plan.optimizer, Precision(*plan.precision) if plan.precision else None, loss=loss, assume=assume, accumulation=plan.accumulation)
 
+    @without_collections
     def trace(self, model: torch.nn.Module, meta_inputs: Any) -> Graph:
         return ColoTracer().trace(model, meta_inputs, assume=self.assume, loss=self.loss, precision=self.precision)
 
@@ -113,12 +101,13 @@ class Request:
 
     def plan_again(self, graph: Graph, first: Plan) -> Plan:
         """A plan of another graph of the same model, whose parameters stay stored as the first plan stores them; what else was asked for holds where it can."""
-        stored = {escape(name): f"{first.parameters[name].text(first.mesh.axes) if name in first.parameters else 'R'}; *" for name in graph.parameters}
+        before = first.parameters
+        stored = {escape(name): f"{before[name].text(first.mesh.axes) if name in before else 'R'}; *" for name in graph.parameters}
         mine = {pattern: what for pattern, what in (self.constraints or {}).items() if pattern in _matching(graph, self.constraints or {})}
         letter: Exception | None = None
         for constraints, parallel, budget in ((mine, self.parallel, self.memory_budget), ({}, None, self.memory_budget), ({}, None, math.inf)):
             try:
-                return replace(self, mesh=first.mesh, constraints={**stored, **constraints}, parallel=parallel, memory_budget=budget, time_limit=None).plan(graph)
+                return replace(self, mesh=first.mesh, constraints={**stored, **constraints}, parallel=parallel, memory_budget=budget, time_limit=None, gap=max(self.gap, _AGAIN)).plan(graph)
             except (BadConstraint, BadPreset, Infeasible) as e:
                 letter = letter or e
         assert letter is not None

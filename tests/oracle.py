@@ -1,6 +1,6 @@
 """What single-device eager is held to when the program is random or casts: function modes that share no code with autopar.
 
-    ByPosition(seed)    dropout and attention dropout drop what numpy says, from the published definition of the bits
+    ByPosition(seed)    dropout, attention dropout, rand and bernoulli_ draw what numpy says, from the published definition of the bits
     PermutedSums(seed)  every product of matrices adds its terms in another order
     InFloat64()         casts to float32 inside a model become float64, so that a float64 model stays one
 """
@@ -25,8 +25,8 @@ def murmur_finalizer(h):
     return h ^ (h >> np.uint64(16))
 
 
-def kept(seed: int, step: int, op: int, p: float, shape) -> np.ndarray:
-    """The elements that survive, for a whole tensor, element by element of their row and column."""
+def bits(seed: int, step: int, op: int, shape) -> np.ndarray:
+    """32 random bits for a whole tensor, element by element of their row and column."""
     key = (seed + step * 0x9E3779B97F4A7C15) % 2**64
     mask = 0xFFFFFFFF
     op_key = int(murmur_finalizer(int(murmur_finalizer((key & mask) ^ (op * 0x85EBCA77 & mask))) ^ (key >> 32)))
@@ -35,8 +35,12 @@ def kept(seed: int, step: int, op: int, p: float, shape) -> np.ndarray:
     row = np.arange(rows, dtype=np.uint64)
     row_key = murmur_finalizer(murmur_finalizer((row >> np.uint64(32)) ^ np.uint64(op_key)) ^ (row & np.uint64(mask)))
     column = np.arange(columns, dtype=np.uint64) * np.uint64(0x9E3779B9)
-    bits = murmur_finalizer(row_key[:, None] + column[None, :]).astype(np.uint32).astype(np.int32).astype(np.int64)
-    return (bits >= int(p * 2**32) - 2**31).reshape(shape)
+    return murmur_finalizer(row_key[:, None] + column[None, :]).reshape(shape)
+
+
+def kept(seed: int, step: int, op: int, p: float, shape) -> np.ndarray:
+    """The elements that survive."""
+    return bits(seed, step, op, shape).astype(np.uint32).astype(np.int32).astype(np.int64) >= int(p * 2**32) - 2**31
 
 
 class ByPosition(TorchFunctionMode):
@@ -54,18 +58,36 @@ class ByPosition(TorchFunctionMode):
         self.op += 1
         return x * mask / (1 - p)
 
+    def uniform(self, shape):
+        drawn = torch.from_numpy(bits(self.seed, self.step, self.op, tuple(shape)).astype(np.float64) / 2.0**32)
+        self.op += 1
+        return drawn
+
+    def attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = (torch.stack([x] * groups, -3).flatten(-4, -3) for x in (key, value))
+        scores = torch.einsum("bhqd,bhkd->bhqk", query, key) * (scale or 1 / math.sqrt(query.shape[-1]))
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            scores = scores + attn_mask
+        elif attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)        # a query that sees nothing
+        return torch.einsum("bhqk,bhkd->bhqd", self.drop(weights, dropout_p), value)
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is F.dropout:
             p, training = kwargs.get("p", args[1] if len(args) > 1 else 0.5), kwargs.get("training", args[2] if len(args) > 2 else True)
             return self.drop(args[0], p) if training and p > 0 else args[0]
         if function is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0.0) > 0:
-            query, key, value = args
-            assert kwargs.get("attn_mask") is None and kwargs.get("is_causal")
-            scores = torch.einsum("bhqd,bhkd->bhqk", query, key) * (kwargs.get("scale") or 1 / math.sqrt(query.shape[-1]))
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-            weights = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
-            return torch.einsum("bhqk,bhkd->bhqd", self.drop(weights, kwargs["dropout_p"]), value)
+            return self.attention(*args, **kwargs)
+        if function is torch.rand:
+            return self.uniform(args[0] if isinstance(args[0], (tuple, list)) else args)
+        if function is torch.Tensor.bernoulli_:
+            return args[0].copy_(self.uniform(args[0].shape) < args[1])
         return function(*args, **kwargs)
 
 

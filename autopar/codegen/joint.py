@@ -1,6 +1,6 @@
 """Local program -> forward and backward: both traced together into straight-line ATen code, rewritten by passes, cut in two.
 
-    trace                   the local program and its gradients, on fake tensors, by make_fx over torch.autograd.grad
+    trace                   the local program and its gradients, on fake tensors: codegen/trace.py
     PASSES                  rewrite the joint graph; each has a before and an after, `verify` runs after each
     split                   forward: what the outputs need; backward: the rest; saved: what crosses
 
@@ -9,7 +9,6 @@ Nothing here knows the rank's process groups: a collective names its mesh axis, 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,18 +17,15 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.codegen.local import LocalProgram
 from autopar.codegen.schedule import fetch_late, gather_ahead, is_view, reduce_beside
+from autopar.codegen.trace import trace
 from autopar.runtime.collectives import BEGIN, STEPS, Axis, part_start
-from autopar.runtime.forms import literal
 from autopar.runtime.private import clean_room
 from autopar.sharding.convert import LocalStep
 from autopar.sharding.overlap import BUCKET
 from autopar.tracer.capture import LOCK
-from autopar.tracer.graph import run
 
 CONVERT, START = torch.ops.autopar.convert.default, torch.ops.autopar.start.default
 COLLECTIVES = frozenset((*(f for name, f in STEPS.items() if name not in ("slice", "lodge")), *BEGIN.values()))
@@ -72,7 +68,8 @@ _LOWERED: dict[Any, Joint] = {}
 
 def _lower(program: LocalProgram, differentiable: Sequence[int], regathered: set[str], scattered: set[str], windows: Mapping[str, int], device: str) -> Joint:
     with clean_room():
-        joint = _trace(program, differentiable, device)
+        graph, primals, tangents, outputs, gradients, wanted = trace(program, differentiable, device)
+    joint = JointGraph(graph, primals, tangents, outputs, gradients, wanted, tuple(differentiable), len(program.inputs))
     joint.reduced_at_once = {joint.primals[len(program.inputs) + i] for i, name in enumerate(program.parameters) if name in scattered}
     for one in PASSES:
         one(joint)
@@ -114,60 +111,6 @@ class JointGraph:
         values = list(self.graph.output_node().args[0])        # type: ignore[arg-type]
         first, last = len(self.outputs), len(self.outputs) + len(self.gradients)
         self.outputs, self.gradients, self.held = values[:first], values[first:last], values[last:]   # type: ignore[assignment]
-
-
-def _trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> JointGraph:
-    placeholders = [n for n in program.fx.nodes if n.op == "placeholder"]
-    types = [program.types[n.name] for n in placeholders]
-    wanted = [i for i, t in enumerate(types) if t.requires_grad] if differentiable else []
-
-    def step(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> tuple[Any, ...]:
-        primals = [p.detach().requires_grad_(i in wanted) for i, p in enumerate(primals)]
-        env: dict[fx.Node, Any] = dict(zip(placeholders, primals, strict=True))
-        for node in program.fx.nodes:
-            if node.op == "call_function":
-                env[node] = run(node, env)
-        outputs = [env[n] for n in program.fx.output_node().args[0]]   # type: ignore[union-attr, index, misc]
-        if not differentiable or not wanted:
-            return (*outputs,)
-        return (*outputs, *torch.autograd.grad([outputs[i] for i in differentiable], [primals[i] for i in wanted], tangents, allow_unused=True))
-
-    with FakeTensorMode(), torch.enable_grad(), torch.device(device) if device != "cpu" else contextlib.nullcontext():   # what comes from nothing is made there
-        primals = [torch.empty(t.shape, dtype=t.torch_dtype, device=device) for t in types]
-        outputs = _shapes_of(program, placeholders, primals)
-        tangents = [torch.empty_like(outputs[i]) for i in differentiable]
-        made = make_fx(step)(primals, tangents)
-        if any(map(_writes, made.graph.nodes)):                # an op's body, or a backward, that writes to memory: as values
-            made = make_fx(torch.func.functionalize(made, remove="mutations"))(primals, tangents)
-        assert not any(map(_writes, made.graph.nodes))
-    for node in made.graph.find_nodes(op="get_attr"):          # torch.tensor([1, 2]) is written out where it stands
-        held = getattr(made, str(node.target))
-        value = held.constant if isinstance(held, FakeTensor) else held
-        with clean_room():
-            data = value.tolist()
-        with made.graph.inserting_before(node):
-            written = made.graph.call_function(literal, (data, value.dtype, device))
-        written.meta.update(node.meta)
-        written.meta.setdefault("val", held)
-        node.replace_all_uses_with(written)
-        made.graph.erase_node(node)
-    nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
-    flat = list(made.graph.output_node().args[0])              # type: ignore[arg-type]
-    count = len(program.fx.output_node().args[0])              # type: ignore[arg-type]
-    return JointGraph(made.graph, nodes[: len(primals)], nodes[len(primals):], flat[:count], flat[count:], wanted, tuple(differentiable), len(program.inputs))   # type: ignore[arg-type]
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _shapes_of(program: LocalProgram, placeholders: list[fx.Node], primals: list[torch.Tensor]) -> list[torch.Tensor]:
-    env: dict[fx.Node, Any] = dict(zip(placeholders, primals, strict=True))
-    with torch.no_grad():
-        for node in program.fx.nodes:
-            if node.op == "call_function":
-                env[node] = run(node, env)
-    return [env[n] for n in program.fx.output_node().args[0]]  # type: ignore[union-attr, index, misc]
 
 
 # -- passes

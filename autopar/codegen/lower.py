@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from autopar.codegen.joint import Joint, lower_jointly
 from autopar.codegen.local import LocalProgram, local_program
+from autopar.collector import without_collections
 from autopar.letters import NotServed
 from autopar.sharding.overlap import cut
 from autopar.solver.plan import Plan
@@ -21,6 +22,7 @@ class Lowered:
         self.graph, self.plan, self.program, self.joint = graph, plan, program, joint
 
 
+@without_collections
 def lower(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cpu", gradients: bool = True) -> Lowered:
     """The program of the device at `coordinate` of the plan's mesh; without `gradients` its forward alone."""
     program = local_program(graph, plan, coordinate)

@@ -7,7 +7,8 @@
     "n^ c -> n^ c"           `^` may be cut, and is reduced inside: the local form exchanges sums, and an output that lacks the factor is whole
     "1 b -> a* b"            `*` is made here: an output has it, no operand does, and each device makes its own part
     "a b -> a 1"             `1` is a dim of size one that is no factor
-    "(h d) -> h d"           a dim that is a product of factors, major first: only the major one is cut
+    "(h d) -> h d"           a dim that is a product of factors, major first: only the major one is cut, which a minor one becomes where those before it are of size one
+    "(g c!) -> (g c!)"       in a product too, `!` may not be cut
     "(b s+) -> b s"          `+` may be cut though it is minor: the dim is then cut by blocks, one for every value of those before it
     "q|k|v -> q, k, v"       a dim that is several put end to end: they are cut together, each block of the dim by itself
     "a:3 (b c:4) -> ..."     a factor's size, where the shapes of a call do not say it
@@ -35,7 +36,7 @@ from autopar.letters import BadRule
 NAMES = "xyzuvwabcdefgh"                                       # what `linear=` calls the operands
 ELLIPSIS, ONE, NOTHING = "...", "1", "nothing"
 _TOKEN = re.compile(r"\(([^()]*)\)(!?)|(\S+?)([!~*^]?)(?=\s|$)")
-_FACTOR = re.compile(r"(\.\.\.|1|[A-Za-z_]\w*)(?::(\d+))?(\+?)")
+_FACTOR = re.compile(r"(\.\.\.|1|[A-Za-z_]\w*)(?::(\d+))?([+!]?)")
 
 Shape = tuple[int, ...]
 
@@ -202,7 +203,7 @@ def _operand(piece: str, text: str, whole: set[str], given: dict[str, int], made
             raise BadRule(f"{token or inside!r} in the rule {text!r} is not a dim", advice="a word, a word with ! (stays whole), ~ (behind a mask), ^ (reduced inside) or * (made here), (a b), (a b+), a|b, 1, or ...")
         factors = tuple(m[1] for m in matches if m)
         given.update({m[1]: int(m[2]) for m in matches if m and m[2]})
-        whole.update(factors if "!" in (keep, mark) else ())
+        whole.update(m[1] for m in matches if m and "!" in (keep, mark, m[3]))
         if mark == "*" and made is not None:
             made.update(factors)
         names += [f for f in factors if f != ONE]

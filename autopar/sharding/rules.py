@@ -234,7 +234,7 @@ def prelu(arguments: Mapping[str, Any]) -> Rule:
 def group_norm(arguments: Mapping[str, Any]) -> Rule:
     """Rows and groups are cut; the channels of a group and positions stay whole."""
     inside = arguments["input"].shape[1] // arguments["num_groups"]
-    c, s = f"(g c:{inside})", _spatial(len(arguments["input"].shape), 2, "s")
+    c, s = f"(g c:{inside}!)", _spatial(len(arguments["input"].shape), 2, "s")
     return parse(f"n {c} {s}, {c}, {c} -> n {c} {s}", linear="y+z")
 
 
@@ -358,7 +358,9 @@ def attention(arguments: Mapping[str, Any]) -> Rule:
     """Batch and heads are cut; queries too, where a causal mask counts them from where the part begins. Keys stay whole."""
     q = "q~" if arguments.get("is_causal") else "q"
     if arguments.get("enable_gqa") and arguments["query"].shape[-3] != arguments["key"].shape[-3]:
-        return parse(f"... (g r) {q} d!, ... g k! d!, ... g k! e!, ... m! {q} k! -> ... (g r) {q} e!", linear="z")
+        mask = getattr(arguments.get("attn_mask"), "shape", (1, 1, 1))
+        heads = "" if len(mask) < 3 else "... m!" if mask[-3] == 1 else "... (g r)"
+        return parse(f"... (g r) {q} d!, ... g k! d!, ... g k! e!, {heads} {q} k! -> ... (g r) {q} e!", linear="z")
     return parse(f"... {q} d!, ... k! d!, ... k! e!, ... {q} k! -> ... {q} e!", linear="z")
 
 

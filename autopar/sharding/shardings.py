@@ -420,6 +420,8 @@ class _Builder:
     @staticmethod
     def _follow(draft: _Draft, pins: Pins) -> None:
         """Leave the choices of the pinned policy; what is not cut has none."""
+        if not pins.gather and not pins.reduce:
+            return
         keep = draft.keep if draft.keep is not None else np.ones(len(draft.site.choices), bool)
         whole = np.array([not any(p.is_shard for p in values(c.output()).placements) for c in draft.site.choices])
         for said, marks in ((pins.gather and pins.gather == "regathered", draft.site.regathered), (pins.reduce and pins.reduce == "each", draft.site.scattered)):
@@ -438,6 +440,8 @@ class _Builder:
 
     def _admit(self, draft: _Draft, operand: int | None, pin: Pin) -> None:
         """Leave the choices whose flow at this end is as pinned."""
+        if pin.value is None and pin.gradient is None:         # any
+            return
         site, before = draft.site, draft.keep if draft.keep is not None else np.ones(len(draft.site.choices), bool)
         flows: list[Flows] = [c.output() if operand is None else c.operand(operand) for c in site.choices]
         draft.keep = before & np.array([pin.admits(f) for f in flows])

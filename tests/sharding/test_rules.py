@@ -110,7 +110,7 @@ def prove(op, arguments, strategy, n):
         if arguments.get("groups", 1) > 1:
             here["groups"] = here["input"].shape[1] // here["weight"].shape[1]
         if op == "group_norm":
-            here["num_groups"] = arguments["num_groups"] * here["input"].shape[1] // arguments["input"].shape[1]
+            here["num_groups"] = max(1, arguments["num_groups"] * here["input"].shape[1] // arguments["input"].shape[1])
         outputs.append(tupled(OPS[op].run(here)))
         if expected[0].requires_grad:
             gradients.append(torch.autograd.grad([o for o in outputs[-1] if o.requires_grad], [mine[k] for k in trained], [p[i] for p, o in zip(pulled, outputs[-1]) if o.requires_grad], materialize_grads=True))

@@ -52,7 +52,7 @@ def call_of(op, arguments) -> Call:
         if arguments.get("groups", 1) > 1:
             here["groups"] = here["input"].shape[1] // here["weight"].shape[1]
         if op == "group_norm":
-            here["num_groups"] = arguments["num_groups"] * here["input"].shape[1] // arguments["input"].shape[1]
+            here["num_groups"] = max(1, arguments["num_groups"] * here["input"].shape[1] // arguments["input"].shape[1])
         return OPS[op].run(here)
 
     named = OPS[op].local(SHAPE) or op in ("split", "group_norm") or arguments.get("groups", 1) > 1
