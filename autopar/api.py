@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autopar.codegen import ParallelModule, lower, parallelise
+from autopar.codegen.parts import WHOLE, rows_of
 from autopar.letters import BadPlan, Consumed, NotServed
 from autopar.request import Request, refuse_unserved
 from autopar.runtime.faults import limit
@@ -25,7 +26,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
 from autopar.tracer import Assume
 from autopar.tracer.capture import Call, as_call
-from autopar.tracer.graph import Graph
+from autopar.tracer.graph import Graph, type_of
 from autopar.tracer.precision import Precision
 
 
@@ -78,13 +79,14 @@ def autoparallelize(
 ) -> torch.nn.Module:
     """Turn `model` into its parallel self, in place, and return it: an instance of its own class, to be trained as before.
 
-    Runs on every rank (torchrun), or on one process. Takes a `plan`, or any of `autopar.plan`'s arguments; then rank 0
+    Runs on every rank (torchrun), or on one process. `meta_inputs` are of the batch of all ranks; with `inputs="local"` each rank then passes its own rows of it
+    (`model.input_specs`, `model.sampler`), else all pass the same batch. Takes a `plan`, or any of `autopar.plan`'s arguments; then rank 0
     plans and the others receive. `sync` takes parameters and buffers from rank 0. A model on meta gets its values from its own
     recipes (`init="module"`), or from the same ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever there in full. With
     `compile`, what stands between collectives is given to torch.compile (True, or the name of a backend). No collective waits
     longer than `timeout_s` for another rank.
     """
-    refuse_unserved(pad_to=pad_to, inputs=(inputs, ("global",)), outputs=(outputs, ("auto",)), init=(init, ("module", "counter")))
+    refuse_unserved(pad_to=pad_to, inputs=(inputs, ("global", "local")), outputs=(outputs, ("auto",)), init=(init, ("module", "counter")))
     _refuse_parallel(model)
     if plan is not None and not isinstance(plan, Plan):
         raise BadPlan(f"plan={plan!r} is no Plan", advice='autopar.Plan.load("plan.json")')
@@ -103,14 +105,17 @@ def autoparallelize(
     chosen = plan if plan is not None else from_rank_0(lambda: request.plan(graph, started))
     mesh = chosen.mesh.to_torch(device)
     limit(mesh, timeout_s)
-    lowered = lower(graph, chosen, coordinate(chosen.mesh), device)
+    rows = rows_of(graph, chosen) if inputs == "local" else WHOLE
+    if rows[1] and (wants := [name for name, node in graph.inputs.items() if type_of(node).requires_grad]):
+        raise NotServed(f'inputs="local", and the input {wants[0]} wants a gradient', advice='inputs="global"')
+    lowered = lower(graph, chosen, coordinate(chosen.mesh), device, rows=rows)
 
     def again(model: torch.nn.Module, call: Call, first: Plan) -> tuple[Graph, Plan]:
         graph = request.trace(model, call)
         all_ranks_hold("calls", graph.digest)
         return graph, from_rank_0(lambda: request.plan_again(graph, first))
 
-    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init, weights, backend)
+    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init, weights, backend, inputs == "local")
 
 
 def _refuse_parallel(model: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch.fx as fx
 
 from autopar.codegen.forms import form_of
+from autopar.codegen.parts import WHOLE, Rows, from_rows, sharding_of_rows
 from autopar.letters import BadPlan
 from autopar.runtime.collectives import convert
 from autopar.sharding.convert import Step, localise
@@ -47,17 +48,17 @@ class LocalProgram:
         return (*nodes, *self.types.items(), self.inputs, self.parameters, self.buffers)
 
 
-def local_program(graph: Graph, plan: Plan, coordinate: Sequence[int]) -> LocalProgram:
-    """The program of the device at `coordinate`. Where every part is even, it is the same on every device."""
+def local_program(graph: Graph, plan: Plan, coordinate: Sequence[int], rows: Rows = WHOLE) -> LocalProgram:
+    """The program of the device at `coordinate`. Where every part is even, it is the same on every device. Inputs come whole, but for those of which ranks have their own rows."""
     if plan.digest != graph.digest:
         raise BadPlan("the plan was made for another graph", seen=f"plan {plan.digest}, model {graph.digest}",
                       advice="plan again: the model, its inputs' shapes, or train and eval have changed")
-    return Localiser(graph, plan, coordinate).run()
+    return Localiser(graph, plan, coordinate, rows).run()
 
 
 class Localiser:
-    def __init__(self, graph: Graph, plan: Plan, coordinate: Sequence[int]) -> None:
-        self.graph, self.plan, self.mesh, self.coordinate = graph, plan, plan.mesh, coordinate
+    def __init__(self, graph: Graph, plan: Plan, coordinate: Sequence[int], rows: Rows) -> None:
+        self.graph, self.plan, self.mesh, self.coordinate, self.rows = graph, plan, plan.mesh, coordinate, rows
         self.conversions = {(c.target, c.operand): c for c in plan.conversions}
         self.fx = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
@@ -90,6 +91,8 @@ class Localiser:
     def _placeholder(self, node: fx.Node) -> None:
         made = self.env[node] = self.fx.placeholder(node.name)
         sharding, whole = values(self._decision(info(node).key).flows()), type_of(node)
+        if self._has_rows(node):
+            sharding = sharding_of_rows(self.rows[0], self.mesh)
         self.types[made.name] = TensorType(local_shape(whole.shape, sharding, self.mesh, self.coordinate), whole.dtype, whole.requires_grad)
         made.meta["info"] = info(node)
 
@@ -123,17 +126,22 @@ class Localiser:
 
     def _converted(self, source: fx.Node, target: str, operand: int, module: str) -> fx.Node:
         """`source` as its consumer wants it."""
-        here, conversion = self.env[source], self.conversions.get((target, operand))
-        if conversion is None:
+        here, conversion, whole = self.env[source], self.conversions.get((target, operand)), type_of(source)
+        steps, lies = (conversion.forward, conversion.value[0]) if conversion else ((), None)
+        if self._has_rows(source):
+            steps, lies = from_rows(self.rows[0], steps), sharding_of_rows(self.rows[0], self.mesh)
+        if lies is None or (conversion is None and not steps):
             return here
-        whole = type_of(source)
-        forward, shape = self._steps(conversion.forward, whole, conversion.value[0])
-        backward = self._steps(conversion.backward, whole, conversion.gradient[0])[0] if conversion.gradient else ""
-        key = (here, conversion.value, conversion.gradient)
+        forward, shape = self._steps(steps, whole, lies)
+        backward = self._steps(conversion.backward, whole, conversion.gradient[0])[0] if conversion and conversion.gradient else ""
+        key = (here, forward, backward)
         if key not in self.written:
             made = self.written[key] = self.fx.create_node("call_function", convert, (here, forward, backward, list(shape)), name=f"{here.name}_as")
             made.meta["info"] = Info(f"{info(source).key} to {target}", "conversion", (whole,), module)
         return self.written[key]
+
+    def _has_rows(self, node: fx.Node) -> bool:
+        return info(node).kind == "input" and info(node).key in self.rows[1]
 
     def _steps(self, steps: Sequence[Step], whole: TensorType, source: Sharding) -> tuple[str, tuple[int, ...]]:
         here, shape = localise(steps, whole.shape, source, self.mesh, self.coordinate)

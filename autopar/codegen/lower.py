@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from autopar.codegen.joint import Joint, lower_jointly
 from autopar.codegen.local import LocalProgram, local_program
+from autopar.codegen.parts import WHOLE, Rows
 from autopar.collector import without_collections
 from autopar.letters import NotServed
 from autopar.sharding.overlap import cut
@@ -16,21 +17,21 @@ from autopar.tracer.graph import Graph, info
 class Lowered:
     """What a rank needs to run one traced program: pure code, no process group."""
 
-    __slots__ = ("graph", "joint", "plan", "program")
+    __slots__ = ("graph", "joint", "plan", "program", "rows")
 
-    def __init__(self, graph: Graph, plan: Plan, program: LocalProgram, joint: Joint) -> None:
-        self.graph, self.plan, self.program, self.joint = graph, plan, program, joint
+    def __init__(self, graph: Graph, plan: Plan, program: LocalProgram, joint: Joint, rows: Rows) -> None:
+        self.graph, self.plan, self.program, self.joint, self.rows = graph, plan, program, joint, rows
 
 
 @without_collections
-def lower(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cpu", gradients: bool = True) -> Lowered:
-    """The program of the device at `coordinate` of the plan's mesh; without `gradients` its forward alone."""
-    program = local_program(graph, plan, coordinate)
+def lower(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cpu", gradients: bool = True, rows: Rows = WHOLE) -> Lowered:
+    """The program of the device at `coordinate` of the plan's mesh; without `gradients` its forward alone; `rows` say what ranks pass their own rows of."""
+    program = local_program(graph, plan, coordinate, rows)
     outputs = info(graph.output).outputs[:len(graph.output_names)]
     if changed := [name for kind, name in graph.updates if kind == "input"]:
         raise NotServed(f"the model writes to its input {', '.join(changed)}, and a parallel model leaves its inputs as they are", advice="a copy: x = x.clone()")
     differentiable = [] if not gradients else [graph.loss] if graph.loss is not None else [i for i, t in enumerate(outputs) if t.requires_grad]
-    return Lowered(graph, plan, program, lower_jointly(program, differentiable, plan.regathered, plan.scattered, windows_of_parameters(graph), device))
+    return Lowered(graph, plan, program, lower_jointly(program, differentiable, plan.regathered, plan.scattered, windows_of_parameters(graph), device), rows)
 
 
 def windows_of_parameters(graph: Graph) -> dict[str, int]:

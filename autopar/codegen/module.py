@@ -7,18 +7,22 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+from torch.utils.data.distributed import DistributedSampler
 
 from autopar.codegen.compiled import compile_between_collectives
 from autopar.codegen.joint import Joint, bind
 from autopar.codegen.lower import Lowered, lower
+from autopar.codegen.parts import WHOLE, Parts
 from autopar.codegen.situation import Caller, Situation
 from autopar.letters import Consumed, NotServed
 from autopar.runtime.checkpoint import read, teach_dtensor, whole_state
@@ -203,8 +207,15 @@ class ParallelModule(nn.Module):
 
     @property
     def input_specs(self) -> dict[str, str]:
-        """What every rank passes for each input."""
-        return dict.fromkeys(self.graph.inputs, "global")
+        """What every rank passes for each input: "global", the batch of all, or with inputs="local" its own rows of it, "S(0)@dp"."""
+        parts, lowered = self._autopar.parts, self._autopar.first
+        return {name: "global" if parts is None else parts.text if name in lowered.rows[1] else "R" for name in self.graph.inputs}
+
+    def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
+        """A sampler for this rank's data loader: with inputs="local" of the rows that it passes, else of all. Call its `set_epoch`, as ever."""
+        parts = self._autopar.parts
+        count, index = (1, 0) if parts is None else (parts.count, parts.index(dist.get_rank()))
+        return DistributedSampler(dataset, count, index, shuffle, seed, drop_last)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -237,8 +248,8 @@ class ParallelModule(nn.Module):
             leaves, structure = state.caller.arguments(args, kwargs)
             program = state.program(self, leaves, structure, args, kwargs)
             inputs = [leaves[i] for i in program.places]
-            if program.calls < _CHECKED_CALLS:                 # every rank passes the same global batch: looked at while it is new
-                all_ranks_hold("input values", inputs)
+            if program.calls < _CHECKED_CALLS:                 # looked at while it is new
+                state.check(inputs, program)
         program.calls += 1
         graph, names = program.runner.graph, program.runner.program
         changing = {name for _, name in graph.updates}         # what autograd keeps must not be what is written below
@@ -279,17 +290,25 @@ class _State:
         self.random = RandomState(-1)
         self.hooks = model._forward_pre_hooks, model._forward_hooks      # these are in the graphs
         self.programs: list[_Program] = []
+        self.parts: Parts | None = None                        # of inputs="local"
 
     def program(self, model: nn.Module, leaves: list[Any], structure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
         """What runs this call: one that is there, or a new one."""
+        cut: Collection[str] = ()
+        if self.parts is not None:                             # what ranks pass is rows of a batch: the situation is that of the batch
+            names, mine = self.caller.names(structure), leaves
+            whole, cut = self.parts.whole(dict(zip(names, mine, strict=True)), structure)
+            leaves = [whole[n] for n in names]
+            swap = {id(a): b for a, b in zip(mine, leaves, strict=True)}
+            args, kwargs = pytree.tree_map(lambda leaf: swap.get(id(leaf), leaf), (args, kwargs))
         situation, grad = self.caller.situation(leaves, structure), torch.is_grad_enabled()
         for i, program in enumerate(self.programs):
             if program.has_gradients == grad and program.situation == situation:
                 self.programs.append(self.programs.pop(i))     # the latest stands last
                 return program
-        return self.made_for(model, situation, grad, Call(args, kwargs))
+        return self.made_for(model, situation, grad, Call(args, kwargs), cut)
 
-    def made_for(self, model: nn.Module, situation: Situation, grad: bool, call: Call) -> _Program:
+    def made_for(self, model: nn.Module, situation: Situation, grad: bool, call: Call, cut: Collection[str] = ()) -> _Program:
         """Lower for a new situation. The storage of the parameters stays."""
         start, before = time.perf_counter(), self.programs[-1]
         known = next((p for p in self.programs if p.situation == situation), None)
@@ -298,7 +317,11 @@ class _State:
         else:
             with self.as_before(model), torch.inference_mode(False), torch.enable_grad():     # the graph is also that of a later call with gradients
                 graph, plan = self.again(model, call, self.first.plan)
-        lowered = lower(graph, plan, self.mesh.get_coordinate(), self.device.type, grad)
+        rows = WHOLE
+        if self.parts is not None:
+            names = self.caller.names(situation.structure)
+            rows = self.parts.axes, frozenset(key for key, place in zip(graph.inputs, self.caller.places(graph), strict=True) if names[place] in cut)
+        lowered = lower(graph, plan, self.mesh.get_coordinate(), self.device.type, grad, rows)
         program = self.keep(situation, grad, lowered)
         if known is None:
             log.warning("autopar planned and lowered %s again (%s), for %s: %.1f s", self.original.__name__, f"{plan.step_time_s * 1e3:.3g} ms a step by its figures", situation.differs(before.situation), time.perf_counter() - start)
@@ -311,6 +334,20 @@ class _State:
             self.random.seed = from_rank_0(lambda: int(torch.randint(0, 2**62, ())))
         self.programs = [*self.programs[-_MOST_PROGRAMS + 1:], _Program(situation, grad, lowered, Runner(lowered, self.mesh, self.storage, self.device, self.waiting, self.backend), self.caller.places(lowered.graph))]
         return self.programs[-1]
+
+    def passes_parts(self) -> None:
+        """From here on ranks pass their own rows, as the first program takes them."""
+        first = self.programs[0]
+        names, (axes, keys) = self.caller.names(first.situation.structure), self.first.rows
+        cut = [names[place] for key, place in zip(self.first.graph.inputs, first.places, strict=True) if key in keys]
+        self.parts = Parts(self.first.plan, self.device, axes, names, cut)
+
+    def check(self, inputs: list[Tensor], program: _Program) -> None:
+        """Do all ranks hold the same batch?"""
+        if self.parts is None:
+            all_ranks_hold("input values", inputs)
+        else:
+            self.parts.all_hold(dict(zip(program.lowered.graph.inputs, inputs, strict=True)), program.lowered.rows[1])
 
     @contextlib.contextmanager
     def as_before(self, model: nn.Module) -> Iterator[None]:
@@ -326,6 +363,7 @@ class _State:
         """The state of a copy of the model: its own modes, waiting gradients and random numbers, the same programs."""
         with self.as_before(model):
             made = _State(model, self.first, self.storage, self.mesh, self.device, self.again, self.backend)
+        made.parts = self.parts
         made.random, made.hooks = RandomState(self.random.seed, self.random.step), self.hooks
         made.programs = [_Program(p.situation, p.has_gradients, p.lowered, Runner(p.lowered, self.mesh, self.storage, self.device, made.waiting, self.backend), p.places, p.calls) for p in self.programs]
         return made
@@ -334,11 +372,11 @@ class _State:
         return self                                            # until the copy is used
 
 
-def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True, init: str = "module", weights: str | None = None, backend: str | None = None) -> nn.Module:
+def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True, init: str = "module", weights: str | None = None, backend: str | None = None, is_local: bool = False) -> nn.Module:
     """Turn `model` into the parallel one, in place: its class gains `ParallelModule`, its parameters become local shards."""
     if "forward" in vars(model):
         raise NotServed(f"{type(model).__name__} has a forward of its own beside its class's, which the parallel model could not replace", advice="a class whose forward it is")
-    if hidden := [name for name in ("plan", "graph", "code", "joint", "input_specs", "random_state", "no_sync") if hasattr(model, name)]:
+    if hidden := [name for name in ("plan", "graph", "code", "joint", "input_specs", "sampler", "random_state", "no_sync") if hasattr(model, name)]:
         raise NotServed(f"{type(model).__name__} has an attribute {hidden[0]!r}, which the parallel model has too", advice="another name")
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     old = list(model.parameters())
@@ -351,6 +389,8 @@ def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again
     state = _State(model, lowered, storage, mesh, device, again, backend)
     with torch.enable_grad():
         state.keep(state.caller.situation(*state.caller.arguments(call.args, call.kwargs)), True, lowered)
+    if is_local:
+        state.passes_parts()
     cls, names = type(model), {"__module__": type(model).__module__, "__doc__": type(model).__doc__}
     model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {**names, **({"save_pretrained": _save_pretrained} if hasattr(cls, "save_pretrained") else {})})
     model._forward_pre_hooks, model._forward_hooks = OrderedDict(), OrderedDict()

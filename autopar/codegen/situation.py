@@ -74,6 +74,11 @@ class Caller:
             tuple([(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]),
         )
 
+    def names(self, structure: pytree.TreeSpec) -> list[str]:
+        """Of each leaf of a call what it is called: its argument, and its place in it."""
+        tree = pytree.tree_unflatten([0] * structure.num_leaves, structure)
+        return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+
     def places(self, graph: Graph) -> list[int]:
         """Of each input of a graph, in its order: which leaf of a call it is."""
         args, kwargs = pytree.tree_unflatten(list(range(graph.input_spec.num_leaves)), graph.input_spec)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autopar.sharding.placement import part
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor           # renamed in torch 2.13
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor           # renamed in torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -73,7 +73,7 @@ def begin_all_gather(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[
     parts = [_padded(x, dim, -(-size // axis.size)).movedim(dim, 0).contiguous() for x, dim, size in zip(xs, dims, sizes, strict=True)]
     flat = torch.cat([p.view(-1) for p in parts]) if len(parts) > 1 else parts[0].view(-1)
     y = flat.new_empty(axis.size * flat.numel())
-    work = _all_gather(y, flat, group=axis.group, async_op=True)
+    work = gather_into(y, flat, group=axis.group, async_op=True)
 
     def results() -> list[Tensor]:
         pieces = y.view(axis.size, -1).split([p.numel() for p in parts], 1)

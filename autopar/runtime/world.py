@@ -64,13 +64,18 @@ def all_ranks_hold(what: str, value: Any) -> None:
     """Compare a hash; a letter on every rank names those that differ from rank 0."""
     if not _ranks_can_talk():
         return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, digest_of(value))
+    if others := [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]:
+        raise Disagreement(f"ranks hold different {what}: {others} differ from rank 0", advice="the same model, inputs and plan on every rank")
+
+
+def digest_of(value: Any) -> str:
+    """A hash of values: of tensors what they hold, of anything else how it is written."""
     mine = hashlib.sha256()
     for piece in value if isinstance(value, (tuple, list)) else [value]:
         mine.update(piece.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if isinstance(piece, torch.Tensor) else repr(piece).encode())
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine.hexdigest())
-    if others := [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]:
-        raise Disagreement(f"ranks hold different {what}: {others} differ from rank 0", advice="the same model, inputs and plan on every rank")
+    return mine.hexdigest()
 
 
 def _ranks_can_talk() -> bool:

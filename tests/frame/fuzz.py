@@ -24,7 +24,7 @@ from autopar import DeviceMesh
 from autopar.letters import Letter
 from autopar.sharding import shardings
 from autopar.solver import solve
-from autopar.testing import Equality, Unequal, on_threads
+from autopar.testing import Equality, on_threads
 from autopar.tracer import ColoTracer
 from tests.models import eager_links
 from tests.oracle import ByPosition

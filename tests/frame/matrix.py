@@ -23,7 +23,7 @@ from autopar.testing import Equality, on_processes, on_threads
 from tests.models import eager_links
 from tests.oracle import ByPosition, InFloat64
 from tests.training import whole
-from tests.zoo.families import DECODER, ENCODER, T5, VISION, WHISPER, hf, timm, tokens, without
+from tests.zoo.families import DECODER, ENCODER, T5, VISION, WHISPER, hf, timm, tokens
 
 STEPS, ROWS, SEED = 3, 8, 1234567
 BOTH = dict(tensor=2, data=dict(size=2, zero=3))

@@ -1,0 +1,128 @@
+"""inputs="local": every rank passes its own rows of the batch, as its data loader gives them. Which, the plan says once; all that the ranks must agree on is how many rows there are."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopar.letters import BadInput, Disagreement
+from autopar.runtime.collectives import gather_into
+from autopar.runtime.world import digest_of
+from autopar.sharding.convert import Step
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.placement import R, S, Sharding, local_shape
+from autopar.solver.plan import Plan
+from autopar.tracer.graph import Graph, info, type_of
+
+Rows = tuple[tuple[int, ...], frozenset[str]]                  # the axes that cut the rows of inputs, major first, and the inputs that have them
+WHOLE: Rows = ((), frozenset())
+
+
+def rows_of(graph: Graph, plan: Plan) -> Rows:
+    """The axes by which the plan cuts the rows of its inputs, major first, and the inputs that have these rows."""
+    axes: tuple[int, ...] = ()
+    rows = None
+    for name, node in graph.inputs.items():
+        paths = [cut_rows(c.forward) for c in plan.conversions if c.source == info(node).key]
+        common = tuple(a for a, *others in zip(*paths, strict=False) if all(o == a for o in others))
+        if paths and len(common) > len(axes):
+            axes, rows = common, type_of(graph.inputs[name]).shape[0]
+    return axes, frozenset(name for name, node in graph.inputs.items() if rows is not None and type_of(node).shape[:1] == (rows,))
+
+
+def cut_rows(steps: Sequence[Step]) -> tuple[int, ...]:
+    """The axes by which a conversion of something whole cuts its rows before anything is sent."""
+    local = itertools.takewhile(lambda s: s.kind == "slice", steps)
+    return tuple(s.axis for s in local if s.dim == 0 and not s.blocks)
+
+
+def from_rows(axes: Sequence[int], steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The steps that lead where these lead, from rows that are cut already.
+
+    before    slice(1)@tp; slice(0)@dp                 # of the whole
+    after     slice(1)@tp                              # of the rows of dp
+    """
+    there = cut_rows(steps)
+    agree = next((i for i, (a, b) in enumerate(zip(axes, there, strict=False)) if a != b), min(len(axes), len(there)))
+    rest, done = list(steps), 0
+    while done < agree:
+        rest.remove(next(s for s in rest if s.kind == "slice" and s.dim == 0 and s.axis == axes[done]))
+        done += 1
+    return (*(Step("all_gather", a, 0) for a in reversed(axes[agree:])), *rest)
+
+
+def sharding_of_rows(axes: Sequence[int], mesh: DeviceMesh) -> Sharding:
+    """Rows cut by these axes, the first as the major one."""
+    return Sharding(tuple(S(0) if a in axes else R for a in range(len(mesh.shape))), (*axes, *(a for a in range(len(mesh.shape)) if a not in axes)))
+
+
+class Parts:
+    """What ranks pass of each input, and how a call of one rank becomes that of all."""
+
+    def __init__(self, plan: Plan, device: torch.device, axes: Sequence[int], known: Sequence[str], cut: Collection[str]) -> None:
+        self.mesh, self.device, self.axes = plan.mesh, device, tuple(axes)
+        self.known, self.names = frozenset(known), frozenset(cut)        # what leaves of the first call are called, and which have rows
+        self.sharding = sharding_of_rows(axes, plan.mesh)
+
+    @property
+    def text(self) -> str:
+        return self.sharding.text(self.mesh.axes)
+
+    @property
+    def count(self) -> int:
+        """Into how many parts rows are cut."""
+        return math.prod(self.mesh.shape[a] for a in self.axes)
+
+    def index(self, rank: int) -> int:
+        """Which part of the rows a rank passes."""
+        here, found = self.mesh.coordinate(rank), 0
+        for a in self.axes:
+            found = found * self.mesh.shape[a] + here[a]
+        return found
+
+    def whole(self, named: Mapping[str, Any], structure: pytree.TreeSpec) -> tuple[dict[str, Any], frozenset[str]]:
+        """The leaves of all ranks' call from those of this one, shapes alone, and which of them have rows. A letter on every rank where the ranks' do not go together."""
+        tensors = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.dim()}
+        mine = {len(t) for n, t in tensors.items() if n in self.names} or {len(t) for n, t in tensors.items() if n not in self.known}
+        rows = 0 if not self.axes else mine.pop() if len(mine) == 1 else -1
+        cut = frozenset(n for n, t in tensors.items() if n in self.names or (self.axes and n not in self.known and len(t) == rows))      # of one that the first call did not have, its size says
+        said = [(n, t.shape[n in cut:], t.dtype) if isinstance(t, Tensor) else (n, type(t)) for n, t in named.items()]
+        digest = int.from_bytes(hashlib.sha256(repr((said, structure)).encode()).digest()[:7], "big")
+        answers = self._exchanged([rows, digest])
+        if others := [r for r, (_, theirs) in enumerate(answers) if theirs != answers[0][1]]:
+            raise Disagreement(f"ranks call the model with different inputs: {others} differ from rank 0", seen=f"here {said}", advice="the same inputs on every rank, of equal sizes but for the rows")
+        counts = [n for n, _ in answers]
+        if min(counts) < 0:
+            raise BadInput(f"inputs of rank {counts.index(-1)} have different numbers of rows", seen=f"here {said}", advice="the same rows of every input")
+        total = sum({self.index(r): n for r, n in enumerate(counts)}.values())
+        due = [local_shape((total,), self.sharding, self.mesh, self.mesh.coordinate(r))[0] for r in range(len(counts))]
+        if self.axes and (counts != due or 0 in counts):
+            raise BadInput(f"ranks pass {counts} rows, which are no parts of one batch", seen=f"{self.text} of {total} rows", advice="some for every rank" if 0 in due else f"{due}, as torch.chunk and model.sampler give them")
+        return {n: torch.empty((total, *t.shape[1:]), dtype=t.dtype, device="meta") if n in cut else t for n, t in named.items()}, cut
+
+    def _exchanged(self, numbers: list[int]) -> list[list[int]]:
+        if dist.get_world_size() == 1:
+            return [numbers]
+        everyone = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.int64, device=self.device)
+        gather_into(everyone, torch.tensor(numbers, device=self.device))
+        return everyone.view(-1, len(numbers)).tolist()
+
+    def all_hold(self, named: Mapping[str, Any], cut: Collection[str]) -> None:
+        """Compare hashes of values: ranks of the same part hold the same rows, and all the same of what is whole."""
+        if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+            return
+        everyone: list[Any] = [None] * dist.get_world_size()
+        tensors = {n: t for n, t in named.items() if isinstance(t, Tensor)}
+        dist.all_gather_object(everyone, tuple(digest_of([t for n, t in tensors.items() if (n in cut) == is_cut]) for is_cut in (True, False)))
+        first = {self.index(r): r for r in reversed(range(len(everyone)))}
+        if others := [r for r, (rows, rest) in enumerate(everyone) if rows != everyone[first[self.index(r)]][0] or rest != everyone[0][1]]:
+            raise Disagreement(f"ranks hold different input values: {others} differ from others of the same part", seen=f"rows are {self.text}",
+                               advice="model.sampler(dataset), which gives ranks of one part the same rows")
