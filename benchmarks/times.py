@@ -175,13 +175,15 @@ class Turns:
             fcntl.flock(self.file, how)
 
     def __enter__(self) -> None:
+        dist.barrier()                                         # all have prepared
         self._lock(fcntl.LOCK_EX)
-        if dist.is_initialized():
-            dist.barrier()
+        dist.barrier()
 
     def __exit__(self, *_: object) -> None:
-        if dist.is_initialized():
-            dist.barrier()
+        dist.barrier()
+        self.end()
+
+    def end(self) -> None:
         if self.file:
             self.file.close()
 
@@ -249,8 +251,7 @@ def main() -> None:
         return
     turns = Turns(asked.lock)
     chosen = {name: plans(name, profile) for name in asked.models}
-    if turns.file:
-        turns.file.close()
+    turns.end()
     listed = {name: [{**how, "decisions": digest(plan), "predicted_s": plan.step_time_s} for how, plan in of] for name, of in chosen.items()}
     (asked.out / "times_plans.json").write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
     print(f"torch {torch.__version__}, {RANKS} gloo ranks of one thread each on {os.cpu_count()} cores; AdamW; {asked.rounds} rounds, each plan once a round in a random order; 95 % intervals of the median\n")

@@ -129,6 +129,7 @@ def windows_of(made: Cut, ops: Sequence[str], op_sites: Sequence[int], sites: Se
     count = len(made.spans)
     moved: dict[tuple[int, str, bool], list[tuple[int, np.ndarray]]] = {}      # by the window that it runs beside; in every micro-batch, or in one of them
     known: dict[Any, np.ndarray] = {}
+    shares: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def part(edge: int, choices: tuple[bool, ...], table: np.ndarray) -> np.ndarray:
         key = id(table), choices
@@ -138,7 +139,9 @@ def windows_of(made: Cut, ops: Sequence[str], op_sites: Sequence[int], sites: Se
 
     def share(table: np.ndarray) -> np.ndarray:
         """The same table for the same table."""
-        return table if hidden == 1 else known.setdefault(("share", id(table)), (table, hidden * table))[1]
+        if hidden != 1 and id(table) not in shares:
+            shares[id(table)] = table, hidden * table          # the table is held, so that its id stays its own
+        return table if hidden == 1 else shares[id(table)][1]
 
     def put(beside: int, way: str, every: bool, edge: int, table: np.ndarray) -> None:
         if hidden and table.any() and 0 <= beside < count:
