@@ -184,7 +184,7 @@ def test_only_the_measured_share_is_hidden(hidden):
     with torch.device("meta"):
         model, x = nn.Sequential(*(nn.Sequential(nn.Linear(2600, 2600), nn.ReLU()) for _ in range(3))), torch.zeros(512, 2600)
     graph = ColoTracer().trace(model, (x,))
-    full, part = (shardings(graph, DeviceMesh(4), replace(Cluster.of("l4-4x1"), hidden=h), preset={name: "S(0); R" for name in graph.parameters}) for h in (1.0, hidden))
+    full, part = (shardings(graph, DeviceMesh(4), replace(Cluster.of("l4-4x1"), hidden=h), preset=dict.fromkeys(graph.parameters, "S(0); R")) for h in (1.0, hidden))
     plan = solve(full)
     picked = [s.choices.index(plan.decisions[s.name].choice) for s in full.sites]
     assert full.hidden(picked) > 1e-6
