@@ -168,6 +168,32 @@ def test_what_was_measured_is_what_is_priced():
     assert plan.step_time_s == pytest.approx(5 + 7 + 31 + 5 + 14 + 11 + 13 + 17 + 17 + 38 + 23 + 29 + 3 * 37)
 
 
+class Calls(nn.Module):
+    """One call of a workload as a model: its first operand is the input, of the others those of floating point are parameters."""
+
+    def __init__(self, function, operands):
+        super().__init__()
+        self.function, self.count = function, len(operands)
+        for i, x in enumerate(operands[1:], 1):
+            self.register_parameter(f"p{i}", nn.Parameter(x)) if x.is_floating_point() else self.register_buffer(f"p{i}", x)
+
+    def forward(self, x):
+        return self.function(x, *(getattr(self, f"p{i}") for i in range(1, self.count)))
+
+
+@pytest.mark.parametrize("name", ["linear", "matmul", "scaled_dot_product_attention causal", "conv2d", "tanh", "add", "layer_norm", "softmax", "cat"])
+def test_an_op_is_priced_by_the_amount_by_which_it_was_measured(name):
+    """On a machine that takes a second for each unit of an amount, forward takes what the workload says that it is."""
+    workload, = (w for w in WORKLOADS if w.name == name)
+    size = workload.sizes[1]
+    second = ((1.0, 1.0), (1e15, 1e15))
+    timed = tuple(Timed(op, "float32", second if op == name else ((1.0, 1e-12),), ((1.0, 1e-12),)) for op in {name, "add", "sum", "sum over rows", "clone", "copy turned"})
+    function, operands = workload.call(size)
+    graph = ColoTracer().trace(Calls(function, operands), (operands[0],))
+    space = shardings(graph, DeviceMesh(1), replace(eager_links(), timed=timed))
+    assert sum(float(s.seconds[0]) for s in space.sites if s.op == name.split()[0] and s.seconds[0] > 1e-3) == pytest.approx(workload.amount(size), rel=1e-6)
+
+
 def test_a_step_of_adamw_is_priced_by_its_own_table_alone():
     model, batch = mlp_case()
     cluster = replace(eager_links(), timed=(flat("add", 1.0), flat("optimizer adamw", 3.0)))
