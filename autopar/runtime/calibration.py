@@ -33,13 +33,11 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 def calibrate(mesh: DeviceMesh, device: str, name: str = "", sizes: Sequence[int] = SIZES, repetitions: int = 9, workloads: Sequence[Workload] = WORKLOADS) -> Cluster:
     """A profile of this machine, for meshes whose axes are as long and as far apart as those of `mesh`. The same on every rank."""
     axes = bind_axes(mesh.to_torch(device))
-    measured = []
-    for a, (axis, n) in enumerate(zip(axes.values(), mesh.shape, strict=True)):
-        if n > 1:
-            stride = math.prod(mesh.shape[a + 1:])
-            for kind in COLLECTIVES:
-                times = dict(_collective(kind, axis, size, device, repetitions) for size in sizes)
-                measured.append(Measured(kind, n, stride, *fit(kind, n, times), tuple(sorted(times.items()))))
+    asked = [(a, kind, *_collective(kind, axis, size, device)) for a, axis in enumerate(axes.values()) if axis.size > 1 for kind in COLLECTIVES for size in sizes]
+    times: dict[tuple[int, str], dict[int, float]] = {}
+    for (a, kind, nbytes, _), taken in zip(asked, _timed([run for *_, run in asked], device, repetitions), strict=True):
+        times.setdefault((a, kind), {})[nbytes] = taken
+    measured = [Measured(kind, mesh.shape[a], math.prod(mesh.shape[a + 1:]), *fit(kind, mesh.shape[a], of), tuple(sorted(of.items()))) for (a, kind), of in times.items()]
     slowest = min((m for m in measured if m.kind == "all_gather"), key=lambda m: m.bytes_per_s, default=None)
     link = Link("the slowest measured axis", slowest.latency_s, slowest.bytes_per_s) if slowest else Link("nobody else", 1e-6, 1e12)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
@@ -68,20 +66,23 @@ def fit(kind: str, n: int, times: dict[int, float]) -> tuple[float, float]:
     return float(best[0]), 1.0 / float(best[1])
 
 
-def _collective(kind: str, axis: Axis, size: int, device: str, repetitions: int) -> tuple[int, float]:
-    """Bytes of a tensor of about that size, and what it took."""
+def _collective(kind: str, axis: Axis, size: int, device: str) -> tuple[int, Callable[[], Any]]:
+    """Bytes of a tensor of about that size, and a collective of it."""
     n = axis.size
     rows = max(1, round(size / 4 / n / n / 16))
     whole = (n * rows, n * 16)                                 # cut evenly either way
     local = (rows, whole[1]) if kind in ("all_gather", "all_to_all") else whole
     x = torch.ones(local, device=device)
     arguments = {"all_gather": (0, whole[0]), "reduce_scatter": (0, whole[0]), "all_reduce": (), "all_to_all": (0, whole[0], (), 1, whole[1], ())}[kind]
-    return math.prod(whole) * 4, _timed(lambda: STEPS[kind](x, axis, *arguments), device, repetitions)
+    return math.prod(whole) * 4, lambda: STEPS[kind](x, axis, *arguments)
 
 
-def _timed(run: Callable[[], Any], device: str, repetitions: int) -> float:
-    """Seconds of one call of what ranks do together, on the slowest rank: the median of repetitions that all start together, each of as many calls as last a few milliseconds."""
-    def once(calls: int) -> float:
+def _timed(runs: Sequence[Callable[[], Any]], device: str, repetitions: int) -> list[float]:
+    """Seconds of one call of each, of what ranks do together, on the slowest rank: medians of rounds, so that what else happens on the machine meets all of them alike.
+
+    Of a round all ranks start together, and each makes as many calls as last a few milliseconds.
+    """
+    def once(run: Callable[[], Any], calls: int) -> float:
         dist.barrier()
         _wait(device)
         start = time.perf_counter()
@@ -92,9 +93,11 @@ def _timed(run: Callable[[], Any], device: str, repetitions: int) -> float:
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         return float(taken.item())
 
-    once(1)                                                    # the first warms up
-    calls = max(1, min(1000, round(LASTS / once(1))))
-    return statistics.median(once(calls) for _ in range(repetitions))
+    for run in runs:                                           # the first warms up
+        once(run, 1)
+    calls = [max(1, min(1000, round(LASTS / once(run, 1)))) for run in runs]
+    rounds = [[once(run, n) for run, n in zip(runs, calls, strict=True)] for _ in range(repetitions)]
+    return [statistics.median(taken) for taken in zip(*rounds, strict=True)]
 
 
 class Alone:
@@ -179,7 +182,7 @@ def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, 
 def _hidden(axis: Axis, device: str, repetitions: int, product_s: float) -> float:
     """Of the shorter of a collective and compute that run at once, the share that takes no time: all of it where they share nothing, none where they share their cores."""
     x, y = torch.ones(2**20, device=device), torch.ones(*[_width(device)] * 2, device=device)
-    move = _timed(lambda: finish(begin_all_reduce([x], axis)), device, repetitions)
+    move, = _timed([lambda: finish(begin_all_reduce([x], axis))], device, repetitions)
     count = max(1, round(move / product_s))
 
     def both() -> None:
@@ -188,7 +191,7 @@ def _hidden(axis: Axis, device: str, repetitions: int, product_s: float) -> floa
             y @ y
         finish(pending)
 
-    run, together = count * product_s, _timed(both, device, repetitions)
+    run, together = count * product_s, _timed([both], device, repetitions)[0]
     return min(1.0, max(0.0, (run + move - together) / min(run, move)))
 
 
@@ -238,7 +241,7 @@ def pairs(device: str, small: int = 64, large: int = 2**22, repetitions: int = 5
                         dist.recv(x, a)
                         dist.send(x, a)
 
-                taken.append(_timed(there_and_back, device, repetitions) / 2)
+                taken.append(_timed([there_and_back], device, repetitions)[0] / 2)
             latency[a][b] = latency[b][a] = taken[0]
             bandwidth[a][b] = bandwidth[b][a] = large / max(taken[1] - taken[0], 1e-9)
     return latency, bandwidth
