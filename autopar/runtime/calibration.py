@@ -1,6 +1,7 @@
-"""What this machine does, measured while all ranks run: latency and bandwidth of every collective on every mesh axis, and the rates of the devices.
+"""What this machine does, measured while all ranks run: every collective on every mesh axis by size, every op by size, the optimizers, and how much of communication compute hides.
 
-Run by every rank of the job (`autopar calibrate`). The collectives are those that emitted programs call, with their packing; of a repetition the slowest rank counts, of repetitions the median.
+Run by every rank of the job (`autopar calibrate`). The collectives are those that emitted programs call, with their packing, the ops are ATen code as emitted programs hold it; of a repetition the slowest rank counts, of repetitions the median.
+A call is repeated within a repetition until it has run for a few milliseconds: ranks that share cores take turns.
 """
 
 from __future__ import annotations
@@ -9,36 +10,41 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.runtime.collectives import STEPS, Axis, bind_axes
-from autopar.sharding.cluster import Cluster, Device, Link, Measured
+from autopar.runtime.collectives import STEPS, Axis, begin_all_reduce, bind_axes, finish
+from autopar.runtime.workloads import WORKLOADS, Workload, traced
+from autopar.sharding.cluster import Cluster, Device, Link, Measured, Timed
 from autopar.sharding.costs import seconds
 from autopar.sharding.mesh import DeviceMesh
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 SIZES = tuple(4**k * 4096 for k in range(7))                   # bytes of the whole tensor: 4 KiB to 16 MiB
+LASTS, HELD = 4e-3, 64 * 2**20                                 # seconds that a repetition takes at least, and bytes of results that it holds at once
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
-def calibrate(mesh: DeviceMesh, device: str, name: str = "", sizes: Sequence[int] = SIZES, repetitions: int = 9) -> Cluster:
+def calibrate(mesh: DeviceMesh, device: str, name: str = "", sizes: Sequence[int] = SIZES, repetitions: int = 9, workloads: Sequence[Workload] = WORKLOADS) -> Cluster:
     """A profile of this machine, for meshes whose axes are as long and as far apart as those of `mesh`. The same on every rank."""
     axes = bind_axes(mesh.to_torch(device))
-    measured = []
-    for a, (axis, n) in enumerate(zip(axes.values(), mesh.shape, strict=True)):
-        if n > 1:
-            stride = math.prod(mesh.shape[a + 1:])
-            measured += [Measured(kind, n, stride, *fit(kind, n, dict(_collective(kind, axis, size, device, repetitions) for size in sizes))) for kind in COLLECTIVES]
+    asked = [(a, kind, *_collective(kind, axis, size, device)) for a, axis in enumerate(axes.values()) if axis.size > 1 for kind in COLLECTIVES for size in sizes]
+    times: dict[tuple[int, str], dict[int, float]] = {}
+    for (a, kind, nbytes, _), taken in zip(asked, _timed([run for *_, run in asked], device, repetitions), strict=True):
+        times.setdefault((a, kind), {})[nbytes] = taken
+    measured = [Measured(kind, mesh.shape[a], math.prod(mesh.shape[a + 1:]), *fit(kind, mesh.shape[a], of), tuple(sorted(of.items()))) for (a, kind), of in times.items()]
     slowest = min((m for m in measured if m.kind == "all_gather"), key=lambda m: m.bytes_per_s, default=None)
     link = Link("the slowest measured axis", slowest.latency_s, slowest.bytes_per_s) if slowest else Link("nobody else", 1e-6, 1e12)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
-    cluster = Cluster(name or f"calibrated-{device}", _device(device, local, repetitions), (link,), local, max(1, mesh.size // local),
-                      (("measured", f"torch {torch.__version__}, {mesh.size} ranks on mesh {mesh}, {dist.get_backend()}; median of {repetitions}, all ranks running"),), tuple(measured))
+    timed, figures = _alone(mesh, device, min(5, repetitions), workloads)
+    hidden = _hidden(next(a for a in axes.values() if a.size > 1), device, repetitions, figures[DTYPES.index("float32")]) if mesh.size > 1 else 1.0
+    how = f"torch {torch.__version__}, {mesh.size} ranks on mesh {mesh}, {dist.get_backend()}; medians of {repetitions}, of ops and optimizers of {min(5, repetitions)}, all ranks running"
+    cluster = Cluster(name or f"calibrated-{device}", _device(device, local, figures), (link,), local, max(1, mesh.size // local), (("measured", how),), tuple(measured), timed, hidden)
     box = [cluster]
     dist.broadcast_object_list(box, 0)
     return box[0]
@@ -60,31 +66,133 @@ def fit(kind: str, n: int, times: dict[int, float]) -> tuple[float, float]:
     return float(best[0]), 1.0 / float(best[1])
 
 
-def _collective(kind: str, axis: Axis, size: int, device: str, repetitions: int) -> tuple[int, float]:
-    """Bytes of a tensor of about that size, and what it took."""
+def _collective(kind: str, axis: Axis, size: int, device: str) -> tuple[int, Callable[[], Any]]:
+    """Bytes of a tensor of about that size, and a collective of it."""
     n = axis.size
     rows = max(1, round(size / 4 / n / n / 16))
     whole = (n * rows, n * 16)                                 # cut evenly either way
     local = (rows, whole[1]) if kind in ("all_gather", "all_to_all") else whole
     x = torch.ones(local, device=device)
     arguments = {"all_gather": (0, whole[0]), "reduce_scatter": (0, whole[0]), "all_reduce": (), "all_to_all": (0, whole[0], (), 1, whole[1], ())}[kind]
-    return math.prod(whole) * 4, _timed(lambda: STEPS[kind](x, axis, *arguments), device, repetitions)
+    return math.prod(whole) * 4, lambda: STEPS[kind](x, axis, *arguments)
 
 
-def _timed(run: Callable[[], Any], device: str, repetitions: int) -> float:
-    """Seconds of the slowest rank, the median of repetitions that all ranks start together."""
-    everyone = []
-    for i in range(repetitions + 2):
+def _timed(runs: Sequence[Callable[[], Any]], device: str, repetitions: int) -> list[float]:
+    """Seconds of one call of each, of what ranks do together, on the slowest rank: medians of rounds, so that what else happens on the machine meets all of them alike.
+
+    Of a round all ranks start together, and each makes as many calls as last a few milliseconds.
+    """
+    def once(run: Callable[[], Any], calls: int) -> float:
         dist.barrier()
         _wait(device)
         start = time.perf_counter()
-        run()
+        for _ in range(calls):
+            run()
         _wait(device)
-        taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
+        taken = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64, device=device)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
-        if i >= 2:                                             # the first two warm up
-            everyone.append(taken.item())
-    return statistics.median(everyone)
+        return float(taken.item())
+
+    for run in runs:                                           # the first warms up
+        once(run, 1)
+    calls = [max(1, min(1000, round(LASTS / once(run, 1)))) for run in runs]
+    rounds = [[once(run, n) for run, n in zip(runs, calls, strict=True)] for _ in range(repetitions)]
+    return [statistics.median(taken) for taken in zip(*rounds, strict=True)]
+
+
+class Alone:
+    """Times what a rank does by itself while all of them do it. Nobody waits for another, so that ranks which share cores always have rivals; on a CPU the clock is that of the process, which stands while
+    another rank has the core, and `crowding` says how much longer the wall's was meanwhile."""
+
+    def __init__(self, device: str, repetitions: int) -> None:
+        self.device, self.repetitions = device, repetitions
+        self.clock = time.perf_counter if device == "cuda" else time.process_time
+        self.own = self.wall = 0.0
+
+    def __call__(self, run: Callable[[], Any]) -> float:
+        """Seconds of one call, the median of repetitions."""
+        run()                                                  # the first warms up
+        calls = max(1, min(1000, round(LASTS / max(self._once(run, 1), 1e-7))))
+        return statistics.median(self._once(run, calls) for _ in range(self.repetitions))
+
+    def _once(self, run: Callable[[], Any], calls: int) -> float:
+        held, left = list[Any](), HELD
+        _wait(self.device)
+        start, wall = self.clock(), time.perf_counter()
+        for _ in range(calls):                                 # results stay a while, as what is kept for backward does: their memory is fresh
+            held.append(result := run())
+            left -= sum(t.nbytes for t in (result if isinstance(result, (list, tuple)) else (result,)) if isinstance(t, torch.Tensor))
+            if left < 0:
+                held, left = [], HELD
+        _wait(self.device)
+        own = self.clock() - start
+        self.own, self.wall = self.own + own, self.wall + time.perf_counter() - wall
+        return own / calls
+
+    @property
+    def crowding(self) -> float:
+        return self.wall / self.own
+
+
+def _agreed(times: Sequence[float], crowding: float) -> list[float]:
+    """What all ranks take on average, by the wall's clock."""
+    together = torch.tensor([*times, crowding], dtype=torch.float64)
+    if dist.get_backend() == "nccl":
+        together = together.cuda()
+    dist.all_reduce(together)
+    *mean, crowded = (together / dist.get_world_size()).tolist()
+    return [t * crowded for t in mean]
+
+
+def _alone(mesh: DeviceMesh, device: str, repetitions: int, workloads: Sequence[Workload]) -> tuple[tuple[Timed, ...], list[float]]:
+    """Every op and optimizer by size, and the figures of the device: seconds of a product in each dtype, of a copy, of a small op."""
+    timer = Alone(device, repetitions)
+    times = [timer(run) for run in _of_device(device)[0]]
+    ops = [(w, size) for w in workloads for size in w.sizes]
+    for w, size in ops:
+        call = w.call(size)
+        times += [timer(traced(call, gradients, device)) for gradients in (False, True)]
+    steps = list(_optimizer_steps(mesh, device)) if workloads else []
+    times += [timer(step) / count for _, _, count, step in steps]
+    agreed = iter(_agreed(times, timer.crowding))
+    figures = [next(agreed) for _ in range(len(DTYPES) + 2)]
+    found: dict[str, tuple[list[tuple[float, float]], list[tuple[float, float]]]] = {}
+    for w, size in ops:
+        alone, both = next(agreed), next(agreed)
+        forward, backward = found.setdefault(w.name, ([], []))
+        forward.append((w.amount(size), alone))
+        backward.append((w.amount(size), max(both - alone, 1e-9) / w.gradients))
+    for name, elements, _, _ in steps:
+        found.setdefault(name, ([], []))[0].append((float(elements), next(agreed)))
+    return tuple(Timed(name, "float32", tuple(forward), tuple(backward)) for name, (forward, backward) in found.items()), figures
+
+
+def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, int, Callable[[], Any]]]:
+    """torch's own steps by the elements of a parameter on a device: parameters are DTensors, as in a parallel model."""
+    steps = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9)}
+    torch_mesh, count = mesh.to_torch(device), 8
+    for name, optimizer in steps.items():
+        for elements in (256, 2**13, 2**16, 2**18, 2**20):
+            parameters = [torch.nn.Parameter(DTensor.from_local(torch.ones(elements, device=device), torch_mesh, [Replicate()] * torch_mesh.ndim, run_check=False)) for _ in range(count)]
+            for p in parameters:
+                p.grad = torch.ones_like(p)
+            yield f"optimizer {name}", elements, count, optimizer(parameters).step    # type: ignore[operator]
+
+
+def _hidden(axis: Axis, device: str, repetitions: int, product_s: float) -> float:
+    """Of the shorter of a collective and compute that run at once, the share that takes no time: all of it where they share nothing, none where they share their cores."""
+    x, y = torch.ones(2**20, device=device), torch.ones(*[_width(device)] * 2, device=device)
+    move, = _timed([lambda: finish(begin_all_reduce([x], axis))], device, repetitions)
+    count = max(1, round(move / product_s))
+
+    def both() -> None:
+        pending = begin_all_reduce([x], axis)
+        for _ in range(count):
+            y @ y
+        finish(pending)
+
+    run, together = count * product_s, _timed([both], device, repetitions)[0]
+    return min(1.0, max(0.0, (run + move - together) / min(run, move)))
 
 
 def _wait(device: str) -> None:
@@ -92,26 +200,27 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _device(device: str, local: int, repetitions: int) -> Device:
-    width, copied = (4096, 2**28) if device == "cuda" else (512, 2**24)
-    rates = []
-    for dtype in DTYPES:
-        x = torch.ones(width, width, dtype=getattr(torch, dtype), device=device)
-        rates.append((dtype, 2 * width**3 / _timed(lambda x=x: x @ x, device, repetitions)))   # type: ignore[misc]
+def _width(device: str) -> int:
+    return 4096 if device == "cuda" else 512
+
+
+def _of_device(device: str) -> tuple[list[Callable[[], Any]], int]:
+    """Products in each dtype, a copy of so many bytes, a small op."""
+    width, copied = _width(device), 2**28 if device == "cuda" else 2**24
+    squares = [torch.ones(width, width, dtype=getattr(torch, dtype), device=device) for dtype in DTYPES]
     source, target, small = torch.ones(copied // 4, device=device), torch.empty(copied // 4, device=device), torch.ones(8, device=device)
-    bandwidth = 2 * copied / _timed(lambda: target.copy_(source), device, repetitions)
+    return [*(lambda x=x: x @ x for x in squares), lambda: target.copy_(source), lambda: small.add(1)], copied    # type: ignore[misc]
 
-    def many() -> None:
-        for _ in range(100):
-            small.add(1)
 
-    launch = _timed(many, device, repetitions) / 100
+def _device(device: str, local: int, figures: Sequence[float]) -> Device:
+    *products, copy, launch = figures
+    rates = [(dtype, 2 * _width(device)**3 / taken) for dtype, taken in zip(DTYPES, products, strict=True)]
     if device == "cuda":
         about = torch.cuda.get_device_properties(torch.cuda.current_device())
         name, memory = about.name, about.total_memory
     else:
         name, memory = "CPU rank", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
-    return Device(name, tuple(sorted(rates)), memory, bandwidth, launch, "cuda" if device == "cuda" else "cpu")
+    return Device(name, tuple(sorted(rates)), memory, 2 * _of_device(device)[1] / copy, launch, "cuda" if device == "cuda" else "cpu")
 
 
 def pairs(device: str, small: int = 64, large: int = 2**22, repetitions: int = 5) -> tuple[list[list[float]], list[list[float]]]:
@@ -132,7 +241,7 @@ def pairs(device: str, small: int = 64, large: int = 2**22, repetitions: int = 5
                         dist.recv(x, a)
                         dist.send(x, a)
 
-                taken.append(_timed(there_and_back, device, repetitions) / 2)
+                taken.append(_timed([there_and_back], device, repetitions)[0] / 2)
             latency[a][b] = latency[b][a] = taken[0]
             bandwidth[a][b] = bandwidth[b][a] = large / max(taken[1] - taken[0], 1e-9)
     return latency, bandwidth

@@ -5,6 +5,7 @@ A cluster is `links` from the innermost level outwards: the first joins the devi
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -35,6 +36,9 @@ class Device:
         return rates.get(dtype, min(rates.values()))
 
 
+Curve = tuple[tuple[float, float], ...]                        # seconds by an amount, ascending
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     name: str
@@ -51,6 +55,17 @@ class Measured:
     stride: int
     latency_s: float
     bytes_per_s: float
+    times: Curve = ()                                          # seconds by bytes of the whole tensor, as they were measured: they come before latency and bytes/s
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What an op took on one device while all of its ranks ran: seconds by amount, forward and backward (`autopar.runtime.workloads`)."""
+
+    op: str
+    dtype: str
+    forward: Curve
+    backward: Curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +79,8 @@ class Cluster:
     nodes: int = 1
     sources: tuple[tuple[str, str], ...] = ()
     measured: tuple[Measured, ...] = ()                        # by `autopar calibrate`: they come before the links' figures
+    timed: tuple[Timed, ...] = ()                              # by `autopar calibrate`: they come before the device's rates
+    hidden: float = 1.0                                        # of the shorter of compute and communication at once, the share that takes no time
 
     def __str__(self) -> str:
         return f"{self.name} ({self.device.name}, {self.devices_per_node} a node)"
@@ -84,6 +101,10 @@ class Cluster:
         else:
             here = size if node % (stride * size) == 0 else node // stride if node % stride == 0 and size % (node // stride) == 0 else 1
         return tuple((n, link) for n, link in ((here, inner), (size // here, outer)) if n > 1) or ((1, inner),)
+
+    def times_of(self, op: str, dtype: str) -> Timed | None:
+        """What was measured of an op; None where nothing was."""
+        return _by_name(self.timed).get((op, dtype))
 
     @staticmethod
     def of(given: Any) -> Cluster:
@@ -112,11 +133,22 @@ class Cluster:
         Path(path).write_text(json.dumps({k: v for k, v in data.items() if k != "name"}, indent=2) + "\n", encoding="utf-8")
 
 
+@functools.lru_cache(maxsize=8)
+def _by_name(timed: tuple[Timed, ...]) -> dict[tuple[str, str], Timed]:
+    return {(t.op, t.dtype): t for t in timed}
+
+
+def _curve(points: Any) -> Curve:
+    return tuple((float(amount), float(seconds)) for amount, seconds in points)
+
+
 def _read(name: str, file: Any) -> Cluster:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         device = Device(**{**data["device"], "flops_per_s": tuple(sorted(data["device"]["flops_per_s"].items()))})
-        measured = tuple(Measured(**m) for m in data.get("measured", ()))
-        return Cluster(name, device, tuple(Link(**link) for link in data["links"]), data["devices_per_node"], data["nodes"], tuple(sorted(data["sources"].items())), measured)
+        measured = tuple(Measured(**{**m, "times": _curve(m.get("times", ()))}) for m in data.get("measured", ()))
+        timed = tuple(Timed(t["op"], t["dtype"], _curve(t["forward"]), _curve(t["backward"])) for t in data.get("timed", ()))
+        return Cluster(name, device, tuple(Link(**link) for link in data["links"]), data["devices_per_node"], data["nodes"], tuple(sorted(data["sources"].items())), measured,
+                       timed, float(data.get("hidden", 1.0)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise BadCluster(f"the cluster file {file} cannot be read", seen=f"{type(e).__name__}: {e}") from e

@@ -27,7 +27,7 @@ import numpy as np
 
 from autopar.letters import BadSharding
 from autopar.sharding.cluster import Cluster
-from autopar.sharding.costs import step_seconds
+from autopar.sharding.costs import LOCAL, measured_seconds, step_seconds
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import P, Placement, R, S, Sharding
@@ -87,10 +87,10 @@ class Path:
 
 
 class ShapeConsistencyManager:
-    """Cheapest conversions on one mesh of one cluster. With `most_bytes`, no device holds more of the tensor than that on the way; at the ends it may."""
+    """Cheapest conversions on one mesh of one cluster. With `most_bytes`, no device holds more of the tensor than that on the way; at the ends it may. Reductions that travel in a `bucket` of so many bytes pay a share of it."""
 
-    def __init__(self, mesh: DeviceMesh, cluster: Cluster, most_bytes: float = math.inf) -> None:
-        self.mesh, self.cluster, self.most_bytes = mesh, cluster, most_bytes
+    def __init__(self, mesh: DeviceMesh, cluster: Cluster, most_bytes: float = math.inf, bucket: float = 0.0) -> None:
+        self.mesh, self.cluster, self.most_bytes, self.bucket = mesh, cluster, most_bytes, bucket
         self._levels = {kind: [cluster.levels(mesh, a, kind) for a in range(len(mesh.shape))] for kind in KINDS}
         self._from: dict[Any, dict[Layout, Path]] = {}
 
@@ -172,7 +172,24 @@ class ShapeConsistencyManager:
         """What one step costs the fullest device."""
         gathered = before.with_row(step.dim, before.rows[step.dim].without(step.axis)) if step.kind in ("all_gather", "all_to_all") else before
         assert gathered is not None, (step, before)
-        return step_seconds(step.kind, self._levels[step.kind][step.axis], self._bytes(gathered, itemsize), self.cluster.device)
+        nbytes, levels = self._bytes(gathered, itemsize), self._levels[step.kind][step.axis]
+        if self.cluster.timed:
+            return self._measured_seconds(step, nbytes, levels)
+        return step_seconds(step.kind, levels, nbytes, self.cluster.device)
+
+    def _measured_seconds(self, step: Step, nbytes: float, levels: Sequence[tuple[int, Any]]) -> float:
+        """The same on a machine whose ops were measured."""
+        n = self.mesh.shape[step.axis]
+        if step.kind in LOCAL:
+            return self._copied("clone", nbytes / (n if step.kind == "slice" else 1))
+        turned = self._copied("copy turned", nbytes * (1 + 1 / n)) if step.kind in ("all_gather", "reduce_scatter") and step.dim > 0 else 0.0     # packed by its first dim, and turned back
+        if self.bucket and step.kind in ("all_reduce", "reduce_scatter"):
+            return turned + step_seconds(step.kind, levels, self.bucket, self.cluster.device) * nbytes / self.bucket
+        return turned + step_seconds(step.kind, levels, nbytes, self.cluster.device)
+
+    def _copied(self, how: str, nbytes: float) -> float:
+        timed = self.cluster.times_of(how, "float32")
+        return float(measured_seconds(timed.forward, nbytes / 4)) if timed else 2 * nbytes / self.cluster.device.memory_bytes_per_s
 
     def _bytes(self, layout: Layout, itemsize: int) -> int:
         """What the fullest device holds, the one at coordinate 0."""

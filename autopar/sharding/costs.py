@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import sympy as sp
 
 flops, bytes_, rate, bandwidth, n, whole, latency, wire, launch = sp.symbols("flops bytes rate bandwidth n whole latency wire launch", positive=True)
@@ -67,11 +68,32 @@ def seconds(formula: str, **quantities: Any) -> Any:
     return function(*(quantities[name] for name in names))
 
 
+def measured_seconds(curve: Sequence[tuple[float, float]], amount: Any) -> Any:
+    """Seconds for amounts on a curve: between two that were measured by powers, under the least as long as it, beyond the largest in proportion."""
+    x, y = np.log(np.array(curve, float)).T
+    at = np.log(np.maximum(amount, 1e-300))
+    return np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))
+
+
+def named(op: str, arguments: Mapping[str, Any]) -> str:
+    """The name by which a call's time is known: the op's, and how it is called where that tells."""
+    if op == "scaled_dot_product_attention":
+        return f"{op} causal" if arguments.get("is_causal") else f"{op} masked" if arguments.get("attn_mask") is not None else op
+    if op == "gelu" and arguments.get("approximate") == "tanh":
+        return "gelu tanh"
+    if op == "pow" and arguments.get("exponent") == 2:
+        return "pow 2"
+    second = arguments.get("other")
+    return f"{op} number" if op in ("add", "sub", "mul", "div") and isinstance(second, (int, float)) else op
+
+
 def step_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: float, device: Any) -> float:
     """One step of a conversion on an axis whose devices are joined by these levels, innermost first; `bytes_` of the tensor as it is when the axis does not cut it.
 
     A collective that spans nodes is one within each node and one between them: a gather brings each device its share from the other nodes, then the shares are gathered inside.
     """
+    if (curve := getattr(levels[0][1], "times", ())) and kind not in LOCAL:    # one level, measured
+        return float(measured_seconds(curve, bytes_))
     count = math.prod(n for n, _ in levels)
     if kind in LOCAL:
         return float(seconds(kind, n=count, whole=bytes_, launch=device.launch_s, bandwidth=device.memory_bytes_per_s))

@@ -3,7 +3,7 @@
     windows      the forward is cut into runs of ops: a numbered block of the model is one, smaller ones are joined until they read BUCKET bytes of parameters
     forward      what window w gathers moves while window w-1 computes
     backward     what window w gathers again moves while the backward of window w+1 computes, and what it reduces while that of window w-1 does
-    exposed      max(0, communication - compute) of each; where there is no such window, all of it
+    exposed      max(0, communication - compute) of each; where there is no such window, all of it; on a machine where they slow each other, the share of the shorter that is hidden was measured
 
 There is one stream for compute and one for communication. Everything else is in line. The cut does not depend on choices: both sums are linear in them, so a window is a row of the solver.
 """
@@ -121,14 +121,15 @@ def marked(edge: Edge, choices: Sequence[bool]) -> np.ndarray:
 
 
 def windows_of(made: Cut, ops: Sequence[str], op_sites: Sequence[int], sites: Sequence[Site], edges: Sequence[Edge], floats: Mapping[int, tuple[int, np.ndarray, np.ndarray]],
-               accumulation: int = 1) -> tuple[Window, ...]:
-    """The windows of a step. `floats` say of an edge which op takes it, and the seconds of its gather and of its reduction.
+               accumulation: int = 1, hidden: float = 1.0) -> tuple[Window, ...]:
+    """The windows of a step. `floats` say of an edge which op takes it, and the seconds of its gather and of its reduction. Of the shorter of both sums `hidden` is the share that takes no time.
 
     Of several micro-batches the first gathers what is kept, and the last reduces what waits; what is gathered again and what is reduced at once move in each.
     """
     count = len(made.spans)
     moved: dict[tuple[int, str, bool], list[tuple[int, np.ndarray]]] = {}      # by the window that it runs beside; in every micro-batch, or in one of them
     known: dict[Any, np.ndarray] = {}
+    shares: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def part(edge: int, choices: tuple[bool, ...], table: np.ndarray) -> np.ndarray:
         key = id(table), choices
@@ -136,9 +137,15 @@ def windows_of(made: Cut, ops: Sequence[str], op_sites: Sequence[int], sites: Se
             known[key] = np.where(marked(edges[edge], choices)[:, None], table, 0.0)
         return known[key]
 
+    def share(table: np.ndarray) -> np.ndarray:
+        """The same table for the same table."""
+        if hidden != 1 and id(table) not in shares:
+            shares[id(table)] = table, hidden * table          # the table is held, so that its id stays its own
+        return table if hidden == 1 else shares[id(table)][1]
+
     def put(beside: int, way: str, every: bool, edge: int, table: np.ndarray) -> None:
-        if table.any() and 0 <= beside < count:
-            moved.setdefault((beside, way, every), []).append((edge, table))
+        if hidden and table.any() and 0 <= beside < count:
+            moved.setdefault((beside, way, every), []).append((edge, share(table)))
 
     for edge, (op, gather, reduction) in floats.items():
         w, source = made.of[op], sites[edges[edge].source]
@@ -154,6 +161,6 @@ def windows_of(made: Cut, ops: Sequence[str], op_sites: Sequence[int], sites: Se
         if not every or accumulation > 1:
             first, last = made.spans[w]
             k = ("forward", "backward").index(way)
-            run = tuple((s, sites[s].compute[k]) for s in op_sites[first:last + 1] if sites[s].compute and sites[s].compute[k].any())
+            run = tuple((s, share(sites[s].compute[k])) for s in op_sites[first:last + 1] if sites[s].compute and sites[s].compute[k].any())
             found.append(Window(f"{way} of {ops[first]} to {ops[last]}", accumulation - 1 if every else 1, tuple(communication), run))
     return tuple(found)

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autopar.letters import BadConstraint, BadRule, NoRule
-from autopar.sharding.cluster import Cluster
+from autopar.sharding.cluster import Cluster, Timed
 from autopar.sharding.constraints import Constraints, Pin, Pins
 from autopar.sharding.convert import ShapeConsistencyManager
-from autopar.sharding.costs import FREE, PRODUCTS, optimizer_figures, seconds, step_seconds
+from autopar.sharding.costs import FREE, PRODUCTS, measured_seconds, named, optimizer_figures, seconds, step_seconds
 from autopar.sharding.discovery import discovered
 from autopar.sharding.memory import memory_of
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
-from autopar.sharding.overlap import casts_of_parameters, floating, windows_of
+from autopar.sharding.overlap import BUCKET, casts_of_parameters, floating, windows_of
 from autopar.sharding.overlap import cut as cut_windows
 from autopar.sharding.placement import R, Sharding, flow, largest_local_shape, part
 from autopar.sharding.rules import rule_of
+from autopar.sharding.saved import memories
 from autopar.sharding.space import Edge, Flows, Outdone, Site, Space
 from autopar.sharding.strategies import Choice, Strategy, cross, gradients, replicated, storage_strategies, strategies_on_one_axis, values
 
@@ -62,11 +63,17 @@ class _Builder:
         self.graph, self.mesh, self.cluster, self.constraints, self.optimizer, self.strict = graph, mesh, cluster, constraints, optimizer, strict
         self.accumulation, self.reduce, self.handed_on = accumulation, reduce, floating(graph)
         self.regather = regather or constraints.speak_of_gathering
-        self.conversions = ShapeConsistencyManager(mesh, cluster)
+        self.conversions = self.reductions = ShapeConsistencyManager(mesh, cluster)
+        if cluster.timed:                                      # gradients travel in buckets
+            from autopar.tracer.graph import type_of
+
+            trained = sum(t.nbytes for n in graph.parameters.values() if (t := type_of(n)).requires_grad)
+            self.reductions = ShapeConsistencyManager(mesh, cluster, bucket=min(BUCKET, trained))
         from autopar.tracer.blocks import calls
 
         self.casts = casts_of_parameters(graph)
         self.kinds = calls(graph)                              # of each op's node; what is said of one call is said of all of its kind
+        self.copied = _copies(graph) if cluster.timed else frozenset()         # views of what lies in another order
         self._crossed: dict[Any, tuple[Choice, ...]] = {}
         # ops and edges that are alike share their tables: what is repeated in the model is computed once
         self._sites: dict[Any, Site] = {}
@@ -105,7 +112,7 @@ class _Builder:
         memory = memory_of(self.graph, self.mesh, self.cluster, self.optimizer, sites, edges, ends, index, made, self.handed_on, self.accumulation)
         at = {n: i for i, n in enumerate(ops)}
         floats = {k: (at[target], *self._ways(edges[k])) for k, (value, target) in enumerate(ends) if value in self.handed_on and target in at}
-        windows = windows_of(made, [sites[index[n]].name for n in ops], [index[n] for n in ops], sites, edges, floats, self.accumulation)
+        windows = windows_of(made, [sites[index[n]].name for n in ops], [index[n] for n in ops], sites, edges, floats, self.accumulation, self.cluster.hidden)
         return Space(self.mesh, self.cluster, sites, tuple(edges), self.conversions, self.graph.digest, self.optimizer, memory, windows, self.accumulation)
 
     def _narrowed(self, site: Site, keep: np.ndarray) -> Site:
@@ -232,7 +239,8 @@ class _Builder:
             choices = tuple(c for c in choices if _torch_can_state(values(c.output())))
             moved = optimizer_figures(self.optimizer, type_.itemsize)["moved"] if type_.requires_grad else 0
             local = np.array([math.prod(largest_local_shape(type_.shape, values(c.output()), self.mesh)) for c in choices]) * type_.itemsize
-            step = local * moved / self.cluster.device.memory_bytes_per_s
+            timed = self.cluster.times_of(f"optimizer {self.optimizer}", type_.dtype)
+            step = measured_seconds(timed.forward, local / type_.itemsize) if timed and moved else local * moved / self.cluster.device.memory_bytes_per_s
             self._stored[key] = Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes)
         site = replace(self._stored[key], name=name)
         return site if node in self.casts.values() else self._with_policies(site, type_)
@@ -265,11 +273,11 @@ class _Builder:
         return Site(f"out.{name}", "output", "update" if changes else "output", choices, np.zeros(len(choices)))
 
     def _op(self, node: fx.Node) -> _Draft:
-        from autopar.tracer.graph import info, type_of
+        from autopar.tracer.graph import info, op_name, type_of
 
         about, binding, operands = info(node), self.bindings[node], self.tensors[node]
         blocks = self._blocks_of_factors(node, binding) if binding else ()
-        key = self.kinds[node], blocks
+        key = self.kinds[node], blocks, node in self.copied, len(node.users) if self.cluster.timed and op_name(node) == "identity" else 0
         if key not in self._sites:
             self._sites[key] = self._new_site(node, dict(blocks))
         like = self._sites[key]
@@ -289,13 +297,15 @@ class _Builder:
         else:
             per_axis, sizes = found or (replicated(len(types), [t.requires_grad for t in types], gives), {})
         choices = self._cross(per_axis, sizes)
-        compute = self._compute_seconds(op_name(node), binding, sizes, choices, types, about.outputs)
+        compute = self._compute_seconds(op_name(node), binding, sizes, choices, types, about.outputs, node)
         whole = (compute[0] + compute[1] + self._inside_seconds(binding, choices, about.outputs)) * self.accumulation if compute else np.zeros(len(choices))
         return Site(about.key, op_name(node), "op", choices, whole, about.source, binding is not None or found is not None or not types, compute=compute)
 
-    def _compute_seconds(self, op: str, binding: Binding | None, sizes: Mapping[str, int], choices: Sequence[Choice], operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> tuple[np.ndarray, ...]:
-        """Forward and backward on the fullest device; nothing of what is free. Without a rule, every device does everything."""
-        if op in FREE:
+    def _compute_seconds(self, op: str, binding: Binding | None, sizes: Mapping[str, int], choices: Sequence[Choice], operands: Sequence[TensorType], outputs: Sequence[TensorType],
+                         node: fx.Node) -> tuple[np.ndarray, ...]:
+        """Forward and backward on the fullest device; nothing of what is free. Without a rule, every device does everything. Where ops were measured, that is what they take."""
+        is_timed = self.cluster.times_of("add", outputs[0].dtype if "float" in outputs[0].dtype else "float32") is not None
+        if op in FREE and not is_timed:
             return ()
         device = self.cluster.device
         per_point, unlooped = PRODUCTS.get(op, (1.0, ""))
@@ -306,11 +316,46 @@ class _Builder:
             held = [(math.prod(largest_local_shape(t.shape, values(flows), self.mesh)), t.itemsize) for t, flows in ends]
             moved[i] = sum(n * itemsize for n, itemsize in held)
             points[i] = max((n for n, _ in held), default=0) if loops is None else math.prod(self._local_sizes(choice, sizes)[f] for f in loops)
+        if is_timed:
+            return self._timed_seconds(op, node, choices, per_point * points, moved, operands, outputs)
         trained = sum(t.requires_grad for t in operands)
         backward = trained if op in PRODUCTS else min(trained, 1)
         rate = device.rate(outputs[0].dtype)
         run = seconds("compute", flops=per_point * points, bytes=moved, rate=rate, bandwidth=device.memory_bytes_per_s, launch=device.launch_s)
         return run, run * backward
+
+    def _timed_seconds(self, op: str, node: fx.Node, choices: Sequence[Choice], amounts: np.ndarray, moved: np.ndarray, operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> tuple[np.ndarray, ...]:
+        """Forward and backward as they were measured, by the amounts that choices leave to a device: FLOPs of products, elements of the largest tensor of other ops."""
+        def times(name: str) -> Timed | None:
+            return self.cluster.times_of(name, "float32")
+
+        def curve(name: str, given: np.ndarray, back: bool = False) -> np.ndarray:
+            found = times(name) or times("add")
+            assert found is not None                           # or ops would not be priced by tables
+            return measured_seconds(found.backward if back else found.forward, given)
+
+        made = np.array([math.prod(largest_local_shape(outputs[0].shape, values(c.output()), self.mesh)) for c in choices], float)
+        trained, nothing = [t for t in operands if t.requires_grad], np.zeros(len(choices))
+        if op == "identity":                                   # the gradients of its uses are added
+            return nothing, (len(node.users) - 1) * curve("add", made) if trained else nothing
+        name = named(op, node.kwargs)
+        found = times(name) or times(op)
+        if op in FREE and found is None:                       # a view, but where it cannot be one
+            return (curve("copy turned", made), nothing) if node in self.copied else ()
+        if found is None:                                      # nobody measured it: it reads and writes as a sum of two does
+            run = curve("add", moved / 12)
+            return run, run if trained else nothing
+        forward, back = measured_seconds(found.forward, amounts), measured_seconds(found.backward, amounts)
+        if op in COUNTED and times(f"{op} cut"):
+            is_cut = np.array([any(s.cut and any(re.fullmatch(COUNTED[op], f) for f in s.cut.factors) for s in c.strategies) for c in choices])
+            forward, back = np.where(is_cut, curve(f"{op} cut", amounts), forward), np.where(is_cut, curve(f"{op} cut", amounts, True), back)
+        if op in PRODUCTS and op != "scaled_dot_product_attention":
+            matrices = [t for t in trained if len(t.shape) > 1]
+            return forward, len(matrices) * back + (len(trained) - len(matrices)) * curve("sum over rows", made)       # of a bias: a sum
+        if op in ("add", "sub", "mul", "div") and not name.endswith("number"):
+            broadcast = sum(math.prod(t.shape) < math.prod(outputs[0].shape) for t in trained)
+            return forward, len(trained) * back + broadcast * curve("sum over rows", made)
+        return forward, back if trained else nothing
 
     def _local_sizes(self, choice: Choice, sizes: Mapping[str, int]) -> dict[str, int]:
         """The factors' sizes on the fullest device."""
@@ -346,7 +391,7 @@ class _Builder:
             forward = self.conversions.table(type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken])
             backward = np.zeros(forward.shape)
             if type_.requires_grad:
-                backward = self.conversions.table(type_.shape, type_.itemsize, [gradients(f) for f in taken], [gradients(f) for f in given]).T
+                backward = (self.reductions if floats else self.conversions).table(type_.shape, type_.itemsize, [gradients(f) for f in taken], [gradients(f) for f in given]).T
                 if floats and self.reduce not in ("", type_.dtype):
                     backward = np.where(_reduces(taken, given).T, np.inf, backward)
             batches, gathers, reductions = self.accumulation, np.ones(len(given)), np.ones(len(given))
@@ -526,6 +571,14 @@ def typed(arguments: Any) -> Any:
     if isinstance(arguments, (list, tuple)):
         return type(arguments)(typed(v) for v in arguments)
     return arguments
+
+
+def _copies(graph: Graph) -> frozenset[fx.Node]:
+    """The ops that show their operand's memory elsewhere, and cannot here."""
+    from autopar.tracer.graph import info, op_name
+
+    memory = memories(graph)
+    return frozenset(n for n in graph.nodes if info(n).kind == "op" and op_name(n) in FREE and not any(memory[n] == memory[a] for a in n._input_nodes) and not any(info(u).kind == "part" for u in n.users))
 
 
 def _key_of(drafts: dict[Any, _Draft], draft: _Draft) -> Any:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import autopar
 from autopar import Cluster, DeviceMesh
@@ -14,8 +17,14 @@ from autopar.cli import main
 from autopar.runtime import calibration
 from autopar.runtime.calibration import COLLECTIVES, calibrate, fit
 from autopar.runtime.collectives import STEPS
-from autopar.sharding.costs import step_seconds
-from tests.models import mlp_case
+from autopar.runtime.workloads import WORKLOADS, traced
+from autopar.sharding import shardings
+from autopar.sharding.cluster import Measured, Timed
+from autopar.sharding.costs import OPTIMIZERS, measured_seconds, step_seconds
+from autopar.solver import solve
+from autopar.solver.program import plan_of
+from autopar.tracer import ColoTracer
+from tests.models import eager_links, mlp_case
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
@@ -33,7 +42,7 @@ def test_latency_that_does_not_show_is_not_negative():
 
 
 def measured(rank):
-    return calibrate(DeviceMesh((2, 2)), "cpu", "here", sizes=(4096, 65536), repetitions=3)
+    return calibrate(DeviceMesh((2, 2)), "cpu", "here", sizes=(4096, 65536), repetitions=3, workloads=[w for w in WORKLOADS if w.name == "relu"])
 
 
 def test_every_axis_and_collective_is_measured_and_all_ranks_agree(processes):
@@ -41,6 +50,8 @@ def test_every_axis_and_collective_is_measured_and_all_ranks_agree(processes):
     assert all(c == everyone[0] for c in everyone)
     assert {(m.kind, m.size, m.stride) for m in everyone[0].measured} == {(kind, 2, stride) for kind in COLLECTIVES for stride in (1, 2)}
     assert everyone[0].device.kernels == "cpu" and everyone[0].devices_per_node == 4
+    assert [t.op for t in everyone[0].timed] == ["relu", *(f"optimizer {name}" for name in OPTIMIZERS)]
+    assert all(seconds > 0 for t in everyone[0].timed for _, seconds in (*t.forward, *t.backward)) and 0 <= everyone[0].hidden <= 1
 
 
 def test_a_slow_collective_shows(processes, monkeypatch):
@@ -58,18 +69,20 @@ def slow_gather(rank):
         return swift(*args)
 
     calibration.STEPS = {**STEPS, "all_gather": slow}
-    return calibrate(DeviceMesh(2), "cpu", "here", sizes=(4096, 16384), repetitions=3)
+    return calibrate(DeviceMesh(2), "cpu", "here", sizes=(4096, 16384), repetitions=3, workloads=())
 
 
 def test_the_command_writes_a_profile_that_plans_use(tmp_path, capsys):
     path = tmp_path / "mine.json"
-    assert main(["calibrate", "--ranks", "2", "--largest", "65536", "--pairs", "-o", str(path)]) == 0
+    assert main(["calibrate", "--ranks", "2", "--largest", "65536", "--pairs", "--without-ops", "-o", str(path)]) == 0
     said = capsys.readouterr().out
     assert "all_to_all" in said and "fastest links innermost: mesh (2,)" in said
     cluster = Cluster.of(str(path))
     assert json.loads(path.read_text())["measured"] and cluster.name == "mine"
     gather, = (m for m in cluster.measured if m.kind == "all_gather")
-    assert step_seconds("all_gather", cluster.levels(DeviceMesh(2), 0, "all_gather"), 1e6, cluster.device) == pytest.approx(gather.latency_s + 0.5e6 / gather.bytes_per_s)
+    (few, soon), (many, late) = gather.times[0], gather.times[-1]
+    of_bytes = [step_seconds("all_gather", cluster.levels(DeviceMesh(2), 0, "all_gather"), n, cluster.device) for n in (1, few, many, 10 * many)]
+    assert of_bytes == pytest.approx([soon, soon, late, 10 * late])
     assert cluster.levels(DeviceMesh(4), 0, "all_gather")[0][1] == cluster.links[0]      # nobody measured four
     model, batch = mlp_case()
     assert autopar.plan(model, batch, mesh=2, cluster=str(path)).cluster == "mine (CPU rank, 2 a node)"
@@ -78,3 +91,134 @@ def test_the_command_writes_a_profile_that_plans_use(tmp_path, capsys):
 def test_a_shape_that_cannot_be_read_is_a_letter(capsys):
     assert main(["calibrate", "--ranks", "2", "--mesh", "2,x"]) == 1
     assert "--mesh 2,x is not a shape" in capsys.readouterr().err
+
+
+def busy(seconds):
+    """A call that keeps its core so long."""
+    def call(x):
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+        return x + 1
+    return call
+
+
+def alone(rank):
+    """What the timer says of a call of four milliseconds, and how crowded it was."""
+    timer = calibration.Alone("cpu", 5)
+    times = [timer(lambda s=s: busy(s)(torch.ones(4))) for s in (1e-3, 4e-3)]
+    return times, timer.crowding
+
+
+def test_a_rank_that_waits_for_its_core_is_not_slower_itself(processes):
+    for times, crowding in processes(4, alone):
+        assert times == pytest.approx([1e-3, 4e-3], rel=0.5) and crowding > 0.9
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
+def test_a_workload_is_the_call_and_its_gradients(workload):
+    """Beside eager and its autograd: what is timed is all of it, and nothing else."""
+    assert list(workload.sizes) == sorted(workload.sizes) and sorted(map(workload.amount, workload.sizes)) == [workload.amount(s) for s in workload.sizes]
+    function, operands = workload.call(workload.sizes[1])
+    xs = [x.clone().requires_grad_(x.is_floating_point()) for x in operands]
+    if workload.name.endswith(" cut") and "cross" in workload.name:          # the exchanges of an axis of one device
+        expected = nn.functional.cross_entropy(*xs, reduction="sum")
+    elif workload.name == "dropout":
+        pytest.skip("draws of its own")
+    else:
+        expected = function(*xs)
+    results = expected if isinstance(expected, (tuple, list)) else [expected]
+    gradients = torch.autograd.grad([r.sum() for r in results], [x for x in xs if x.requires_grad])
+    found = traced((function, operands), True)()
+    torch.testing.assert_close(list(found), [*results, *gradients], rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+def test_seconds_between_what_was_measured():
+    curve = ((10, 1.0), (1000, 100.0), (10_000, 200.0))
+    assert measured_seconds(curve, [0, 10, 100, 1000, 10_000, 30_000]) == pytest.approx([1, 1, 10, 100, 200, 600])
+
+
+def flat(op, seconds, back=0.0, per=1e18):
+    return Timed(op, "float32", ((per, seconds),), ((per, back or 1e-9),))
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.down(h + h.relu()).sum()
+
+
+def test_what_was_measured_is_what_is_priced():
+    """By hand: every op by its table, of a product one gradient an operand, of a bias a sum, of two uses an addition."""
+    timed = (flat("linear", 5.0, 7.0), flat("relu", 11.0, 13.0), flat("add", 17.0, 19.0), flat("sum", 23.0, 29.0), flat("sum over rows", 31.0), flat("optimizer adamw", 37.0), flat("clone", 1.0), flat("copy turned", 1.0))
+    model, batch = Two(), {"x": torch.randn(4, 8)}
+    cluster = replace(eager_links(), name="measured", timed=timed, hidden=0.0)
+    plan = autopar.plan(model, batch, mesh=1, cluster=cluster, memory_budget="inf")
+    seconds = {name: d.seconds for name, d in plan.decisions.items() if d.seconds}
+    assert seconds.pop("up/linear") == pytest.approx(5 + 7 + 31)              # the input has no gradient
+    assert seconds.pop("down/linear") == pytest.approx(5 + 2 * 7)
+    assert sum(v for k, v in seconds.items() if "/linear:shared" in k) == pytest.approx(17)
+    assert sum(d.seconds for d in plan.decisions.values() if d.op == "add") == pytest.approx(17 + 2 * 19)
+    assert sum(d.seconds for d in plan.decisions.values() if d.kind == "parameter") == pytest.approx(3 * 37)
+    assert plan.step_time_s == pytest.approx(5 + 7 + 31 + 5 + 14 + 11 + 13 + 17 + 17 + 38 + 23 + 29 + 3 * 37)
+
+
+class Calls(nn.Module):
+    """One call of a workload as a model: its first operand is the input, of the others those of floating point are parameters."""
+
+    def __init__(self, function, operands):
+        super().__init__()
+        self.function, self.count = function, len(operands)
+        for i, x in enumerate(operands[1:], 1):
+            self.register_parameter(f"p{i}", nn.Parameter(x)) if x.is_floating_point() else self.register_buffer(f"p{i}", x)
+
+    def forward(self, x):
+        return self.function(x, *(getattr(self, f"p{i}") for i in range(1, self.count)))
+
+
+@pytest.mark.parametrize("name", ["linear", "matmul", "scaled_dot_product_attention causal", "conv2d", "tanh", "add", "layer_norm", "softmax", "cat"])
+def test_an_op_is_priced_by_the_amount_by_which_it_was_measured(name):
+    """On a machine that takes a second for each unit of an amount, forward takes what the workload says that it is."""
+    workload, = (w for w in WORKLOADS if w.name == name)
+    size = workload.sizes[1]
+    second = ((1.0, 1.0), (1e15, 1e15))
+    timed = tuple(Timed(op, "float32", second if op == name else ((1.0, 1e-12),), ((1.0, 1e-12),)) for op in {name, "add", "sum", "sum over rows", "clone", "copy turned"})
+    function, operands = workload.call(size)
+    graph = ColoTracer().trace(Calls(function, operands), (operands[0],))
+    space = shardings(graph, DeviceMesh(1), replace(eager_links(), timed=timed))
+    assert sum(float(s.seconds[0]) for s in space.sites if s.op == name.split()[0] and s.seconds[0] > 1e-3) == pytest.approx(workload.amount(size), rel=1e-6)
+
+
+def test_a_step_of_adamw_is_priced_by_its_own_table_alone():
+    model, batch = mlp_case()
+    cluster = replace(eager_links(), timed=(flat("add", 1.0), flat("optimizer adamw", 3.0)))
+    graph = ColoTracer().trace(model.float(), {k: v.float() for k, v in batch.items()})
+    parameters = [s for s in shardings(graph, DeviceMesh(1), cluster, optimizer="adamw").sites if s.kind == "parameter"]
+    assert all(s.seconds == pytest.approx(3.0) for s in parameters)
+    before = [s.seconds for s in shardings(graph, DeviceMesh(1), eager_links(), optimizer="sgd").sites if s.kind == "parameter"]
+    assert all((a.seconds == b).all() for a, b in zip((s for s in shardings(graph, DeviceMesh(1), cluster, optimizer="sgd").sites if s.kind == "parameter"), before))
+
+
+@pytest.mark.parametrize("hidden", [0.0, 0.25, 1.0])
+def test_only_the_measured_share_is_hidden(hidden):
+    """The same plan of several windows on two machines."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Sequential(nn.Linear(2600, 2600), nn.ReLU()) for _ in range(3))), torch.zeros(512, 2600)
+    graph = ColoTracer().trace(model, (x,))
+    full, part = (shardings(graph, DeviceMesh(4), replace(Cluster.of("l4-4x1"), hidden=h), preset=dict.fromkeys(graph.parameters, "S(0); R")) for h in (1.0, hidden))
+    plan = solve(full)
+    picked = [s.choices.index(plan.decisions[s.name].choice) for s in full.sites]
+    assert full.hidden(picked) > 1e-6
+    assert plan_of(part, picked, 0.0).step_time_s == pytest.approx(plan.step_time_s + (1 - hidden) * full.hidden(picked))
+    assert part.hidden(picked) == pytest.approx(hidden * full.hidden(picked))
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    cluster = replace(eager_links(), name="kept", timed=(Timed("relu", "float32", ((1.0, 2.0), (3.0, 4.0)), ((1.0, 5.0),)),), hidden=0.5, measured=(Measured("all_gather", 2, 1, 1e-3, 1e9, ((8.0, 1e-3), (64.0, 2e-3))),))
+    cluster.save(tmp_path / "kept.json")
+    assert Cluster.of(tmp_path / "kept.json") == cluster

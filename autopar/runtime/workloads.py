@@ -1,0 +1,172 @@
+"""One call of each op that `autopar calibrate` times, by its size, as emitted programs run it: traced with its gradients to straight-line ATen code.
+
+    amount      elements of the largest tensor of the call; of a product its FLOPs
+    forward     seconds of the call
+    backward    seconds of its gradients; of a product, of the gradient of one operand
+
+The calls are those of `autopar.sharding.costs.named`: an op by its canonical name, and after it how it is called where that tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar.runtime import collectives, forms  # noqa: F401 - forms trace conversions
+
+WIDTH = 256                                                    # of a row
+ELEMENTS = (2**8, 2**12, 2**15, 2**17, 2**19, 2**20, 2**22)            # what lies in caches, and what is fresh memory, cost differently
+Call = tuple[Callable[..., Any], tuple[Tensor, ...]]           # a function, and its operands: those of floating point are trained
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """How an op is called at a size."""
+
+    name: str
+    call: Callable[[Any], Call]
+    sizes: Sequence[Any] = ELEMENTS
+    amount: Callable[[Any], float] = float
+    gradients: int = 1                                         # products in its backward
+
+
+def rows(n: int, width: int = WIDTH) -> Tensor:
+    """Numbers in (0.5, 1.5), in rows: every function is defined there."""
+    return torch.rand(max(1, n // width), min(n, width)) + 0.5
+
+
+def _unary(function: Callable[[Tensor], Any]) -> Callable[[int], Call]:
+    return lambda n: (function, (rows(n),))
+
+
+def _binary(function: Callable[[Tensor, Tensor], Any]) -> Callable[[int], Call]:
+    return lambda n: (function, (rows(n), rows(n)))
+
+
+def _linear(size: tuple[int, int, int]) -> Call:
+    r, k, n = size
+    return F.linear, (torch.rand(r, k), torch.rand(n, k) / k)
+
+
+def _matmul(size: tuple[int, int, int, int]) -> Call:
+    b, m, k, n = size
+    return torch.matmul, (torch.rand(b, m, k), torch.rand(b, k, n) / k)
+
+
+def _attention(**how: bool) -> Callable[[tuple[int, int, int, int]], Call]:
+    def call(size: tuple[int, int, int, int]) -> Call:
+        b, h, s, d = size
+        heads = tuple(torch.rand(b, s, h, d) for _ in range(3))                # as a linear leaves them
+        if "masked" in how:
+            mask = torch.ones(b, 1, s, s, dtype=torch.bool).tril()
+            return lambda q, k, v, mask: F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask), (*heads, mask)
+        return lambda q, k, v: F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **how), heads
+    return call
+
+
+def _convolution(size: tuple[int, int]) -> Call:
+    batch, side = size
+    return lambda x, w: F.conv2d(x, w, stride=8), (torch.rand(batch, 3, side, side), torch.rand(128, 3, 8, 8))
+
+
+def _embedding(function: Callable[..., Tensor]) -> Callable[[int], Call]:
+    def call(n: int) -> Call:
+        table = rows(n)
+        return function, (torch.randint(0, len(table), (len(table),)), table)
+    return call
+
+
+def _cross_entropy(function: Callable[..., Tensor]) -> Callable[[int], Call]:
+    def call(n: int) -> Call:
+        logits = rows(n, 2048)
+        return function, (logits, torch.randint(0, logits.shape[1], (len(logits),)))
+    return call
+
+
+def _norm(function: Callable[..., Tensor], weights: int) -> Callable[[int], Call]:
+    return lambda n: (function, (rows(n), *(torch.ones(min(n, WIDTH)) for _ in range(weights))))
+
+
+_PRODUCTS = ((8, 64, 64), (64, 64, 128), (256, 128, 128), (256, 256, 512), (1024, 256, 512), (1024, 512, 1024))
+_BATCHED = ((4, 16, 16, 16), (8, 32, 32, 32), (16, 64, 32, 64), (32, 128, 32, 128), (64, 128, 64, 128))
+_HEADS = ((1, 1, 32, 32), (2, 2, 128, 32), (2, 8, 128, 32), (8, 8, 128, 32), (8, 8, 256, 64))
+_IMAGES = ((1, 16), (1, 64), (4, 64), (8, 128))
+
+
+def _pairs(size: tuple[int, int, int, int]) -> float:
+    b, h, s, d = size
+    return 4.0 * b * h * s * s * d
+
+
+WORKLOADS: tuple[Workload, ...] = (
+    Workload("linear", _linear, _PRODUCTS, lambda s: 2.0 * math.prod(s), 2),
+    Workload("matmul", _matmul, _BATCHED, lambda s: 2.0 * math.prod(s), 2),
+    Workload("scaled_dot_product_attention", _attention(), _HEADS, _pairs),
+    Workload("scaled_dot_product_attention causal", _attention(is_causal=True), _HEADS, _pairs),
+    Workload("scaled_dot_product_attention masked", _attention(masked=True), _HEADS, _pairs),
+    Workload("conv2d", _convolution, _IMAGES, lambda s: 2.0 * s[0] * (s[1] // 8) ** 2 * 128 * 3 * 64, 2),
+    *(Workload(name, _unary(getattr(torch, name))) for name in ("tanh", "sigmoid", "relu", "exp", "log", "sqrt", "rsqrt", "cos", "sin", "neg", "abs", "square")),
+    *(Workload(name, _unary(getattr(F, name))) for name in ("gelu", "silu")),
+    Workload("gelu tanh", _unary(lambda x: F.gelu(x, approximate="tanh"))),
+    Workload("pow", _unary(lambda x: torch.pow(x, 3))),
+    Workload("pow 2", _unary(lambda x: torch.pow(x, 2))),
+    *(Workload(name, _binary(getattr(torch, name)), gradients=2) for name in ("add", "sub", "mul", "div")),
+    *(Workload(f"{name} number", _unary(function)) for name, function in {"add": lambda x: x + 1.5, "mul": lambda x: x * 1.5, "div": lambda x: x / 1.5}.items()),
+    Workload("where", lambda n: (lambda c, x: torch.where(c, x, 0.0), (rows(n) > 1, rows(n)))),
+    Workload("masked_fill", lambda n: (lambda x, c: x.masked_fill(c, 0.0), (rows(n), rows(n) > 1))),
+    Workload("sum", _unary(lambda x: x.sum(-1))),
+    Workload("sum over rows", _unary(lambda x: x.sum(0))),
+    Workload("mean", _unary(lambda x: x.mean(-1, keepdim=True))),
+    Workload("softmax", _unary(lambda x: x.softmax(-1))),
+    Workload("log_softmax", _unary(lambda x: x.log_softmax(-1))),
+    Workload("layer_norm", _norm(lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), 2)),
+    Workload("rms_norm", _norm(lambda x, w: F.rms_norm(x, x.shape[-1:], w), 1)),
+    Workload("dropout", _unary(lambda x: forms.dropout_by_position(x, torch.full((), 7), 0, tuple(x.shape), ((),) * x.dim(), 0.1))),
+    Workload("embedding", _embedding(F.embedding)),
+    Workload("embedding cut", _embedding(lambda i, w: forms.embedding_part(i, w, ()))),
+    Workload("cross_entropy", _cross_entropy(F.cross_entropy)),
+    Workload("cross_entropy cut", _cross_entropy(lambda x, t: forms.cross_entropy_part(x, t, (), x.shape[1]))),
+    Workload("clone", _unary(torch.clone)),
+    Workload("copy turned", lambda n: (lambda x: x.view(-1, min(8, x.shape[0]), x.shape[1]).transpose(0, 1).contiguous(), (rows(n),))),
+    Workload("cat", lambda n: (lambda x, y: torch.cat([x, y], -1), (rows(n // 2, WIDTH // 2), rows(n // 2, WIDTH // 2)))),
+    Workload("split", _unary(lambda x: x.split(x.shape[1] // 2, 1))),
+    Workload("narrow", _unary(lambda x: x.narrow(1, 0, x.shape[1] // 2))),
+    Workload("select", lambda n: (lambda x: x.select(1, 0), (rows(n).view(-1, 4, min(n, WIDTH) // 4),))),
+    Workload("expand", lambda n: (lambda x: x.expand(4, *x.shape), (rows(n // 4),))),
+    Workload("to", lambda n: (lambda x: x.to(torch.float32), (rows(n).bfloat16(),))),
+)
+
+
+def traced(call: Call, backward: bool, device: str = "cpu") -> Callable[[], Any]:
+    """The call as ATen code; with `backward`, its gradients too, given those of its results."""
+    function, operands = call[0], tuple(x.to(device) for x in call[1])
+    trained = [i for i, x in enumerate(operands) if x.is_floating_point()]
+    def step(xs: list[Tensor], ts: list[Tensor]) -> list[Tensor]:
+        xs = [x.detach().requires_grad_(backward and i in trained) for i, x in enumerate(xs)]
+        made = _flat(function(*xs))
+        return [*made, *torch.autograd.grad(made, [xs[i] for i in trained], ts)] if backward else made
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(x) for x in operands]
+        tangents = [torch.empty_like(r) for r in _flat(function(*fakes))] if backward else []
+        graph = make_fx(step)(fakes, tangents)
+    for target in (torch.ops.aten.detach.default, torch.ops.autopar.convert.default):          # an axis of one device: nothing to exchange
+        for node in graph.graph.find_nodes(op="call_function", target=target):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    forward, given, filled = graph.forward, list(operands), [torch.ones(t.shape, device=device) for t in tangents]
+    return lambda: forward(given, filled)
+
+
+def _flat(made: Any) -> list[Tensor]:
+    return list(made) if isinstance(made, (tuple, list)) else [made]
