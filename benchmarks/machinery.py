@@ -8,7 +8,7 @@
     mlp, gpt         four ranks over gloo: each preset beside its twin, and the free plan beside the fastest of the twins that fit the budget
 
 Every contestant of a section lives in the same processes and steps once a round, in an order that turns. A ratio is that of the CPU seconds of all ranks in one round, barriers included; what is printed is the median
-over rounds and its 95% interval by order statistics. Collectives are counted where torch.ops.c10d and torch.ops._c10d_functional are dispatched, wire bytes are those of rings, peak bytes are what the CPU allocator hands out: for
+over rounds and its 95% interval by order statistics. Collectives are counted where torch.ops.c10d and torch.ops._c10d_functional are dispatched, wire bytes are those of rings, peak bytes are what tensors hold before a step and the most that the CPU allocator hands out in it: for
 both sides the same instrument. Gradients of every contestant are compared with eager's on one device first.
 """
 
@@ -19,6 +19,7 @@ import contextlib
 import copy
 import ctypes
 import gc
+import itertools
 import logging
 import math
 import resource
@@ -275,24 +276,28 @@ class Counted(TorchDispatchMode):
         self.wire_bytes += times * (n - 1) / n * whole
 
 
-def peak_bytes(build: Callable[[], Contestant]) -> tuple[Contestant, float]:
-    """A contestant, and the most that the CPU allocator had handed out for it in its third step."""
+def live_bytes() -> dict[int, int]:
+    """Of every storage that a tensor of this process shows, its bytes."""
+    found = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and type(thing).__name__ != "FakeTensor":       # a proxy lies about its class, not about its type
+            local = thing._local_tensor if isinstance(thing, DTensor) else thing
+            if local.device.type == "cpu" and type(local) in (torch.Tensor, nn.Parameter):
+                found[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return found
+
+
+def peak_bytes(made: Contestant, before: dict[int, int]) -> float:
+    """What is there before a step, and the most that the CPU allocator hands out in it."""
+    made.forget()
     gc.collect()
+    held = sum(n for where, n in live_bytes().items() if where not in before)
+    if isinstance(made.model, DistributedDataParallel):        # its buckets are no tensors that Python sees
+        held += sum(map(int, made.model._get_ddp_logging_data()["bucket_sizes"].split(",")))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-        made = build()
         made.step()
-        made.step()
-        with torch.profiler.record_function("the step that counts"):
-            made.step()
-    held, highest, inside = 0, 0, (0, 0)
-    events = sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-    inside = next((e.start_ns(), e.end_ns()) for e in events if e.name() == "the step that counts")
-    for event in events:
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            if inside[0] <= event.start_ns() <= inside[1]:
-                highest = max(highest, held)
-    return made, float(highest)
+    handed_out = itertools.accumulate(e.nbytes() for e in sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns()) if e.name() == "[memory]")
+    return float(held + max(handed_out))
 
 
 def cpu_s() -> float:
@@ -350,13 +355,13 @@ def measure(rank: int, built: dict[str, Callable[[], Contestant]], wanted: tuple
     for name, build in built.items():
         sheet = sheets[name]
 
-        def checked(build: Callable[[], Contestant] = build, sheet: Sheet = sheet) -> Contestant:
-            made = build()
-            loss = made.gradients()
-            sheet.error = max(worst_error(made.model, wanted[1]), abs(float(loss - wanted[0])) / abs(float(wanted[0])))
-            return made
-
-        running[name], sheet.peak_bytes = peak_bytes(checked)
+        before = live_bytes()
+        running[name] = build()
+        loss = running[name].gradients()
+        sheet.error = max(worst_error(running[name].model, wanted[1]), abs(float(loss - wanted[0])) / abs(float(wanted[0])))
+        running[name].step()                                   # DDP makes its buckets anew, optimizers make their states
+        running[name].step()
+        sheet.peak_bytes = peak_bytes(running[name], before)
         with Counted() as counted:
             running[name].step()
         sheet.collectives, sheet.wire_bytes, sheet.aten = len(counted.collectives), counted.wire_bytes, counted.aten
