@@ -138,6 +138,20 @@ def write_out_conversions(joint: JointGraph) -> None:
     joint.read_output()
 
 
+def drop_round_trips(joint: JointGraph) -> None:
+    """Forward a value past a slice and the gather that puts it back.
+
+    before    y = slice(x, "dp", 0, 64);  z = all_gather(y, "dp", 0, 64);  return relu(z)
+    after     return relu(x)
+    """
+    for node in joint.graph.find_nodes(op="call_function", target=STEPS["all_gather"]):
+        middle = node.args[0]
+        if middle.target is STEPS["slice"] and middle.args[1:] == node.args[1:] and middle.args[0].meta["val"].is_contiguous():
+            node.replace_all_uses_with(middle.args[0])
+            joint.graph.erase_node(node)
+    joint.read_output()
+
+
 def drop_noise(joint: JointGraph) -> None:
     """Remove what only tracing needed.
 
@@ -261,7 +275,7 @@ def _is_on_an_axis(node: fx.Node) -> bool:
     return node.target is part_start or node.target in STEPS.values() or node.target in BEGIN.values()
 
 
-PASSES: tuple[Callable[[JointGraph], None], ...] = (write_out_conversions, drop_noise, mark_what_waits, bucket_gradient_reductions, own_gradients)
+PASSES: tuple[Callable[[JointGraph], None], ...] = (write_out_conversions, drop_round_trips, drop_noise, mark_what_waits, bucket_gradient_reductions, own_gradients)
 
 
 def verify(joint: JointGraph, after: str) -> None:
@@ -377,6 +391,29 @@ def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
                     given[name] = bound.get_attr(attribute)
             node.args = (node.args[0], given[name], *node.args[2:])
     module = fx.GraphModule({n.target: axes[name] for name, n in given.items()}, bound)  # type: ignore[dict-item]
+    return module
+
+
+def takes_a_list(module: fx.GraphModule) -> fx.GraphModule:
+    """The same module, which takes its operands in one list and empties it: nobody else holds them while it runs, so each is freed after its last use.
+
+    before    def forward(a, b):  c = relu(a);  a = None;  return mm(b, c)           # the caller's call still holds a
+    after     def forward(given):  a = given[0];  b = given[1];  given.clear();  c = relu(a);  a = None;  return mm(b, c)
+    """
+    graph, operands = module.graph, module.graph.find_nodes(op="placeholder")
+    if not operands:
+        return module
+    with graph.inserting_before(next(iter(graph.nodes))):
+        given = graph.placeholder("given")
+    last = given
+    for i, operand in enumerate(operands):
+        with graph.inserting_after(last):
+            last = graph.call_function(operator.getitem, (given, i))
+        operand.replace_all_uses_with(last)
+        graph.erase_node(operand)
+    with graph.inserting_after(last):
+        graph.call_method("clear", (given,))
+    module.recompile()
     return module
 
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data.distributed import DistributedSampler
 
 from autopar.codegen.compiled import compile_between_collectives
-from autopar.codegen.joint import Joint, bind
+from autopar.codegen.joint import Joint, bind, takes_a_list
 from autopar.codegen.lower import Lowered, lower
 from autopar.codegen.parts import WHOLE, Parts
 from autopar.codegen.situation import Caller, Situation
@@ -73,8 +73,10 @@ class Step(torch.autograd.Function):
             return (None,) * (1 + runner.primal_count)
         filled = [torch.zeros(shape, dtype=dtype, device=runner.device) if t is None else t for t, (shape, dtype) in zip(given, runner.tangent_types, strict=True)]
         gradients: list[Any] = [None] * runner.primal_count
+        given = [*ctx.saved_tensors, *filled]
+        ctx.maybe_clear_saved_tensors()                        # unless the graph is kept, backward lets go of each after its last use
         with naming_the_lost("backward"):
-            found = runner.gradients((*ctx.saved_tensors, *filled), ctx.waits)
+            found = runner.gradients(given, ctx.waits)
         for i, gradient in zip(joint.gradients, found, strict=True):
             if gradient is not None:
                 gradients[i] = runner.as_gradient(i, gradient)
@@ -117,6 +119,7 @@ class Runner:
         self.modules = {half: bind(getattr(joint, half), axes) for half in ("forward", "backward", "hold", "settle")}
         if backend is not None:
             self.modules = {half: compile_between_collectives(m, backend) for half, m in self.modules.items()}
+        self.modules.update({half: takes_a_list(self.modules[half]) for half in ("backward", "hold")})
         self.forward, self.backward, self.hold, self.settle = (m.forward for m in self.modules.values())
         ends = list(joint.settle.output_node().args[0])        # type: ignore[arg-type]
         begins = joint.settle.find_nodes(op="placeholder")
@@ -130,13 +133,13 @@ class Runner:
         self.tangent_types = [(results[i].meta["val"].shape, results[i].meta["val"].dtype) for i in lowered.joint.differentiable]   # type: ignore[union-attr]
         self.mesh = mesh
 
-    def gradients(self, given: tuple[Tensor, ...], waits: bool) -> list[Tensor | None]:
-        """A gradient for each of `joint.gradients`; what `waits` gives none, and what has waited is in the next."""
+    def gradients(self, given: list[Tensor], waits: bool) -> list[Tensor | None]:
+        """A gradient for each of `joint.gradients`; what `waits` gives none, and what has waited is in the next. `given` is empty afterwards."""
         joint = self.joint
         if not waits and self not in self.waiting.of:
-            found: list[Tensor | None] = list(self.backward(*given))
+            found: list[Tensor | None] = list(self.backward(given))
         else:
-            found = list(self.hold(*given))
+            found = list(self.hold(given))
             self.waiting.add(self, [found[i] for i in joint.waits])      # type: ignore[misc]
             for i, gradient in zip(joint.waits, [None] * len(joint.waits) if waits else self.waiting.settled(self), strict=True):
                 found[i] = gradient

@@ -16,8 +16,10 @@ import torch
 import torch.fx as fx
 
 from autopar.runtime.collectives import BEGIN, STEPS, finish
+from autopar.sharding.overlap import BUCKET
 
 _HANDED_ON = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.clone.default})
+_LOCAL = (STEPS["slice"], STEPS["lodge"])                      # steps that wait for nobody
 _BEGUN_BY = {STEPS["all_reduce"]: "all_reduce", STEPS["all_reduce_bucket"]: "all_reduce", STEPS["reduce_scatter"]: "reduce_scatter", STEPS["reduce_scatter_bucket"]: "reduce_scatter"}
 
 
@@ -70,11 +72,12 @@ def gather_ahead(graph: fx.Graph, windows: Mapping[str, int], ahead: int) -> Non
         for user in node.users:
             if user not in made and user.op != "output" and (w not in begins or user < begins[w]):
                 begins[w] = user
-        if node.target is STEPS["all_gather"] and not any(n.target in STEPS.values() for n in _before(node, made)):
+        if node.target is STEPS["all_gather"] and not any(n.target in STEPS.values() and n.target not in _LOCAL for n in _before(node, made)):
             gathers.setdefault(w, {})[node] = parameter
     for w, of_window in gathers.items():
         anchor = begins.get(w + ahead)
         if anchor is None:
+            _gather_together(graph, list(of_window), made, ahead)
             continue
         groups: dict[tuple[object, torch.dtype], list[fx.Node]] = {}
         for node in of_window:
@@ -85,10 +88,55 @@ def gather_ahead(graph: fx.Graph, windows: Mapping[str, int], ahead: int) -> Non
                 for before in reversed(_before(node, made)):
                     if anchor < before:
                         anchor.prepend(before)
-            numbers = ([n.args[2 + k] if len(n.args) > 2 + k else () for n in nodes] for k in range(3))
             with graph.inserting_before(anchor):
-                begun = graph.call_function(BEGIN["all_gather"], ([n.args[0] for n in nodes], axis, *numbers))
+                begun = graph.call_function(BEGIN["all_gather"], ([n.args[0] for n in nodes], axis, *_numbers(nodes)))
             _finish_before(graph, begun, nodes, min(nodes))
+
+
+def _gather_together(graph: fx.Graph, gathers: list[fx.Node], made: Mapping[fx.Node, fx.Node], ahead: int) -> None:
+    """The gathers of a window that has none beside which to move: those that one op reads travel in one message, and as forward begins, when nothing is kept yet, a bucket of them.
+
+    before    w = all_gather(p);  b = all_gather(q);  y = addmm(b, x, w)
+    after     g = all_gather_bucket([p, q]);  w = g[0];  b = g[1];  y = addmm(b, x, w)
+    """
+    found: dict[tuple[object, torch.dtype], list[list[fx.Node]]] = {}
+    for node in sorted(gathers):
+        groups = found.setdefault((node.args[1], node.meta["val"].dtype), [[]])
+        fits = ahead < 0 and sum(n.meta["val"].nbytes for n in (*groups[-1], node)) <= BUCKET
+        if groups[-1] and not fits and _reader(groups[-1][0], made) is not _reader(node, made):
+            groups.append([])
+        groups[-1].append(node)
+    for (axis, _), groups in found.items():
+        for nodes in groups:
+            if len(nodes) < 2:
+                continue
+            for node in nodes[1:]:
+                for before in reversed(_before(node, made)):
+                    if nodes[0] < before:
+                        nodes[0].prepend(before)
+            with graph.inserting_before(nodes[0]):
+                together = graph.call_function(STEPS["all_gather_bucket"], ([n.args[0] for n in nodes], axis, *_numbers(nodes)))
+                together.meta["val"] = [n.meta["val"] for n in nodes]
+                for i, node in enumerate(nodes):
+                    part = graph.call_function(operator.getitem, (together, i))
+                    part.meta["val"] = node.meta["val"]
+                    node.replace_all_uses_with(part)
+            for node in nodes:
+                graph.erase_node(node)
+
+
+def _reader(node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """The first op that reads what is made of a parameter by way of this node."""
+    pending, found = [node], list[fx.Node]()
+    while pending:
+        for user in pending.pop().users:
+            (pending if user in made else found).append(user)
+    return min(found)
+
+
+def _numbers(gathers: list[fx.Node]) -> list[list[object]]:
+    """Dims, sizes and blocks of several gathers."""
+    return [[n.args[2 + k] if len(n.args) > 2 + k else () for n in gathers] for k in range(3)]
 
 
 def _before(node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:

@@ -125,6 +125,11 @@ def all_gather(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) 
     return finish(begin_all_gather([x], axis, [dim], [size], [blocks]))[0]
 
 
+def all_gather_bucket(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> list[Tensor]:
+    """S(dim) -> R of several tensors in one message."""
+    return finish(begin_all_gather(xs, axis, dims, sizes, blocks))
+
+
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Tensor:
     """P(sum) -> S(dim)"""
     return finish(begin_reduce_scatter([x], axis, [dim], [size], [blocks]))[0]
@@ -183,7 +188,7 @@ def _length(size: int, axis: Axis) -> Any:
     return size // axis.size if size % axis.size == 0 else part(size, axis.size, axis.index)[1]
 
 
-STEPS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (all_reduce, all_reduce_bucket, reduce_scatter_bucket, all_reduce_max, all_gather, reduce_scatter, all_to_all, slice, lodge)}
+STEPS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (all_reduce, all_reduce_bucket, all_gather_bucket, reduce_scatter_bucket, all_reduce_max, all_gather, reduce_scatter, all_to_all, slice, lodge)}
 BEGIN: dict[str, Callable[..., Pending]] = {"all_reduce": begin_all_reduce, "all_gather": begin_all_gather, "reduce_scatter": begin_reduce_scatter}
 
 

@@ -310,3 +310,29 @@ def test_an_unknown_cluster_is_a_letter(cluster):
     model, batch = mlp_case()
     with pytest.raises(autopar.letters.BadCluster):
         autopar.plan(model, batch, mesh=2, cluster=cluster)
+
+
+def test_backward_lets_go_of_what_forward_saved_after_its_last_use():
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(12))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x.square().sum()
+
+    def body(rank):
+        batch = {"x": torch.ones(4096, 8)}
+        mine = autopar.autoparallelize(Deep(), batch, mesh=1, cluster=eager_links())
+        mine(**batch).backward()
+        mine.zero_grad()
+        with torch.profiler.profile(profile_memory=True) as seen:      # forward too: what was handed out before is not seen to be freed
+            mine(**batch).backward()
+        events = sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+        return [e.nbytes() for e in events if e.name() == "[memory]" and abs(e.nbytes()) >= 4096 * 8 * 4]
+
+    (changes,) = on_threads(1, body)
+    last = max(i for i, n in enumerate(changes) if n > 0)
+    assert sum(n > 0 for n in changes) >= 12 and len(changes[last:]) <= 6      # were all of it held to the end, a dozen would be freed there

@@ -52,9 +52,33 @@ def test_a_window_is_gathered_in_one_message_beside_its_neighbour(half, ahead, m
         assert at[before] < at[after]
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     assert all(any(n.target in products for n in nodes[at[start]:at[end]]) for start, end in zip(begun, ends))
-    alone = [n for n in nodes if n.target is STEPS["all_gather"]]
-    assert alone and all(at[n] < at[ends[0]] for n in alone)   # the first window's, in line
-    assert all(at[min(n.users)] - at[n] <= 12 for n in alone)  # where they are read
+    alone = [n for n in nodes if n.target in (STEPS["all_gather"], STEPS["all_gather_bucket"])]
+    assert len(alone) == 1 and at[alone[0]] < at[ends[0]]      # the first window's, in line
+    assert at[min(u for part in (alone[0].users if alone[0].target is STEPS["all_gather_bucket"] else alone) for u in part.users)] - at[alone[0]] <= 12      # where it is read
+
+
+def test_a_window_that_comes_first_in_forward_is_gathered_in_one_message(monkeypatch):
+    nodes = half_of("forward", monkeypatch)
+    (together,) = [n for n in nodes if n.target is STEPS["all_gather_bucket"]]
+    assert len(together.args[0]) >= 2 and not [n for n in nodes if n.target is STEPS["all_gather"]]
+    assert len({a for n in nodes if n.target in (STEPS["all_gather_bucket"], BEGIN["all_gather"]) for a in n.args[0]}) == len([n for n in nodes if n.op == "placeholder"]) - 2       # each parameter once
+
+
+class Lookup(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+    def forward(self, ids):
+        return self.out(self.table(ids)).square().sum()
+
+
+def test_a_value_is_not_gathered_from_a_slice_of_itself():
+    model, batch = Lookup(), {"ids": torch.zeros(8, dtype=torch.long)}
+    plan = autopar.plan(model, batch, mesh=2, cluster=eager_links(), constraints={"ids": "S(0)@0", "table": "R"})
+    nodes = list(lower(ColoTracer().trace(model, batch), plan, (0,)).joint.forward.nodes)
+    (looked_up,) = [n for n in nodes if n.target is torch.ops.aten.embedding.default]
+    assert looked_up.args[1].op == "placeholder"
 
 
 def test_one_reduction_is_under_way_at_a_time(monkeypatch):
