@@ -394,29 +394,6 @@ def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
     return module
 
 
-def takes_a_list(module: fx.GraphModule) -> fx.GraphModule:
-    """The same module, which takes its operands in one list and empties it: nobody else holds them while it runs, so each is freed after its last use.
-
-    before    def forward(a, b):  c = relu(a);  a = None;  return mm(b, c)           # the caller's call still holds a
-    after     def forward(given):  a = given[0];  b = given[1];  given.clear();  c = relu(a);  a = None;  return mm(b, c)
-    """
-    graph, operands = module.graph, module.graph.find_nodes(op="placeholder")
-    if not operands:
-        return module
-    with graph.inserting_before(next(iter(graph.nodes))):
-        given = graph.placeholder("given")
-    last = given
-    for i, operand in enumerate(operands):
-        with graph.inserting_after(last):
-            last = graph.call_function(operator.getitem, (given, i))
-        operand.replace_all_uses_with(last)
-        graph.erase_node(operand)
-    with graph.inserting_after(last):
-        graph.call_method("clear", (given,))
-    module.recompile()
-    return module
-
-
 def _described(node: fx.Node) -> str:
     operands, axis, *numbers = node.args
     values = node.meta["val"] if isinstance(operands, (list, tuple)) else [node.meta["val"]]

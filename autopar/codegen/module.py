@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data.distributed import DistributedSampler
 
 from autopar.codegen.compiled import compile_between_collectives
-from autopar.codegen.joint import Joint, bind, takes_a_list
+from autopar.codegen.emptied import from_a_list
+from autopar.codegen.joint import Joint, bind
 from autopar.codegen.lower import Lowered, lower
 from autopar.codegen.parts import WHOLE, Parts
 from autopar.codegen.situation import Caller, Situation
@@ -29,7 +30,7 @@ from autopar.runtime.checkpoint import read, teach_dtensor, whole_state
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.faults import naming_the_lost
 from autopar.runtime.init import initialise, initialise_by_position, is_on_meta
-from autopar.runtime.private import skip_together
+from autopar.runtime.private import let_go, skip_together
 from autopar.runtime.random import RandomState
 from autopar.runtime.storage import Storage, dtensor_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
@@ -68,14 +69,15 @@ class Step(torch.autograd.Function):
             if tangent is not None and i not in joint.differentiable:
                 raise NotServed(f"a gradient arrives at the output {runner.graph.output_names[i]!r}, and backward was lowered for the loss",
                                 advice="compute with that output inside the model, or pass loss= to autoparallelize")
-        given = [tangents[i] for i in joint.differentiable]
-        if all(t is None for t in given):
+        arrived = [tangents[i] for i in joint.differentiable]
+        if all(t is None for t in arrived):
             return (None,) * (1 + runner.primal_count)
-        filled = [torch.zeros(shape, dtype=dtype, device=runner.device) if t is None else t for t, (shape, dtype) in zip(given, runner.tangent_types, strict=True)]
+        filled = [torch.zeros(shape, dtype=dtype, device=runner.device) if t is None else t for t, (shape, dtype) in zip(arrived, runner.tangent_types, strict=True)]
         gradients: list[Any] = [None] * runner.primal_count
-        given = [*ctx.saved_tensors, *filled]
-        ctx.maybe_clear_saved_tensors()                        # unless the graph is kept, backward lets go of each after its last use
         with naming_the_lost("backward"):
+            given = [*ctx.saved_tensors, *filled]
+            let_go(ctx)
+            del filled, arrived, tangents
             found = runner.gradients(given, ctx.waits)
         for i, gradient in zip(joint.gradients, found, strict=True):
             if gradient is not None:
@@ -107,7 +109,9 @@ class Waiting:
     def settled(self, runner: Runner) -> list[Tensor]:
         """Reduce what waits of a program."""
         totals = self.of.pop(runner)
-        return list(runner.settle(*(totals[k].to(dtype) for k, dtype in zip(runner.joint.settled_from, runner.settled_dtypes, strict=True))))
+        given = [totals[k].to(dtype) for k, dtype in zip(runner.joint.settled_from, runner.settled_dtypes, strict=True)]
+        del totals
+        return list(runner.settle(given))
 
 
 class Runner:
@@ -119,7 +123,8 @@ class Runner:
         self.modules = {half: bind(getattr(joint, half), axes) for half in ("forward", "backward", "hold", "settle")}
         if backend is not None:
             self.modules = {half: compile_between_collectives(m, backend) for half, m in self.modules.items()}
-        self.modules.update({half: takes_a_list(self.modules[half]) for half in ("backward", "hold")})
+        for half in ("backward", "hold", "settle"):
+            from_a_list(self.modules[half])
         self.forward, self.backward, self.hold, self.settle = (m.forward for m in self.modules.values())
         ends = list(joint.settle.output_node().args[0])        # type: ignore[arg-type]
         begins = joint.settle.find_nodes(op="placeholder")
@@ -134,15 +139,20 @@ class Runner:
         self.mesh = mesh
 
     def gradients(self, given: list[Tensor], waits: bool) -> list[Tensor | None]:
-        """A gradient for each of `joint.gradients`; what `waits` gives none, and what has waited is in the next. `given` is empty afterwards."""
+        """A gradient for each of `joint.gradients`, from a list that is emptied; what `waits` gives none, and what has waited is in the next."""
         joint = self.joint
         if not waits and self not in self.waiting.of:
             found: list[Tensor | None] = list(self.backward(given))
         else:
             found = list(self.hold(given))
-            self.waiting.add(self, [found[i] for i in joint.waits])      # type: ignore[misc]
-            for i, gradient in zip(joint.waits, [None] * len(joint.waits) if waits else self.waiting.settled(self), strict=True):
-                found[i] = gradient
+            fresh = [found[i] for i in joint.waits]
+            for i in joint.waits:
+                found[i] = None
+            self.waiting.add(self, fresh)                      # type: ignore[arg-type]
+            del fresh
+            if not waits:
+                for i, gradient in zip(joint.waits, self.waiting.settled(self), strict=True):
+                    found[i] = gradient
         if not waits:
             for other in list(self.waiting.of):                # micro-batches of other shapes
                 theirs = {other.names[other.joint.gradients[i]]: g for i, g in zip(other.joint.waits, self.waiting.settled(other), strict=True)}

@@ -2,10 +2,11 @@
 
     time 0 .. n-1       the forward of op 0 .. n-1
     time n .. 2n-1      the backward of op n-1 .. 0
-    time 2n             the optimizer's step
+    time 2n ..          the optimizer's step, which on a CPU goes from one parameter to the next
 
 A piece belongs to a site (bytes by its choice) or to an edge (bytes by what leaves and what arrives: a conversion makes something). The memory at a time is a sum over choices, so it is a row of the solver; the
-peak of a plan is the largest of them. Values that lie on one memory (views) are one piece, as long as nothing converts between them. States of the optimizer are there from the second step on: that step counts.
+peak of a plan is the largest of them. Values that lie on one memory (views) are one piece, as long as nothing converts between them. States of the optimizer are there from the second step on: that step counts,
+and `first` is the other. What is counted is what the emitted program holds with its outputs in the user's hands until backward has ended.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autopar.sharding.costs import optimizer_figures
-from autopar.sharding.overlap import marked
+from autopar.sharding.overlap import closes, marked
 from autopar.sharding.placement import Sharding, largest_local_shape
-from autopar.sharding.saved import kept_by, memories, owners
+from autopar.sharding.saved import kept_by, layouts, owners, work_of
 from autopar.sharding.strategies import Choice, gradients, values
 
 if TYPE_CHECKING:
@@ -53,10 +54,11 @@ class Memory:
 
     pieces: tuple[Piece, ...]
     ops: tuple[str, ...]                                       # names in the order of the forward
+    updates: int = 1                                           # times of the optimizer's step
 
     @property
     def times(self) -> int:
-        return 2 * len(self.ops) + 1
+        return 2 * len(self.ops) + self.updates
 
     def when(self, time: int) -> str:
         n = len(self.ops)
@@ -74,6 +76,12 @@ class Memory:
             changes[piece.kind][piece.first] += amount
             changes[piece.kind][piece.last + 1] -= amount
         return {kind: np.cumsum(change)[:-1] for kind, change in changes.items()}
+
+    def first(self, picked: Sequence[int], edges: Sequence[Edge]) -> float:
+        """The peak of the first step: the optimizer makes its states when it is called."""
+        held = self.held(picked, edges)
+        held["optimizer states"][:2 * len(self.ops)] = 0
+        return float(np.sum(list(held.values()), axis=0).max())
 
     def row(self, time: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
         """Bytes at one time, by choice of each site and by flows of each edge."""
@@ -117,36 +125,54 @@ class _Pieces:
         for e, (value, target) in enumerate(self.ends):
             self._conversion(e, value, target)
         for name, type_ in self.graph.unread if self.sites else ():        # whole on every device, whatever is chosen
-            self._add("parameters" if name.startswith("parameter ") else "inputs and buffers", 0, np.full(len(self.sites[0].choices), float(type_.nbytes)), 0, 2 * self.n)
-        return Memory(tuple(self.pieces), tuple(info(n).key for n in self.ops))
+            self._add("parameters" if name.startswith("parameter ") else "inputs and buffers", 0, np.full(len(self.sites[0].choices), float(type_.nbytes)), 0, self.last)
+        return Memory(tuple(self.pieces), tuple(info(n).key for n in self.ops), self.updates)
 
     def _read_graph(self) -> None:
         """Who keeps which value, who lies on whose memory, and until when each value is needed through itself."""
-        from autopar.tracer.graph import info
+        from autopar.tracer.graph import info, type_of
 
-        memory = memories(self.graph)
+        memory, self.turned = layouts(self.graph)
         owner = owners(self.graph, memory)
         self.keeps: dict[fx.Node, set[fx.Node]] = {}
         self.besides: dict[fx.Node, int] = {}
         for op in self.ops:
-            kept, self.besides[op] = kept_by(op, self.kind)
+            kept, self.besides[op] = kept_by(op, self.kind, emitted=True)
             self.keeps[op] = set(kept)
         self.is_view = {n: owner[memory[n]] is not n for n in self.graph.nodes}
         self.producer = {n: (n.args[0] if info(n).kind == "part" else n) for n in self.graph.nodes if info(n).kind in ("op", "part")}
         self.users = {n: [u for u in n.users if info(u).kind in ("op", "output")] for n in self.graph.nodes}
-        self.end: dict[fx.Node, int] = {}
+        self.memory, self.whole = memory, {m: type_of(n).nbytes for m, n in owner.items() if info(n).outputs}
+        self.end: dict[fx.Node, int] = {}                      # of each value, the last time at which it is needed as it is: by an op of the forward, or by its own op's backward
+        for node, op in self.producer.items():
+            self.end[node] = self._back(op) if node in self.keeps[op] else max([self.at[op], *(self.at.get(u, self.n - 1) for u in self.users[node])])   # type: ignore[arg-type, index]
+        trained = [n for n in self.graph.nodes if info(n).kind == "parameter" and type_of(n).requires_grad and self.users[n]]
+        self.order = {n: k for k, n in enumerate(trained)}
+        self.owner_of: dict[fx.Node, fx.Node] = {}             # of what is a parameter, or a parameter handed on: the parameter
         for node in self.graph.nodes:
-            if node not in self.producer and info(node).kind not in ("parameter", "input", "buffer"):
-                continue
-            last = self.at.get(self.producer.get(node), 0)     # type: ignore[arg-type]
-            if node in self.producer and node in self.keeps[self.producer[node]]:   # type: ignore[index]
-                last = self._back(self.producer[node])         # type: ignore[arg-type]
-            for user in self.users[node]:
-                last = max(last, 2 * self.n - 1 if user not in self.at else self._back(user) if node in self.keeps[user] else self.at[user])
-            self.end[node] = last
+            if node in self.handed_on:
+                self.owner_of[node] = node if info(node).kind == "parameter" else self.owner_of.get(next((a for a in node._input_nodes if a in self.handed_on), node), node)
+        self.updates = max(1, len(trained)) if self.kind == "cpu" and optimizer_figures(self.optimizer, 4)["temporary"] else 1
+        self.last, self.settled = 2 * self.n + self.updates - 1, 2 * self.n - 1
+        self.until: dict[int, int] = {}                        # of each memory, the last time until which all of it is counted, if nothing converts it
+        for m, node in owner.items():
+            self.until[m] = self.end[node] if node in self.producer else self.last
+        self.closes = dict(zip(trained, closes([(self._back(self.ops[self._first_use(n)]), type_of(n).nbytes) for n in trained]), strict=True))    # of each gradient, when its bucket is reduced
 
     def _back(self, op: fx.Node) -> int:
         return 2 * self.n - 1 - self.at[op]
+
+    def _needed(self, value: fx.Node) -> int:
+        """The last time at which anything that lies on this value is needed."""
+        if ("needed", value) not in self._shared:
+            self._shared["needed", value] = max([self.end.get(value, 0), *(self._needs(value, u) for u in self.users[value])])
+        return int(self._shared["needed", value])
+
+    def _needs(self, value: fx.Node, op: fx.Node) -> int:
+        """Until when an op needs a value as it arrives there: itself, for its backward, and through its views."""
+        if op not in self.at:
+            return 2 * self.n - 1
+        return max([self._back(op) if value in self.keeps[op] else self.at[op], *(self._needed(w) for w in self._outputs(op) if self._passes(op, value))])
 
     def _last_use(self, value: fx.Node) -> int:
         """The last op of the forward that reads a value, through views too: where its gradient begins."""
@@ -154,6 +180,11 @@ class _Pieces:
             places = [self.n - 1 if u not in self.at else max((self._last_use(w) for w in self._outputs(u)), default=self.at[u]) if self._passes(u, value) else self.at[u] for u in self.users[value]]
             self._shared["last", value] = max(places, default=self.at.get(self.producer.get(value), 0))   # type: ignore[arg-type]
         return int(self._shared["last", value])
+
+    def _first_use(self, value: fx.Node) -> int:
+        """The first op of the forward that reads a value, through what only hands it on: where its gradient is whole."""
+        places = [self.n - 1 if u not in self.at else min((self._first_use(w) for w in self._outputs(u)), default=self.at[u]) if u in self.handed_on and self.users[u] else self.at[u] for u in self.users[value]]
+        return min(places, default=self.at.get(self.producer.get(value), 0))   # type: ignore[arg-type]
 
     def _outputs(self, op: fx.Node) -> list[fx.Node]:
         from autopar.tracer.graph import info
@@ -190,21 +221,22 @@ class _Pieces:
         """What is there before the step: parameters with all that follows them, inputs and buffers."""
         from autopar.tracer.graph import info, type_of
 
-        site, type_, always = self.index[node], type_of(node), 2 * self.n
+        site, type_, always = self.index[node], type_of(node), self.last
         held = self._local(site, 0, type_, values)
         if info(node).kind != "parameter":
             self._add("inputs and buffers", site, held, 0, always)
             return
         self._add("parameters", site, held, 0, always)
-        if type_.requires_grad and self.users[node]:
+        if node in self.closes:
             figures = optimizer_figures(self.optimizer, type_.itemsize)
-            begins = 2 * self.n - 1 - self._last_use(node)
-            self._add("gradients", site, held, 0 if self.accumulates else begins, always)
-            uses = [u for user in self.users[node] for u in (self.users[user] if self._passes(user, node) else [user]) if u in self.at]
-            if len(uses) > 1:                                  # of several uses: a part and the sum beside what there is
-                self._add("gradients", site, self._scaled(held, 2), begins, 2 * self.n - 1 - min(self.at[u] for u in uses))
+            self._add("gradients", site, held, self.settled if self.accumulates else self.closes[node], always)      # until then edges count it, as it comes
             self._add("optimizer states", site, self._scaled(held, figures["kept"]), 0, always)
-            self._add("step temporaries", site, self._scaled(held, figures["temporary"] if self.kind == "cuda" else 0), always, always)
+            if self.updates > 1:                               # one parameter after the other: two tensors for the while, of which one stays until the next has made its own
+                own = 2 * self.n + self.order[node]
+                self._add("step temporaries", site, self._scaled(held, 2 * figures["temporary"]), own, own)
+                self._add("step temporaries", site, self._scaled(held, figures["temporary"]), own + 1, min(own + 1, always))
+            elif self.kind == "cuda":
+                self._add("step temporaries", site, self._scaled(held, figures["temporary"]), always, always)
 
     def _scaled(self, array: np.ndarray, factor: float) -> np.ndarray:
         key = ("scaled", id(array), factor)
@@ -214,7 +246,7 @@ class _Pieces:
         return found
 
     def _values(self, op: fx.Node) -> None:
-        from autopar.tracer.graph import info, type_of
+        from autopar.tracer.graph import info, op_name, type_of
 
         site, now, back = self.index[op], self.at[op], self._back(op)
         for value in self._outputs(op):
@@ -224,25 +256,44 @@ class _Pieces:
                 self._add("saved activations" if end >= self.n else "transients", site, self._local(site, port, type_of(value), values), now, end)      # type: ignore[arg-type]
                 if type_of(value).requires_grad:
                     self._add("gradients of activations", site, self._local(site, port, type_of(value), gradients), 2 * self.n - 1 - self._last_use(value), back)     # type: ignore[arg-type]
+            uses = sorted({self.at[u] for u in self.users[value] if u in self.at})
+            if op_name(op) == "identity" and len(uses) > 1 and type_of(value).requires_grad:      # gradients of several uses are added: one comes, and a sum is made
+                lies, is_parameter = self._local(site, port, type_of(value), gradients), op in self.handed_on   # type: ignore[arg-type]
+                if is_parameter:
+                    self._add("gradients", site, lies, 2 * self.n - 1 - uses[-1], back)
+                for use in uses[:-1]:
+                    self._add("gradients" if is_parameter else "gradients of activations", site, self._scaled(lies, 2 if is_parameter else 1), 2 * self.n - 1 - use, 2 * self.n - 1 - use)
         if self.besides[op]:                                   # as its first operand is cut
             type_ = next(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))   # type: ignore[union-attr]
             part = self._local(site, 0, type_, values, Choice.operand)
             self._add("saved activations", site, self._scaled(part, self.besides[op] / max(1, type_.nbytes)), now, back)
+        self._work(op, site, now, back)
+
+    def _work(self, op: fx.Node, site: int, now: int, back: int) -> None:
+        """What an op makes for the while, as its first operand is cut."""
+        from autopar.tracer.graph import info, type_of
+
+        for time, made in zip((now, back), work_of(op), strict=True):
+            if made and (time < self.n or any(t.requires_grad for t in info(op).outputs)):
+                type_ = next(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))     # type: ignore[union-attr]
+                self._add("transients", site, self._scaled(self._local(site, 0, type_, values, Choice.operand), made / max(1, type_.nbytes)), time, time)
 
     def _conversion(self, e: int, value: fx.Node, target: fx.Node) -> None:
         """What a change of sharding makes, as long as it is needed; and how much longer a value stays for the views on it."""
         from autopar.tracer.graph import type_of
 
         edge, type_ = self.edges[e], type_of(value)
-        made, kept, unreduced = self._tables(edge, type_)
-        if target not in self.at:                              # an output
-            self._add("transients", e, made, self.n - 1, 2 * self.n - 1, True)
-            return
-        now, back = self.at[target], self._back(target)
+        made, kept, comes, unreduced, stored, message = self._tables(edge, type_)
+        if value in self.turned and type_.requires_grad:       # a conversion of the gradient alone puts the value in memory order: a copy
+            copied = np.where((made == 0) & (unreduced > 0), kept, 0.0)
+            made, kept = made + copied, kept - copied
+        now = self.at.get(target, self.n - 1)
+        back = 2 * self.n - 1 - (now if target in self.at else 0)
         is_parameter = value in self.handed_on
-        views = [w for w in self._outputs(target) if self.is_view[w]] if self._passes(target, value) else []
-        end = max([self.end[w] for w in views], default=back if value in self.keeps[target] else now)
-        kind = "gathered parameters" if is_parameter else "saved activations" if end >= self.n else "transients"
+        reach = self.until[self.memory[value]]
+        itself = max([back if target not in self.at or value in self.keeps[target] else now, *(self.end[w] for w in (self._outputs(target) if self._passes(target, value) else ()))])
+        needed = max(itself, min(self._needs(value, target), reach))     # what is made here: what is on it beyond `reach` counts itself
+        kind = "gathered parameters" if is_parameter else "saved activations" if needed >= self.n else "transients"
         again = self.sites[edge.source].regathered
         begins = self.cut.gathered(now) if is_parameter else now     # ahead of its use
         if is_parameter and any(again):
@@ -251,27 +302,68 @@ class _Pieces:
                 flows = marked(edge, again)[:, None]
                 self._shared[key] = made, np.where(flows, made, 0.0), np.where(flows, 0.0, made)
             _, dropped, stays = self._shared[key]
-            self._add(kind, e, stays, *((0, 2 * self.n - 1) if self.accumulates else (begins, end)), True)      # through all micro-batches
+            self._add(kind, e, stays, begins, needed, True)
             self._add(kind, e, dropped, begins, now, True)
-            self._add(kind, e, dropped, max(now + 1, self.cut.gathered_again(now)), back, True)
+            again_begins = max(now + 1, self.cut.gathered_again(now))
+            if self._needs(value, target) >= self.n:           # an embedding's backward does not read it
+                self._add(kind, e, dropped, again_begins, back, True)
+                self._message(e, np.where(dropped > 0, message, 0.0), dropped, again_begins, self.cut.taken_again(now))
         else:
-            self._add(kind, e, made, *((0, 2 * self.n - 1) if is_parameter and self.accumulates else (begins, end)), True)
-        if views and not is_parameter and end > self.end[value]:
-            self._add("saved activations" if end >= self.n else "transients", e, kept, max(self.end[value] + 1, now), end, True)
-            self.end[value] = end                              # the next view prolongs it from there
-        if type_.requires_grad:
-            kind, until = ("gradients", self.cut.reduced(now)) if is_parameter else ("gradients of activations", back)
-            if is_parameter and self.accumulates:              # unreduced through all micro-batches, but for what is reduced in each
-                key = ("scattered", id(unreduced), self.sites[edge.source].scattered)
-                if key not in self._shared:
-                    flows = marked(edge, self.sites[edge.source].scattered)[:, None]
-                    self._shared[key] = unreduced, np.where(flows, unreduced, 0.0), np.where(flows, 0.0, unreduced)
-                _, unreduced, waits = self._shared[key]
-                self._add(kind, e, waits, 0, 2 * self.n - 1, True)
-            self._add(kind, e, unreduced, back, until, True)
+            self._add(kind, e, made, begins, needed, True)
+        if is_parameter:
+            self._message(e, message, made, begins, self.cut.taken(now) if target in self.at else now)
+        if itself > reach:                                     # where it arrives as it is, its memory stays so long
+            self._add("saved activations" if itself >= self.n else "transients", e, kept, reach + 1, itself, True)
+            if type_.nbytes == self.whole.get(self.memory[value]):
+                self.until[self.memory[value]] = itself
+        if target not in self.at:                              # an output
+            return
+        if type_.requires_grad and is_parameter:
+            self._gradient(e, value, target, back, self.cut.reduced(now), comes, unreduced, stored)
+        elif type_.requires_grad:
+            self._add("gradients of activations", e, unreduced, back, back, True)
+
+    def _message(self, e: int, sent: np.ndarray, made: np.ndarray, begins: int, taken: int) -> None:
+        """What a gather of several parameters holds besides: what it sends while it is under way, and when it ends what has arrived beside the parameters cut out of it."""
+        if begins < taken:
+            self._add("transients", e, sent, begins, taken, True)
+            self._add("transients", e, made, taken, taken, True)
+
+    def _gradient(self, e: int, value: fx.Node, target: fx.Node, back: int, reduced: int, comes: np.ndarray, unreduced: np.ndarray, stored: np.ndarray) -> None:
+        """The gradient of a parameter before it lies as the parameter does: as it comes until its bucket is full, then the bucket, until it has been scattered."""
+        owner = self.owner_of[value]
+        if owner not in self.closes:
+            return
+        close = self.closes[owner]
+        scattered = np.where(unreduced > stored, unreduced, 0.0)
+        whole = comes if self._comes_here(value, target) else np.zeros_like(comes)
+        if not self.accumulates:
+            self._add("gradients", e, whole, back, close - 1, True)
+            self._add("gradients", e, unreduced, max(back, close), max(back, close), True)
+            self._add("gradients", e, scattered, close, max(close, reduced), True)
+            return
+        in_each = marked(self.edges[e], self.sites[self.edges[e].source].scattered)[:, None]     # reduced in each micro-batch; else it waits as it comes
+        waits = np.where(in_each & (unreduced > 0), np.minimum(whole, stored), whole)
+        self._add("gradients", e, waits, 0, self.settled, True)
+        self._add("gradients", e, np.where(in_each, whole, 0.0), back, close - 1, True)          # and what this micro-batch gives
+        self._add("gradients", e, np.where(in_each, unreduced, 0.0), max(back, close), max(back, close), True)
+        self._add("gradients", e, np.where(in_each, scattered, 0.0), close, max(close, reduced), True)
+        self._add("gradients", e, np.where(in_each, waits, 0.0), close, self.settled - 1, True)
+        self._add("gradients", e, np.where(in_each, 0.0, waits), back, self.settled - 1, True)
+
+    def _comes_here(self, value: fx.Node, target: fx.Node) -> bool:
+        """Is this where the gradient of a parameter enters what hands the parameter on: where it is read, or where several uses meet?"""
+        def several(node: fx.Node) -> bool:
+            return len(self.users[node]) > 1
+
+        while value in self.handed_on and value is not self.owner_of[value]:
+            if several(value):
+                return False
+            value = next(a for a in value._input_nodes if a in self.handed_on)
+        return target not in self.handed_on or several(target)
 
     def _tables(self, edge: Edge, type_: TensorType) -> tuple[np.ndarray, ...]:
-        """Bytes by what leaves and arrives: of what a conversion makes, of what stays where it makes nothing, and of the gradient that a conversion takes."""
+        """Bytes by what leaves and arrives: of what a conversion makes, of what stays where it makes nothing, of the gradient as it comes, of that which a conversion takes, of the gradient as it goes on, and of what a conversion starts from."""
         key = (id(edge.given), id(edge.taken), type_)
         if key not in self._shared:
             given, taken = ([values(f) for f in side] for side in (edge.given, edge.taken))
@@ -279,8 +371,8 @@ class _Pieces:
             arrives, lies = np.array([self._bytes(type_, s) for s in taken], float), np.array([self._bytes(type_, s) for s in given], float)
             given_back, taken_back = ([gradients(f) for f in side] for side in (edge.given, edge.taken))
             back_moved = _differ(given_back, taken_back)
-            returns = np.array([self._bytes(type_, s) for s in taken_back], float)
-            self._shared[key] = (edge.given, edge.taken), (np.where(moved, arrives[None, :], 0.0), np.where(moved, 0.0, lies[:, None]), np.where(back_moved, returns[None, :], 0.0))
+            returns, goes_on = np.array([self._bytes(type_, s) for s in taken_back], float), np.array([self._bytes(type_, s) for s in given_back], float)
+            self._shared[key] = (edge.given, edge.taken), (np.where(moved, arrives[None, :], 0.0), np.where(moved, 0.0, lies[:, None]), returns[None, :] + 0 * goes_on[:, None], np.where(back_moved, returns[None, :], 0.0), goes_on[:, None] + 0 * returns[None, :], np.where(moved, lies[:, None], 0.0))
         found: tuple[np.ndarray, ...] = self._shared[key][1]
         return found
 

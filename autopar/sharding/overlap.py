@@ -58,6 +58,14 @@ class Cut:
         n, w = len(self.of), self.of[op]
         return 2 * n - 1 - (self.spans[w + 1][1] if w + 1 < len(self.spans) else op)
 
+    def taken(self, op: int) -> int:
+        """The time at which the parameters of this op's window arrive together; those of the first are gathered one by one."""
+        return self.spans[self.of[op]][0] if self.of[op] else op
+
+    def taken_again(self, op: int) -> int:
+        n, w = len(self.of), self.of[op]
+        return 2 * n - 1 - (self.spans[w][1] if w + 1 < len(self.spans) else op)
+
     def reduced(self, op: int) -> int:
         """The time at which the gradient that this op gives is reduced."""
         n, w = len(self.of), self.of[op]
@@ -88,6 +96,20 @@ def cut(ops: Sequence[fx.Node]) -> Cut:
         windows = [*windows[:-1], windows[-1] + count] if windows and not nbytes else [*windows, count]
     ends = list(itertools.accumulate(windows))
     return Cut(tuple(w for w, many in enumerate(windows) for _ in range(many)), tuple((end - many, end - 1) for end, many in zip(ends, windows, strict=True)))
+
+
+def closes(ready: Sequence[tuple[int, int]]) -> list[int]:
+    """When each gradient's bucket is full and is reduced: of each gradient, in the order of `ready`, when it is made and its bytes."""
+    buckets: list[list[int]] = [[]]
+    held = 0
+    for k in sorted(range(len(ready)), key=lambda k: ready[k][0]):
+        if held and held + ready[k][1] > BUCKET:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(k)
+        held += ready[k][1]
+    end = {k: ready[bucket[-1]][0] for bucket in buckets for k in bucket}
+    return [end[k] for k in range(len(ready))]
 
 
 def floating(graph: Graph) -> set[fx.Node]:

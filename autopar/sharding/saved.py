@@ -4,6 +4,10 @@
 
 Operands and outputs are values of the graph and are counted once, by the memory they lie on; what is made besides is in bytes, a sympy expression in named quantities. Where the
 kernel depends on the call (attention), a function chooses the line. This is how a laptop knows what a GPU will keep. Sources: the derivative formulas and kernels of torch 2.11 to 2.13.
+
+    works("cross_entropy", backward="points*itemsize")                               # and what it makes for the while, beside operands, results and what it keeps
+
+Ops that draw are emitted in forms of autopar's own (`runtime/forms.py`), on every device: `emitted=` says what those keep.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ class Saved:
         return f"{self.node:<48} {self.what:<24} {'' if self.shape is None else list(self.shape)!s:<24} {self.nbytes:>16,}"
 
 
+WORKS: dict[str, tuple[str, str]] = {}                         # bytes for the while, in forward and in backward
 LINES: dict[str, Line | Callable[[fx.Node, str], Line]] = {}
 
 
@@ -53,6 +58,12 @@ def keeps(ops: str, values: str = "", **extra: str) -> None:
     """Add a line for some ops."""
     for op in ops.split():
         LINES[op] = Line(tuple(values.split()), tuple(extra.items()))
+
+
+def works(ops: str, forward: str = "0", backward: str = "0") -> None:
+    """Add what some ops make for the while."""
+    for op in ops.split():
+        WORKS[op] = forward, backward
 
 
 keeps("add sub rsub neg view transpose permute t expand narrow select split cat stack unbind identity detach to sum contiguous slice_scatter select_scatter diagonal "
@@ -74,7 +85,7 @@ keeps("abs log cos sin gelu silu elu leaky_relu hardswish hardsigmoid mish softp
 keeps("maximum minimum", "input other")
 keeps("where", "condition")
 keeps("masked_fill", "mask")
-keeps("dropout", "", cuda="points", cpu="points*itemsize")     # a mask of bytes; on a CPU the scaled noise itself
+keeps("dropout", "", cuda="points", cpu="points*itemsize", emitted="points")     # a mask of bytes; on a CPU the scaled noise itself
 keeps("layer_norm", "input weight", cuda="8*rows", cpu="2*rows*itemsize")
 keeps("rms_norm", "input weight", cuda="4*rows", cpu="rows*itemsize + points*itemsize")
 keeps("group_norm", "input weight", cuda="8*groups", cpu="2*groups*itemsize")
@@ -91,12 +102,18 @@ keeps("max_pool1d max_pool2d max_pool3d", "input", cuda="8*out_points", cpu="8*o
 keeps("avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", "input")
 
 
+works("cross_entropy", backward="points*itemsize")             # the gradient of the log-probabilities; where classes are cut, a scattered one beside another
+works("dropout", forward="points*Max(0, 11 - itemsize)")       # bits: three of 32 at a time, before the mask and the result are there
+
+
 def _attention(node: fx.Node, kind: str) -> Line:
     """Flash keeps one number a row; so does the memory-efficient kernel, and the mask that only it takes; torch's plain form keeps the probabilities."""
     from autopar.tracer.graph import type_of
 
     query: Any = node.kwargs["query"]
     masked, dropped = node.kwargs.get("attn_mask") is not None, node.kwargs.get("dropout_p", 0.0)
+    if dropped and kind == "emitted":                          # opened: what the products read, laid out anew, the weights, those that are left, and the mask
+        return Line((), ((kind, "3*points*itemsize + pairs*(2*itemsize + 1)"),))
     plain = bool(dropped) and kind == "cpu"
     wide = type_of(query).shape[-1] > 256 and kind == "cuda"
     if plain or (wide and type_of(query).dtype == "float32"):
@@ -108,6 +125,17 @@ def _attention(node: fx.Node, kind: str) -> Line:
 
 
 LINES["scaled_dot_product_attention"] = _attention
+
+
+def work_of(node: fx.Node) -> tuple[int, int]:
+    """Bytes that an op makes for the while in forward and in backward."""
+    from autopar.tracer.graph import info, op_name
+
+    name = op_name(node) if info(node).kind == "op" else ""
+    opened = name == "scaled_dot_product_attention" and node.kwargs.get("dropout_p", 0.0)
+    work = ("pairs*(11 + itemsize)", "2*pairs*itemsize") if opened else WORKS.get(name)      # bits beside the weights; two gradients of the weights
+    forward, backward = (int(_bytes(formula)(**_quantities(node))) for formula in work) if work else (0, 0)
+    return forward, backward
 
 
 def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
@@ -136,14 +164,16 @@ def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
     return tuple(rows)
 
 
-def kept_by(node: fx.Node, kind: str) -> tuple[list[fx.Node], int]:
-    """The values that one op keeps for its backward on a kind of device, and the bytes of what it makes besides."""
+def kept_by(node: fx.Node, kind: str, emitted: bool = False) -> tuple[list[fx.Node], int]:
+    """The values that one op keeps for its backward on a kind of device, and the bytes of what it makes besides; as torch runs it, or as it is emitted."""
     from autopar.tracer.graph import info, op_name
 
     about = info(node)
     if about.kind != "op" or not any(t.requires_grad for t in about.outputs):
         return [], 0
     line = LINES.get(op_name(node))
+    if emitted and about.random >= 0:
+        kind = "emitted"
     if callable(line):
         line = line(node, kind)
     if line is None:                                           # no line: it may keep everything
@@ -183,7 +213,12 @@ def _nodes(value: Any) -> list[fx.Node]:
 
 
 def memories(graph: Graph) -> dict[fx.Node, int]:
-    """On which memory each value lies, as a number: found by running each kind of call once, on meta tensors of the strides that reach it, where a view is a view."""
+    """On which memory each value lies, as a number."""
+    return layouts(graph)[0]
+
+
+def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
+    """On which memory each value lies, as a number, and which do not lie in memory order: found by running each kind of call once, on meta tensors of the strides that reach it, where a view is a view."""
     import torch
 
     from autopar.tracer.blocks import calls
@@ -213,7 +248,8 @@ def memories(graph: Graph) -> dict[fx.Node, int]:
                 before = [held[n][0][1] for n in operands]
                 fresh: dict[int, int] = {}                     # results may share a memory of their own
                 held[node] = [(t, before[at] if at >= 0 else fresh.setdefault(at, next(count))) for t, at in ran[key]]
-    return {n: held[n][0][1] if n in held and not any(info(u).kind == "part" for u in n.users) else next(count) for n in graph.nodes}    # what has parts lies nowhere itself
+    single = {n for n in held if not any(info(u).kind == "part" for u in n.users)}
+    return {n: held[n][0][1] if n in single else next(count) for n in graph.nodes}, {n for n in single if not held[n][0][0].is_contiguous()}    # what has parts lies nowhere itself
 
 
 def _run_alone(node: fx.Node, given: dict[fx.Node, Any]) -> list[tuple[Any, int]]:

@@ -82,6 +82,7 @@ class Plan:
     accumulation: int = 1                                      # micro-batches in a step
     precision: tuple[str, str] | None = None                   # dtypes of compute and of the reduction of gradients
     scattered: frozenset[str] = frozenset()                    # parameters whose gradients are reduced in each of them, not once at the end
+    first_peak_bytes: int = 0                                  # of the first step, before the optimizer has states
 
     search: Search | None = field(default=None, repr=False, compare=False)      # what it was chosen from, in the process that planned
 
@@ -248,6 +249,7 @@ class Plan:
             "accumulation": self.accumulation,
             "precision": list(self.precision) if self.precision else None,
             "scattered": sorted(self.scattered),
+            "first_peak_bytes": self.first_peak_bytes,
         }
 
     @staticmethod
@@ -279,6 +281,7 @@ class Plan:
                 {str(k): int(v) for k, v in data["memory"].items()}, str(data["peak_at"]), None if data["budget"] is None else int(data["budget"]),
                 tuple((str(m), float(s), float(b), int(p), str(w)) for m, s, b, p, w in data["meshes"]),
                 float(data["beside_s"]), float(data["hidden_s"]), int(data["accumulation"]), (str(data["precision"][0]), str(data["precision"][1])) if data["precision"] else None, frozenset(data["scattered"]),
+                int(data.get("first_peak_bytes", 0)),
             )
             if not all(map(math.isfinite, (made.step_time_s, made.lower_bound_s, made.beside_s, made.hidden_s, *([made.optimizer] if isinstance(made.optimizer, (int, float)) else []), *(d.seconds for d in decisions.values()),
                                            *(c.seconds for c in conversions)))):

@@ -22,6 +22,7 @@ from autopar.solver.plan import Conversion, Decision, Plan
 from autopar.solver.polish import polished
 
 _CLOSED, _NEARLY = 1e-9, 1e-3                                  # a gap that is rounding; and one that a larger integer program is not worth
+_FAR, _LESS = 0.05, (0.94, 0.88, 0.8)                          # a gap from which on plans of smaller budgets are looked at, and which
 _SMALL, _SMALL_WITH_ROWS = 200_000, 4_000                      # flow pairs that an integer program is given; memory rows make it hard
 
 
@@ -45,6 +46,11 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
         outcome = counted.fastest(np.inf if limit is None else limit, gap, until=until)
         best, bound, times = polished(counted, outcome, np.inf if limit is None else limit, gap, solver) if time.monotonic() < until else outcome.best, max(bound, outcome.bound), sorted(counted.rows)
         prices = outcome.prices
+        if limit is not None and best is not None and best.seconds - bound > _FAR * best.seconds:
+            for share in _LESS:                                # prices lead past plans here: one for a smaller budget fits too
+                if time.monotonic() < until and (smaller := polished(counted, counted.fastest(limit * share, gap, until=until), limit * share, gap, solver)) is not None and smaller.seconds < best.seconds:
+                    best = smaller
+            times = sorted(counted.rows)
         if not np.isfinite(bound):
             raise infeasible(space, "no choices go together")
     pairs = sum(e.seconds.size for e in space.edges)
@@ -127,7 +133,8 @@ def plan_of(space: Space, picked: Sequence[int], bound: float, defaults: Sequenc
     beside, hidden = float(sum(times * moved for times, moved, _ in pairs)), float(sum(times * min(moved, run) for times, moved, run in pairs))
     total -= hidden
     return Plan(space.mesh, str(space.cluster), decisions, tuple(conversions), regathered, total, min(bound, total), sizes, space.digest, space.optimizer,
-                without_rule, tuple(assumptions), tuple(defaults), *_peak(space, picked), None if budget is None else int(budget), beside_s=beside, hidden_s=hidden, accumulation=space.accumulation, scattered=scattered)
+                without_rule, tuple(assumptions), tuple(defaults), *_peak(space, picked), None if budget is None else int(budget), beside_s=beside, hidden_s=hidden, accumulation=space.accumulation, scattered=scattered,
+                first_peak_bytes=round(space.memory.first(picked, space.edges)) if space.memory else 0)
 
 
 def _peak(space: Space, picked: Sequence[int]) -> tuple[dict[str, int], str]:

@@ -1,0 +1,292 @@
+"""What a plan says it holds at its fullest (`plan.peak_bytes`) beside what one rank of the emitted program holds, over forward, backward and optimizer, in steps 1 and 3.
+
+    python -m benchmarks.memory [pair ...]      fails where a prediction is off by more than the bar, or the two instruments differ
+
+One rank runs as it truly does, on real CPU tensors, in a world whose other ranks do not answer: collectives allocate what they allocate and move nothing. Two instruments count, neither of which knows of plans: `Live` below, a dispatch mode
+that follows every storage from the op that makes it to its end, and torch's MemTracker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import transformers
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+from autopar import Cluster
+from autopar.testing import fake_world
+
+OFF, UNDER, STEPS = 0.05, 0.02, (1, 3)                         # of what is measured: off by so much either way, under by no more than that, in these steps
+Case = tuple[Any, dict[str, Any], dict[str, Any]]              # a model, a batch, what else to tell the planner
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all storages that are alive: each counts from the op that made it until nothing holds it."""
+
+    def __init__(self, there: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.by: dict[int, tuple[int, str]] = {}
+        self.now = self.peak = 0
+        self.phase, self.at, self.last = "", "", ""
+        self.full: dict[str, int] = {}
+        self.makers: Counter[str] = Counter()                  # at the peak: bytes by the op that made them
+        self.trace_makers = False
+        for tensor in there:
+            self._count(tensor, "there before")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor, f"{self.phase}: {func}")
+        return result
+
+    def _count(self, tensor: torch.Tensor, maker: str) -> None:
+        storage = _local(tensor).untyped_storage()
+        key = storage._cdata
+        if key in self.by or not storage.nbytes() or storage.device.type == "meta":
+            return
+        self.by[key] = storage.nbytes(), maker
+        self.now += storage.nbytes()
+        weakref.finalize(storage, self._end, key)
+        self.full[self.phase] = max(self.full.get(self.phase, 0), self.now)
+        if self.now > self.peak:
+            self.peak, self.at = self.now, maker
+            if self.trace_makers:
+                self.makers = Counter()
+                for n, m in self.by.values():
+                    self.makers[m] += n
+
+    def _end(self, key: int) -> None:
+        self.now -= self.by.pop(key, (0, ""))[0]
+
+    def restart(self) -> None:
+        """Count a peak anew, from what is held now."""
+        self.peak, self.full = self.now, {}
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+}
+
+
+def one_step(model: Any, batch: dict[str, Any], optimizer: torch.optim.Optimizer, micro_batches: int, phase: Callable[[str], None]) -> None:
+    """A user's step, which holds the outputs until backward has ended; all but the last of several micro-batches run without synchronising."""
+    for k in range(micro_batches):
+        with model.no_sync() if k < micro_batches - 1 else contextlib.nullcontext():
+            phase("forward")
+            outputs = model(**batch)
+            phase("backward")
+            outputs.loss.backward()
+            del outputs
+    phase("optimizer")
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes at the peak of each step, where it stood, and the peak of each part of the last step."""
+
+    peaks: dict[int, int]
+    at: str
+    phases: dict[str, int]
+    makers: Counter[str] = field(default_factory=Counter)
+
+
+def measure(model: Any, batch: dict[str, Any], optimizer: str, micro_batches: int = 1, makers: bool = False) -> Measured:
+    """Three steps under `Live`."""
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    gc.collect()
+    live = Live([*model.parameters(), *model.buffers(), *(v for v in batch.values() if isinstance(v, torch.Tensor))])
+    peaks = {}
+
+    def phase(name: str) -> None:
+        live.phase = name
+        live.full[name] = max(live.full.get(name, 0), live.now)
+
+    with live:
+        for step in range(1, max(STEPS) + 1):
+            live.trace_makers = makers and step == max(STEPS)
+            live.restart()
+            one_step(model, batch, stepper, micro_batches, phase)
+            peaks[step] = live.peak
+    return Measured(peaks, live.at, dict(live.full), live.makers)
+
+
+def track(model: Any, batch: dict[str, Any], optimizer: str, micro_batches: int = 1) -> dict[int, int]:
+    """The same steps under torch's MemTracker."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    tracker, peaks = MemTracker(), {}
+    tracker.track_external(model, stepper, *{id(v): v for v in batch.values() if isinstance(v, torch.Tensor)}.values())
+    with tracker:
+        for step in range(1, max(STEPS) + 1):
+            one_step(model, batch, stepper, micro_batches, lambda name: tracker.reset_mod_stats() if name == "forward" else None)
+            peaks[step] = int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+    return peaks
+
+
+# -- models, as their libraries have them
+
+
+def _text(model: Any, batch: int, length: int, words: int, **how: Any) -> Case:
+    ids = torch.randint(0, words, (batch, length))
+    return model.train(), {"input_ids": ids, "labels": ids.clone()}, how
+
+
+def gpt2(dropout: float = 0.1, layers: int = 4, batch: int = 16, **how: Any) -> Case:
+    config = transformers.GPT2Config(n_layer=layers, n_embd=256, n_head=4, vocab_size=2048, n_positions=128, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+    return _text(transformers.GPT2LMHeadModel(config), batch, 128, 2048, **how)
+
+
+def llama(layers: int = 4, batch: int = 16, **how: Any) -> Case:
+    config = transformers.LlamaConfig(num_hidden_layers=layers, hidden_size=256, intermediate_size=768, num_attention_heads=4, num_key_value_heads=2, vocab_size=2048, max_position_embeddings=128)
+    return _text(transformers.LlamaForCausalLM(config), batch, 128, 2048, assume=autopar.Assume(no_padding=True), **how)
+
+
+def bert(dropout: float = 0.1, layers: int = 4, batch: int = 16, **how: Any) -> Case:
+    config = transformers.BertConfig(num_hidden_layers=layers, hidden_size=256, intermediate_size=1024, num_attention_heads=4, vocab_size=2048, max_position_embeddings=128, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    return _text(transformers.BertForMaskedLM(config), batch, 128, 2048, assume=autopar.Assume(no_padding=True), **how)
+
+
+def t5(dropout: float = 0.1, **how: Any) -> Case:
+    config = transformers.T5Config(num_layers=2, d_model=256, d_ff=1024, num_heads=4, d_kv=64, vocab_size=2048, dropout_rate=dropout, decoder_start_token_id=0, pad_token_id=0)
+    return _text(transformers.T5ForConditionalGeneration(config), 16, 128, 2048, **how)
+
+
+def vit(**how: Any) -> Case:
+    config = transformers.ViTConfig(num_hidden_layers=4, hidden_size=256, intermediate_size=1024, num_attention_heads=4, image_size=192, patch_size=16, num_labels=16)
+    return transformers.ViTForImageClassification(config).train(), {"pixel_values": torch.randn(16, 3, 192, 192), "labels": torch.randint(0, 16, (16,))}, how
+
+
+def convnext(**how: Any) -> Case:
+    config = transformers.ConvNextConfig(hidden_sizes=[64, 128, 256], depths=[2, 2, 2], num_stages=3, image_size=64, patch_size=4, num_labels=16)
+    return transformers.ConvNextForImageClassification(config).train(), {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.randint(0, 16, (16,))}, how
+
+
+def resnet(**how: Any) -> Case:
+    config = transformers.ResNetConfig(embedding_size=32, hidden_sizes=[64, 128, 256], depths=[2, 2, 2], num_labels=16)
+    return transformers.ResNetForImageClassification(config).train(), {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.randint(0, 16, (16,))}, how
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A model and what its plan is asked for. `share`: the budget, of the free plan's peak."""
+
+    model: Callable[..., Case]
+    mesh: tuple[int, ...]
+    how: dict[str, Any] = field(default_factory=dict)
+    share: float | None = None
+    given: dict[str, Any] = field(default_factory=dict)
+
+
+TRACKED = ("llama dp", "gpt2 dp accumulated", "vit zero3", "resnet dp")     # pairs that MemTracker counts too
+BFLOAT16 = {"precision": autopar.Precision(param="bfloat16", reduce="float32")}
+PAIRS: dict[str, Pair] = {
+    "gpt2 free": Pair(gpt2, (4,)),
+    "gpt2 tight": Pair(gpt2, (4,), share=0.8),
+    "gpt2 dp": Pair(gpt2, (4,), {"parallel": "dp"}),
+    "gpt2 zero1 sgd": Pair(gpt2, (4,), {"parallel": "zero1", "optimizer": "sgd"}),
+    "gpt2 zero2 accumulated": Pair(gpt2, (4,), {"parallel": "zero2", "accumulation": 2}),
+    "gpt2 dp accumulated": Pair(gpt2, (4,), {"parallel": "dp", "accumulation": 2}),
+    "gpt2 small batch, 8 layers": Pair(gpt2, (4,), {"parallel": "dp"}, given={"layers": 8, "batch": 4}),
+    "gpt2 no dropout zero3": Pair(gpt2, (8,), {"parallel": "zero3"}, given={"dropout": 0.0}),
+    "llama free": Pair(llama, (2, 2)),
+    "llama free bfloat16": Pair(llama, (4,), BFLOAT16),
+    "llama tight": Pair(llama, (2, 2), share=0.8),
+    "llama dp": Pair(llama, (4,), {"parallel": "dp"}),
+    "llama zero3": Pair(llama, (4,), {"parallel": "zero3"}),
+    "llama zero3 bfloat16": Pair(llama, (4,), {"parallel": "zero3", **BFLOAT16}),
+    "llama megatron": Pair(llama, (2, 2), {"parallel": "megatron"}),
+    "llama 2d": Pair(llama, (2, 2), {"parallel": "2d"}),
+    "llama zero1, large": Pair(llama, (4,), {"parallel": "zero1"}, given={"layers": 12, "batch": 4}),
+    "llama zero3 sgd, large": Pair(llama, (4,), {"parallel": "zero3", "optimizer": "sgd-momentum"}, given={"layers": 12, "batch": 4}),
+    "bert free": Pair(bert, (2, 2)),
+    "bert megatron": Pair(bert, (4,), {"parallel": "megatron"}),
+    "bert no dropout dp": Pair(bert, (8,), {"parallel": "dp"}, given={"dropout": 0.0}),
+    "t5 free": Pair(t5, (4,)),
+    "t5 zero2": Pair(t5, (4,), {"parallel": "zero2"}),
+    "vit free": Pair(vit, (4,)),
+    "vit dp": Pair(vit, (2, 2), {"parallel": "dp"}),
+    "vit zero3": Pair(vit, (8,), {"parallel": "zero3"}),
+    "convnext free": Pair(convnext, (4,)),
+    "resnet dp": Pair(resnet, (4,), {"parallel": "dp"}),
+}
+
+
+def cpu() -> Cluster:
+    """The generic cluster, of devices whose kernels are the CPU's."""
+    generic = Cluster.of("generic")
+    return replace(generic, device=replace(generic.device, kernels="cpu"))
+
+
+def planned(pair: Pair) -> tuple[autopar.Plan, Any, dict[str, Any], dict[str, Any]]:
+    torch.manual_seed(0)
+    model, batch, about = pair.model(**pair.given)
+    how: dict[str, Any] = {"mesh": pair.mesh, "cluster": cpu(), "memory_budget": "inf", **about, **pair.how}
+    plan = autopar.plan(model, batch, **how)
+    if pair.share is not None:
+        plan = autopar.plan(model, batch, **{**how, "memory_budget": int(plan.peak_bytes * pair.share)})
+    return plan, model, batch, about
+
+
+def run_pair(pair: Pair, makers: bool = False, by_tracker: bool = False) -> tuple[autopar.Plan, Any]:
+    plan, model, batch, about = planned(pair)
+    with fake_world(plan.mesh.size):
+        parallel = autopar.autoparallelize(model, batch, plan=plan, **about)
+        one_step(parallel, batch, torch.optim.SGD(parallel.parameters(), lr=0.0), 1, lambda name: None)     # what only a first call makes
+        parallel.zero_grad()
+        result = track(parallel, batch, str(plan.optimizer), plan.accumulation) if by_tracker else measure(parallel, batch, str(plan.optimizer), plan.accumulation, makers)
+    return plan, result
+
+
+def off(ratio: float) -> bool:
+    """Is a prediction outside the bar?"""
+    return not 1 - UNDER <= ratio <= 1 + OFF
+
+
+def main(names: list[str]) -> None:
+    chosen = {n: p for n, p in PAIRS.items() if not names or n in names}
+    print(f"torch {torch.__version__}; MiB of rank 0; optimizer adamw unless the name says another\n")
+    print("| model and plan | mesh | step 1: predicted | measured | ratio | step 3: predicted | measured | ratio | MemTracker | the plan's peak is at |\n|---|---|---|---|---|---|---|---|---|---|")
+    missed, apart = [], []
+    for name, pair in chosen.items():
+        plan, measured = run_pair(pair)
+        said = {1: plan.first_peak_bytes, 3: plan.peak_bytes}
+        ratios = {step: said[step] / measured.peaks[step] for step in STEPS}
+        missed += [f"{name}, step {step}: {ratio:.3f}" for step, ratio in ratios.items() if off(ratio)]
+        tracked = ""
+        if name in TRACKED:
+            theirs = run_pair(pair, by_tracker=True)[1]
+            tracked = f"{theirs[STEPS[-1]] / 2**20:.2f}"
+            apart += [f"{name}: {tracked}"] if abs(theirs[STEPS[-1]] / measured.peaks[STEPS[-1]] - 1) > 0.005 else []
+        cells = " | ".join(f"{said[s] / 2**20:.2f} | {measured.peaks[s] / 2**20:.2f} | {ratios[s]:.3f}" for s in STEPS)
+        print(f"| {name} | {plan.mesh} | {cells} | {tracked} | {plan.peak_at} |", flush=True)
+    if missed or apart:
+        sys.exit(f"outside the bar: {missed}; the two instruments differ: {apart}")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.ERROR)
+    main(sys.argv[1:])
