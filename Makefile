@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= 2.13.0
+WORKERS ?= 2
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -36,7 +37,7 @@ demo: $(VENV)/.demo            ## plan a model on a 2x2 mesh, train it on four l
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test            ## every test but the nightly ones
-	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest
+	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 check: $(VENV)/.dev            ## lint, types, and the rings that need no processes
 	$(BIN)/ruff check .
@@ -44,7 +45,7 @@ check: $(VENV)/.dev            ## lint, types, and the rings that need no proces
 	$(BIN)/python -m pytest -m "not nightly and not machines"
 
 nightly: $(VENV)/.test         ## the long tests
-	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest -m nightly --timeout 3600
+	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest -m nightly --timeout 3600 --numprocesses $(WORKERS) --dist worksteal
 
 nightly-oldest:                ## the tests on the oldest torch we support; the index may have it as a GPU build only (gigabytes)
 	$(MAKE) test TORCH=2.11.0 VENV=.venv-2.11

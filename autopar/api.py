@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from autopar.codegen import ParallelModule, lower, parallelise
+from autopar.codegen import How, ParallelModule, lower, parallelise
 from autopar.codegen.parts import WHOLE, rows_of
 from autopar.letters import BadPlan, Consumed, NotServed
 from autopar.request import Request, refuse_unserved
@@ -68,7 +68,7 @@ def autoparallelize(
     *,
     plan: Plan | None = None,
     inputs: str = "global",
-    outputs: str = "auto",
+    outputs: str | Sequence[str] = "auto",
     compile: bool | str = False,
     sync: bool = True,
     pad_to: int | None = None,
@@ -82,11 +82,11 @@ def autoparallelize(
     Runs on every rank (torchrun), or on one process. `meta_inputs` are of the batch of all ranks; with `inputs="local"` each rank then passes its own rows of it
     (`model.input_specs`, `model.sampler`), else all pass the same batch. Takes a `plan`, or any of `autopar.plan`'s arguments; then rank 0
     plans and the others receive. `sync` takes parameters and buffers from rank 0. A model on meta gets its values from its own
-    recipes (`init="module"`), or from the same ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever there in full. With
-    `compile`, what stands between collectives is given to torch.compile (True, or the name of a backend). No collective waits
+    recipes (`init="module"`), or from the same ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever there in full. `outputs` beside a loss are DTensors where the plan cuts them; whole with "full" or by name,
+    all DTensors with "sharded". With `compile`, what stands between collectives is given to torch.compile (True, or the name of a backend). No collective waits
     longer than `timeout_s` for another rank.
     """
-    refuse_unserved(pad_to=pad_to, inputs=(inputs, ("global", "local")), outputs=(outputs, ("auto",)), init=(init, ("module", "counter")))
+    refuse_unserved(pad_to=pad_to, inputs=(inputs, ("global", "local")), init=(init, ("module", "counter")))
     _refuse_parallel(model)
     if plan is not None and not isinstance(plan, Plan):
         raise BadPlan(f"plan={plan!r} is no Plan", advice='autopar.Plan.load("plan.json")')
@@ -103,6 +103,7 @@ def autoparallelize(
     request = Request(**{"mesh": world_size(), **planning}) if plan is None else Request.of(plan, **planning)
     graph = request.trace(model, meta_inputs)
     chosen = plan if plan is not None else from_rank_0(lambda: request.plan(graph, started))
+    how = _how(backend, outputs, inputs == "local", graph)
     mesh = chosen.mesh.to_torch(device)
     limit(mesh, timeout_s)
     rows = rows_of(graph, chosen) if inputs == "local" else WHOLE
@@ -115,7 +116,19 @@ def autoparallelize(
         all_ranks_hold("calls", graph.digest)
         return graph, from_rank_0(lambda: request.plan_again(graph, first))
 
-    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init, weights, backend, inputs == "local")
+    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init, weights, how)
+
+
+def _how(backend: str | None, outputs: Any, passes_rows: bool, graph: Graph) -> How:
+    """How the programs are run, once it is known what the model gives."""
+    if isinstance(outputs, str):
+        if outputs not in ("auto", "full", "sharded"):
+            raise NotServed(f"outputs={outputs!r} is not known", advice='"auto", "full", "sharded", or the names of outputs that come whole: outputs=("logits",)')
+        return How(backend, outputs, (), passes_rows)
+    if not isinstance(outputs, (tuple, list)) or (missing := [n for n in outputs if n not in graph.output_names]):
+        raise NotServed(f"outputs={outputs!r}: there is no output {missing[0]!r}" if isinstance(outputs, (tuple, list)) else f"outputs={outputs!r} is neither a word nor names", seen=f"outputs: {', '.join(graph.output_names)}",
+                        advice='outputs=("logits",)')
+    return How(backend, "auto", tuple(outputs), passes_rows)
 
 
 def _refuse_parallel(model: Any) -> None:

@@ -53,7 +53,7 @@ def _unpadded(patch):
 MUTANTS = {
     "a reduction is dropped": _steps(lambda s: () if s.kind == "all_reduce" else (s,)),
     "a reduce-scatter forgets to reduce": _steps(lambda s: (replace(s, kind="slice"),) if s.kind == "reduce_scatter" else (s,)),
-    "an axis is swapped": _steps(lambda s: (replace(s, axis={"dp": "tp", "tp": "dp"}[s.axis]),)),
+    "an axis is swapped": _steps(lambda s: (replace(s, axis={"dp": "tp", "tp": "dp"}.get(s.axis, s.axis)),)),
     "a mean is divided by the local count": _local_mean,
     "a bias is added once per device": lambda patch: patch.setitem(rules.RULES, "linear", parse("... k, n k, n -> ... n", "x, y")),
     "a reduction's gradient is reduced again": _wrong_adjoint,

@@ -1,6 +1,6 @@
 """Graph + Plan -> ParallelModule."""
 
 from autopar.codegen.lower import lower
-from autopar.codegen.module import ParallelModule, parallelise
+from autopar.codegen.module import How, ParallelModule, parallelise
 
-__all__ = ["ParallelModule", "lower", "parallelise"]
+__all__ = ["How", "ParallelModule", "lower", "parallelise"]

@@ -24,7 +24,7 @@ from autopar.codegen.trace import trace
 from autopar.runtime.collectives import BEGIN, STEPS, Axis, part_start
 from autopar.runtime.private import clean_room
 from autopar.sharding.convert import LocalStep
-from autopar.sharding.overlap import BUCKET
+from autopar.sharding.overlap import BUCKET, buckets
 from autopar.tracer.capture import LOCK
 
 CONVERT, START = torch.ops.autopar.convert.default, torch.ops.autopar.start.default
@@ -204,7 +204,8 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
         if node.target in _REDUCTIONS and node in ends and set(node.users) == {joint.graph.output_node()}:
             waiting.setdefault((node.target, node.args[1], node.meta["val"].dtype), []).append(node)
     for (target, axis, _), reductions in waiting.items():
-        for bucket in _buckets(reductions):
+        for places in buckets([int(n.args[0].meta["val"].nbytes) for n in reductions], BUCKET):      # type: ignore[union-attr]
+            bucket = [reductions[k] for k in places]
             if len(bucket) < 2:
                 continue
             numbers = () if target is STEPS["all_reduce"] else tuple([n.args[2 + k] if len(n.args) > 2 + k else () for n in bucket] for k in range(3))
@@ -219,22 +220,6 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
                 node.replace_all_uses_with(last)
                 joint.graph.erase_node(node)
     joint.read_output()
-
-
-
-
-def _buckets(nodes: list[fx.Node]) -> list[list[fx.Node]]:
-    """Neighbours together until a bucket is full."""
-    found: list[list[fx.Node]] = [[]]
-    for node in nodes:
-        if found[-1] and sum(_sent(n) for n in found[-1]) + _sent(node) > BUCKET:
-            found.append([])
-        found[-1].append(node)
-    return found
-
-
-def _sent(node: fx.Node) -> int:
-    return int(node.args[0].meta["val"].nbytes)                # type: ignore[union-attr]
 
 
 def own_gradients(joint: JointGraph) -> None:

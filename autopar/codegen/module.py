@@ -114,10 +114,21 @@ class Waiting:
         return list(runner.settle(given))
 
 
+@dataclass(frozen=True, slots=True)
+class How:
+    """What a caller said of how the programs are run, beside what is planned."""
+
+    backend: str | None = None                                 # of torch.compile
+    outputs: str = "auto"                                      # how outputs leave that no loss is made of: as DTensors where they are cut, all whole ("full"), all as DTensors ("sharded")
+    outputs_whole: tuple[str, ...] = ()                        # and these whole
+    passes_rows: bool = False                                  # inputs="local"
+
+
 class Runner:
     """One lowered program on this rank: its two halves bound to process groups, and the tensors it takes."""
 
-    def __init__(self, lowered: Lowered, mesh: Any, storage: dict[str, Storage], device: torch.device, waiting: Waiting, backend: str | None = None) -> None:
+    def __init__(self, lowered: Lowered, mesh: Any, storage: dict[str, Storage], device: torch.device, waiting: Waiting, how: How) -> None:
+        self.how, backend = how, how.backend
         self.graph, self.joint, self.program, self.device, self.waiting = lowered.graph, lowered.joint, lowered.program, device, waiting
         axes, joint = bind_axes(mesh), lowered.joint
         self.modules = {half: bind(getattr(joint, half), axes) for half in ("forward", "backward", "hold", "settle")}
@@ -175,9 +186,12 @@ class Runner:
         kept = []
         count = len(self.graph.output_names)
         for i, (output, sharding) in enumerate(zip(outputs[:count], self.program.outputs[:count], strict=True)):
-            whole = info(self.graph.output).outputs[i]
-            if any(not p.is_replicated for p in sharding.placements):
-                output = dtensor_of(output, self.mesh, sharding, whole.shape)      # a gradient that arrives at it is a letter
+            whole, name = info(self.graph.output).outputs[i], self.graph.output_names[i]
+            is_cut = any(not p.is_replicated for p in sharding.placements)
+            if is_cut or (self.how.outputs == "sharded" and whole.shape):
+                output = dtensor_of(output, self.mesh, sharding, whole.shape)      # a gradient that arrives at it, beside a loss, is a letter
+                if is_cut and (self.how.outputs == "full" or name in self.how.outputs_whole):
+                    output = output.full_tensor()
             kept.append(output)
         return kept, outputs[count:]
 
@@ -296,8 +310,8 @@ class _Program:
 class _State:
     """What a ParallelModule holds besides its parameters."""
 
-    def __init__(self, model: nn.Module, first: Lowered, storage: dict[str, Storage], mesh: Any, device: torch.device, again: Again, backend: str | None) -> None:
-        self.first, self.storage, self.mesh, self.device, self.again, self.backend, self.original = first, storage, mesh, device, again, backend, type(model)
+    def __init__(self, model: nn.Module, first: Lowered, storage: dict[str, Storage], mesh: Any, device: torch.device, again: Again, how: How) -> None:
+        self.first, self.storage, self.mesh, self.device, self.again, self.how, self.original = first, storage, mesh, device, again, how, type(model)
         self.model = weakref.ref(model)
         self.caller, self.waiting = Caller(model), Waiting(model, storage)
         self.random = RandomState(-1)
@@ -345,7 +359,7 @@ class _State:
         all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, lowered.joint.collectives))
         if lowered.program.is_random and self.random.seed < 0:
             self.random.seed = from_rank_0(lambda: int(torch.randint(0, 2**62, ())))
-        self.programs = [*self.programs[-_MOST_PROGRAMS + 1:], _Program(situation, grad, lowered, Runner(lowered, self.mesh, self.storage, self.device, self.waiting, self.backend), self.caller.places(lowered.graph))]
+        self.programs = [*self.programs[-_MOST_PROGRAMS + 1:], _Program(situation, grad, lowered, Runner(lowered, self.mesh, self.storage, self.device, self.waiting, self.how), self.caller.places(lowered.graph))]
         return self.programs[-1]
 
     def passes_parts(self) -> None:
@@ -375,17 +389,17 @@ class _State:
     def of_copy(self, model: nn.Module) -> _State:
         """The state of a copy of the model: its own modes, waiting gradients and random numbers, the same programs."""
         with self.as_before(model):
-            made = _State(model, self.first, self.storage, self.mesh, self.device, self.again, self.backend)
+            made = _State(model, self.first, self.storage, self.mesh, self.device, self.again, self.how)
         made.parts = self.parts
         made.random, made.hooks = RandomState(self.random.seed, self.random.step), self.hooks
-        made.programs = [_Program(p.situation, p.has_gradients, p.lowered, Runner(p.lowered, self.mesh, self.storage, self.device, made.waiting, self.backend), p.places, p.calls) for p in self.programs]
+        made.programs = [_Program(p.situation, p.has_gradients, p.lowered, Runner(p.lowered, self.mesh, self.storage, self.device, made.waiting, self.how), p.places, p.calls) for p in self.programs]
         return made
 
     def __deepcopy__(self, memo: Any) -> _State:
         return self                                            # until the copy is used
 
 
-def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True, init: str = "module", weights: str | None = None, backend: str | None = None, is_local: bool = False) -> nn.Module:
+def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True, init: str = "module", weights: str | None = None, how: How = How()) -> nn.Module:
     """Turn `model` into the parallel one, in place: its class gains `ParallelModule`, its parameters become local shards."""
     if "forward" in vars(model):
         raise NotServed(f"{type(model).__name__} has a forward of its own beside its class's, which the parallel model could not replace", advice="a class whose forward it is")
@@ -399,10 +413,10 @@ def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again
     _refuse_steps_on(old)
     teach_dtensor()
     skip_together()
-    state = _State(model, lowered, storage, mesh, device, again, backend)
+    state = _State(model, lowered, storage, mesh, device, again, how)
     with torch.enable_grad():
         state.keep(state.caller.situation(*state.caller.arguments(call.args, call.kwargs)), True, lowered)
-    if is_local:
+    if how.passes_rows:
         state.passes_parts()
     cls, names = type(model), {"__module__": type(model).__module__, "__doc__": type(model).__doc__}
     model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {**names, **({"save_pretrained": _save_pretrained} if hasattr(cls, "save_pretrained") else {})})

@@ -98,17 +98,22 @@ def cut(ops: Sequence[fx.Node]) -> Cut:
     return Cut(tuple(w for w, many in enumerate(windows) for _ in range(many)), tuple((end - many, end - 1) for end, many in zip(ends, windows, strict=True)))
 
 
+def buckets(sizes: Sequence[int], full: int = BUCKET) -> list[list[int]]:
+    """Gradients that travel together, by place: a bucket takes what comes until it is full."""
+    found, held = list[list[int]](), full
+    for k, size in enumerate(sizes):
+        if held >= full:
+            found.append([])
+            held = 0
+        found[-1].append(k)
+        held += size
+    return found
+
+
 def closes(ready: Sequence[tuple[int, int]]) -> list[int]:
     """When each gradient's bucket is full and is reduced: of each gradient, in the order of `ready`, when it is made and its bytes."""
-    buckets: list[list[int]] = [[]]
-    held = 0
-    for k in sorted(range(len(ready)), key=lambda k: ready[k][0]):
-        if held and held + ready[k][1] > BUCKET:
-            buckets.append([])
-            held = 0
-        buckets[-1].append(k)
-        held += ready[k][1]
-    end = {k: ready[bucket[-1]][0] for bucket in buckets for k in bucket}
+    order = sorted(range(len(ready)), key=lambda k: ready[k][0])
+    end = {order[i]: ready[order[bucket[-1]]][0] for bucket in buckets([ready[k][1] for k in order]) for i in bucket}
     return [end[k] for k in range(len(ready))]
 
 

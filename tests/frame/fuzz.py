@@ -1,6 +1,7 @@
 """Random small modules x meshes x random legal plans, in float64, against eager: losses, outputs, gradients, parameters and buffers.
 
     python -m tests.frame.fuzz 2000 [first]         as many modules, from that seed on; prints what was drawn, and each seed that came out otherwise
+    python -m tests.frame.fuzz mutants              by which of the first 200 each broken compiler of tests/mutants.py is noticed
 
 A module is a list of steps, each drawn from STEPS and made on what the steps before it made; what a step cannot be made on, it refuses by None.
 """
@@ -15,18 +16,21 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import autopar
 from autopar import DeviceMesh
+from autopar.codegen import joint
 from autopar.letters import Letter
 from autopar.sharding import shardings
 from autopar.solver import solve
-from autopar.testing import Equality, on_threads
+from autopar.testing import Equality, Unequal, on_threads
 from autopar.tracer import ColoTracer
 from tests.models import eager_links
+from tests.mutants import GPT2_MUTANTS, MUTANTS
 from tests.oracle import ByPosition
 from tests.training import whole
 
@@ -63,7 +67,7 @@ class Drawn(nn.Module):
         self.ends = sorted(unread) or [0]
         for i in self.ends:
             self.register_buffer(f"w{i}", self.drawn(*values[i].shape))
-        self.classify = self.linear(values[self.ends[-1]].shape[-1], 3) if values[self.ends[-1]].dim() == 2 and values[self.ends[-1]].shape[0] == rows else None
+        self.classify = self.linear(values[self.ends[-1]].shape[-1], self.rng.choice((2, 3, 4, 6))) if values[self.ends[-1]].dim() == 2 and values[self.ends[-1]].shape[0] == rows else None
         for name, buffer in self.named_buffers():
             if name.startswith("mean"):
                 buffer.fill_(float(name.endswith("v")))
@@ -340,6 +344,25 @@ def fuzz(seed: int) -> Drawn:
     return model
 
 
+def kills(mutant, seeds):
+    """The first of these seeds by which a broken compiler is noticed: its values are wrong. A broken one may also end with an error; that counts for nothing."""
+    patch = pytest.MonkeyPatch()
+    joint._LOWERED.clear()
+    try:
+        mutant(patch)
+        for seed in seeds:
+            try:
+                fuzz(seed)
+            except Unequal:
+                return seed
+            except Exception:
+                continue
+    finally:
+        patch.undo()
+        joint._LOWERED.clear()
+    return None
+
+
 def main(count: int = 2000, first: int = 0) -> None:
     torch.set_num_threads(1)
     drawn, refused, wrong, started = Counter(), Counter(), [], time.process_time()
@@ -362,4 +385,9 @@ def main(count: int = 2000, first: int = 0) -> None:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    main(*map(int, sys.argv[1:]))
+    if sys.argv[1:] == ["mutants"]:
+        torch.set_num_threads(1)
+        for name, mutant in (MUTANTS | GPT2_MUTANTS).items():
+            print(f'    "{name}": {kills(mutant, range(200))},', flush=True)
+    else:
+        main(*map(int, sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""What a user may get wrong, each met by a letter on every rank before any of them waits for another. Faults of ranks are in tests/runtime/test_faults.py, parts of batches in test_local.py."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.letters import BadInput, BadPlan, BadWeights, Consumed, Disagreement, NotCaptured, NotServed
+from autopar.testing import on_threads
+from tests.models import eager_links
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, 8), nn.Linear(8, 2)
+
+    def forward(self, x, scale=1.0):
+        out = self.last(F.relu(self.first(x))) * scale
+        return {"loss": out.pow(2).mean(), "logits": out}
+
+
+class Named(Net):
+    plan = "of action"
+
+
+class Unmade(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+
+    def forward(self, x):
+        return (x * self.weight).sum()
+
+
+X = torch.randn(8, 4)
+
+
+def make(model=None, **how):
+    return autopar.autoparallelize(copy.deepcopy(model) if model is not None else Net(), (X,), **({} if "plan" in how else {"mesh": 2, "parallel": "dp"}) | how)
+
+
+def other_plan(**how):
+    return autopar.plan(**{"model": Net(), "meta_inputs": (X,), "mesh": 2, **how})
+
+
+def own_forward():
+    model = Net()
+    model.forward = lambda x: x.sum()
+    return model
+
+
+def on_meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+def stepped_before():
+    model = Net()
+    stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+    autopar.autoparallelize(model, (X,), mesh=2)(X)["loss"].backward()
+    stepper.step()
+
+
+def twice_differentiated():
+    model = make()
+    loss = model(X)["loss"]
+    torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+WRONG = {
+    "an input is missing": (lambda: make()(), BadInput, "missing"), "one has another name": (lambda: make()(y=X), BadInput, "missing"), "one too many": (lambda: make()(X, 1.0, 2.0), BadInput, "too many"),
+    "the width is wrong": (lambda: make()(X[:, :3]), NotCaptured, "raises RuntimeError"), "text for a tensor": (lambda: make()("text"), NotCaptured, "raises TypeError"),
+    "an argument of which nothing can be said": (lambda: make()(X, scale=lambda: 1), BadInput, "cannot be said"),
+    "parallel twice": (lambda: make(make()), Consumed, "parallel already"), "planned when parallel": (lambda: other_plan(model=make()), Consumed, "parallel already"),
+    "a path for a plan": (lambda: make(plan="plan.json"), BadPlan, "is no Plan"), "a plan and a mesh": (lambda: make(plan=other_plan(), mesh=2), BadPlan, "mesh"),
+    "a plan of another model": (lambda: make(plan=other_plan(model=nn.Linear(4, 2))), BadPlan, "another graph"), "a plan of other sizes": (lambda: make(plan=other_plan(model=Net(4), meta_inputs=(X[:4],))), BadPlan, "another graph"),
+    "a plan of another mesh": (lambda: make(plan=other_plan(mesh=4)), Disagreement, "2 ranks"), "a mesh of too many": (lambda: make(mesh=4), Disagreement, "2 ranks"),
+    "weights that are a number": (lambda: make(weights=3), BadWeights, "is no path"), "weights that are not there": (lambda: make(weights="/nowhere/model.safetensors"), BadWeights, "nowhere"),
+    "no such initialisation": (lambda: make(init="zeros"), NotServed, "init"), "no such backend": (lambda: make(compile="nothing"), NotServed, "no backend"), "compile is a number": (lambda: make(compile=3), NotServed, "compile"),
+    "no time at all": (lambda: make(timeout_s=-1), NotServed, "no number of seconds"), "no such inputs": (lambda: make(inputs="mine"), NotServed, "inputs"), "padding": (lambda: make(pad_to=8), NotServed, "pad_to"),
+    "no such word for outputs": (lambda: make(outputs="some"), NotServed, "not known"), "no such output": (lambda: make(outputs=("hidden",)), NotServed, "no output 'hidden'"), "outputs are a number": (lambda: make(outputs=3), NotServed, "neither"),
+    "an argument that nobody knows": (lambda: make(devices=2), NotServed, "devices"), "a gradient of gradients": (twice_differentiated, NotServed, "gradient of gradients"),
+    "a gradient beside the loss": (lambda: make()(X)["logits"].sum().backward(), NotServed, "lowered for the loss"),
+    "a forward of the object": (lambda: autopar.autoparallelize(own_forward(), (X,), mesh=2), NotServed, "forward of its own"), "an attribute of that name": (lambda: make(Named()), NotServed, "'plan'"),
+    "an optimizer of before": (stepped_before, Consumed, "optimizer"), "nothing says how it begins": (lambda: make(on_meta(Unmade)), NotServed, "weight"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_it_is_a_letter_on_every_rank(name):
+    use, letter, match = WRONG[name]
+
+    def body(rank):
+        with pytest.raises(letter, match=match):
+            use()
+
+    on_threads(2, body, timeout_s=30)
+
+
+def test_there_are_more_than_twenty():
+    assert len(WRONG) >= 20
+
+
+@pytest.mark.parametrize("outputs, kinds", [("auto", (True, True)), ("full", (False, False)), ("sharded", (True, True)), (("logits",), (False, True))], ids=str)
+def test_outputs_leave_as_they_are_asked_for(outputs, kinds):
+    """Beside a loss: what is cut is a DTensor, unless it is to be whole."""
+    model = Net().double()
+    model.register_forward_hook(lambda m, args, out: {**out, "hidden": m.first(args[0])})
+    expected = copy.deepcopy(model)(X.double())
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), (X.double(),), mesh=2, constraints={"0": "S(0)", "last": "S(0)", "first": "S(0)"}, cluster=eager_links(), outputs=outputs)
+        found = mine(X.double())
+        found["loss"].backward()
+        for name, is_cut in zip(("logits", "hidden"), kinds, strict=True):
+            assert hasattr(found[name], "full_tensor") == is_cut and not hasattr(found["loss"], "full_tensor")
+            whole = found[name].full_tensor() if is_cut else found[name]
+            assert torch.allclose(whole, expected[name], atol=1e-12) and torch.allclose(found["loss"], expected["loss"])
+
+    on_threads(2, body)

