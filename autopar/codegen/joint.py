@@ -192,33 +192,42 @@ _REDUCTIONS = (STEPS["all_reduce"], STEPS["reduce_scatter"])
 
 
 def bucket_gradient_reductions(joint: JointGraph) -> None:
-    """Gradients that are reduced over one axis travel together, a bucket at a time.
+    """Gradients that are reduced over the same axes travel together, a bucket at a time.
 
     before    a = all_reduce(g, "dp");  b = all_reduce(h, "dp");  return loss, a, b
     after     c = all_reduce_bucket([g, h], "dp");  return loss, c[0], c[1]
     """
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
     ends = set(joint.gradients[sum(i < joint.inputs for i in joint.wanted):])
-    waiting: dict[Any, list[fx.Node]] = {}
+    waiting: dict[Any, list[list[fx.Node]]] = {}
     for node in joint.graph.nodes:
         if node.target in _REDUCTIONS and node in ends and set(node.users) == {joint.graph.output_node()}:
-            waiting.setdefault((node.target, node.args[1], node.meta["val"].dtype), []).append(node)
-    for (target, axis, _), reductions in waiting.items():
-        for places in buckets([int(n.args[0].meta["val"].nbytes) for n in reductions], BUCKET):      # type: ignore[union-attr]
-            bucket = [reductions[k] for k in places]
-            if len(bucket) < 2:
+            way = [node]                                       # over several axes: one reduction after the other
+            while way[0].args[0].target in _REDUCTIONS and len(way[0].args[0].users) == 1:
+                way.insert(0, way[0].args[0])
+            waiting.setdefault(tuple((n.target, n.args[1], n.meta["val"].dtype) for n in way), []).append(way)
+    for ways in waiting.values():
+        for places in buckets([int(way[0].args[0].meta["val"].nbytes) for way in ways], BUCKET):      # type: ignore[union-attr]
+            if len(places) < 2:
                 continue
-            numbers = () if target is STEPS["all_reduce"] else tuple([n.args[2 + k] if len(n.args) > 2 + k else () for n in bucket] for k in range(3))
-            with joint.graph.inserting_after(max(bucket, key=place.__getitem__)):
-                together = joint.graph.call_function(STEPS[f"{target.__name__}_bucket"], ([n.args[0] for n in bucket], axis, *numbers))
-            together.meta["val"] = [n.meta["val"] for n in bucket]
-            last = together
-            for i, node in enumerate(bucket):
+            bucket = [ways[k] for k in places]
+            last = max((way[-1] for way in bucket), key=place.__getitem__)
+            parts: list[Any] = [way[0].args[0] for way in bucket]
+            for nodes in zip(*bucket, strict=True):            # on one axis after the other
+                target: Any = nodes[0].target
+                numbers = () if target is STEPS["all_reduce"] else tuple([n.args[2 + k] if len(n.args) > 2 + k else () for n in nodes] for k in range(3))
                 with joint.graph.inserting_after(last):
-                    last = joint.graph.call_function(operator.getitem, (together, i))
-                last.meta["val"] = node.meta["val"]
-                node.replace_all_uses_with(last)
-                joint.graph.erase_node(node)
+                    last = together = joint.graph.call_function(STEPS[f"{target.__name__}_bucket"], (parts, nodes[0].args[1], *numbers))
+                together.meta["val"], parts = [n.meta["val"] for n in nodes], []
+                for i, node in enumerate(nodes):
+                    with joint.graph.inserting_after(last):
+                        last = joint.graph.call_function(operator.getitem, (together, i))
+                    last.meta["val"] = node.meta["val"]
+                    parts.append(last)
+            for way, part in zip(bucket, parts, strict=True):
+                way[-1].replace_all_uses_with(part)
+                for node in reversed(way):
+                    joint.graph.erase_node(node)
     joint.read_output()
 
 

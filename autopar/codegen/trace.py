@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -230,6 +231,8 @@ def _traced(piece: Piece, reads: Sequence[Lies], tangents: Sequence[Lies | None]
             pending += node.all_input_nodes
     for node in made.graph.nodes:
         if node.op == "call_function":
+            if node.target is operator.getitem and node.args[0] in needed:       # a part of what forward makes: it would hold the others until backward
+                needed.add(node)
             (traced.forward if node in needed else traced.backward).append(node)
     return traced
 

@@ -104,22 +104,53 @@ def batch_norm_part(
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:
     """Batch norm with the statistics of the whole batch, of which each device holds a part: `count` values a channel in all."""
-    dims, shape = [d for d in range(input.dim()) if d != 1], [1, -1, *[1] * (input.dim() - 2)]
-    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-    mean = _exchanged(x.sum(dims), axes) / count
-    centred = x - mean.view(shape)
-    var = _exchanged((centred * centred).sum(dims), axes) / count
-    y = centred * (var + eps).rsqrt().view(shape)
-    if weight is not None:
-        y = y * weight.view(shape)
-    if bias is not None:
-        y = y + bias.view(shape)
+    y, mean, var = BatchNormPart.apply(input, weight, bias, tuple(axes), count, eps)
     if not updates:
-        return y.to(input.dtype)
+        return y
     assert running_mean is not None and running_var is not None
-    new_mean = running_mean * (1 - momentum) + momentum * mean.detach()
-    new_var = running_var * (1 - momentum) + momentum * var.detach() * (count / max(1, count - 1))
-    return y.to(input.dtype), new_mean.to(running_mean.dtype), new_var.to(running_var.dtype)
+    new_mean = running_mean * (1 - momentum) + momentum * mean
+    new_var = running_var * (1 - momentum) + momentum * var * (count / max(1, count - 1))
+    return y, new_mean.to(running_mean.dtype), new_var.to(running_var.dtype)
+
+
+class BatchNormPart(torch.autograd.Function):
+    """What it keeps for backward is its input, as torch's own keeps it; backward exchanges once."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, axes: tuple[str, ...], count: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        dims, shape, x = *_over_channels(input), _wide(input)
+        mean = _exchanged(x.sum(dims), axes) / count
+        centred = x - mean.view(shape)
+        var = _exchanged((centred * centred).sum(dims), axes) / count
+        scale = (var + eps).rsqrt()
+        y = centred * scale.view(shape)
+        if weight is not None:
+            y = y * weight.view(shape)
+        if bias is not None:
+            y = y + bias.view(shape)
+        ctx.save_for_backward(input, weight, mean, scale)
+        ctx.axes, ctx.count, ctx.has_bias = axes, count, bias is not None
+        ctx.mark_non_differentiable(mean, var)
+        return y.to(input.dtype), mean, var
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
+        input, weight, mean, scale = ctx.saved_tensors
+        dims, shape, g = *_over_channels(input), _wide(gradient)
+        y = (_wide(input) - mean.view(shape)) * scale.view(shape)
+        of_bias, of_weight = g.sum(dims), (g * y).sum(dims)
+        shared = _exchanged(torch.stack([of_bias, of_weight]), ctx.axes) / ctx.count
+        x = (g - shared[0].view(shape) - y * shared[1].view(shape)) * (scale if weight is None else scale * weight).view(shape)
+        return x.to(input.dtype), None if weight is None else of_weight.to(weight.dtype), of_bias if ctx.has_bias else None, None, None, None
+
+
+def _over_channels(x: Tensor) -> tuple[list[int], list[int]]:
+    """The dims that a batch norm sums over, and the shape by which a value a channel goes with x."""
+    return [d for d in range(x.dim()) if d != 1], [1, -1, *[1] * (x.dim() - 2)]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def dropout_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5) -> Tensor:

@@ -320,8 +320,7 @@ def two_steps(model, batch, next_step=lambda: None):
         if out["loss"].requires_grad:
             out["loss"].backward()
             found |= {f"{step}.gradient of {n}": whole(p.grad).clone() for n, p in parameters.items() if p.grad is not None}
-            stepper.step()
-            stepper.zero_grad()
+            stepper.step()                                     # gradients stay: the second step's are added to them
     return found | {n: whole(t).detach().clone() for n, t in (*parameters.items(), *model.named_buffers())}
 
 
