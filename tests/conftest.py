@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from autopar.testing import fake_world as _fake_world
 from autopar.testing import on_local_tensor, on_processes, on_threads
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])      # other processes have the cores too
+hypothesis.settings.load_profile("shared")
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)     # full_tensor() of a dim cut twice warns on every call
 
 

@@ -182,8 +182,8 @@ class _Pieces:
         return int(self._shared["last", value])
 
     def _first_use(self, value: fx.Node) -> int:
-        """The first op of the forward that reads a value, through what only hands it on: where its gradient is whole."""
-        places = [self.n - 1 if u not in self.at else min((self._first_use(w) for w in self._outputs(u)), default=self.at[u]) if u in self.handed_on and self.users[u] else self.at[u] for u in self.users[value]]
+        """The first op of the forward that reads a value, through what only hands it on to one: where its gradient is whole. That of several uses is so where they part."""
+        places = [self.n - 1 if u not in self.at else min((self._first_use(w) for w in self._outputs(u)), default=self.at[u]) if u in self.handed_on and len(self.users[u]) == 1 else self.at[u] for u in self.users[value]]
         return min(places, default=self.at.get(self.producer.get(value), 0))   # type: ignore[arg-type]
 
     def _outputs(self, op: fx.Node) -> list[fx.Node]:
@@ -229,7 +229,7 @@ class _Pieces:
         self._add("parameters", site, held, 0, always)
         if node in self.closes:
             figures = optimizer_figures(self.optimizer, type_.itemsize)
-            self._add("gradients", site, held, self.settled if self.accumulates else self.closes[node], always)      # until then edges count it, as it comes
+            self._add("gradients", site, held, 0 if self.accumulates and self._always_in_each(node) else self.settled if self.accumulates else self.closes[node], always)      # until then edges count it, as it comes
             self._add("optimizer states", site, self._scaled(held, figures["kept"]), 0, always)
             if self.updates > 1:                               # one parameter after the other: two tensors for the while, of which one stays until the next has made its own
                 own = 2 * self.n + self.order[node]
@@ -306,7 +306,7 @@ class _Pieces:
             self._add(kind, e, dropped, begins, now, True)
             again_begins = max(now + 1, self.cut.gathered_again(now))
             if self._needs(value, target) >= self.n:           # an embedding's backward does not read it
-                self._add(kind, e, dropped, again_begins, back, True)
+                self._add(kind, e, dropped, again_begins, min(back, self._needs(value, target)), True)
                 self._message(e, np.where(dropped > 0, message, 0.0), dropped, again_begins, self.cut.taken_again(now))
         else:
             self._add(kind, e, made, begins, needed, True)
@@ -337,7 +337,7 @@ class _Pieces:
         close = self.closes[owner]
         scattered = np.where(unreduced > stored, unreduced, 0.0)
         whole = comes if self._comes_here(value, target) else np.zeros_like(comes)
-        if not self.accumulates:
+        if not self.accumulates or self._always_in_each(owner):
             self._add("gradients", e, whole, back, close - 1, True)
             self._add("gradients", e, unreduced, max(back, close), max(back, close), True)
             self._add("gradients", e, scattered, close, max(close, reduced), True)
@@ -350,6 +350,12 @@ class _Pieces:
         self._add("gradients", e, np.where(in_each, scattered, 0.0), close, max(close, reduced), True)
         self._add("gradients", e, np.where(in_each, waits, 0.0), close, self.settled - 1, True)
         self._add("gradients", e, np.where(in_each, 0.0, waits), back, self.settled - 1, True)
+
+    def _always_in_each(self, parameter: fx.Node) -> bool:
+        """Is its gradient reduced in each micro-batch, whatever is chosen of what is left?"""
+        site = self.sites[self.index[parameter]]
+        cut = [m for m, c in zip(site.scattered, site.choices, strict=True) if any(p.is_shard for p in values(c.output()).placements)] if site.scattered else []
+        return bool(cut) and all(cut)
 
     def _comes_here(self, value: fx.Node, target: fx.Node) -> bool:
         """Is this where the gradient of a parameter enters what hands the parameter on: where it is read, or where several uses meet?"""

@@ -63,6 +63,8 @@ def solve(space: Space, solver: str = "cbc", defaults: Sequence[tuple[str, str]]
         except Infeasible:                                     # of the space; or a budget that the backend's tolerance steps over, where what prices found stands
             if limit is None:
                 raise
+    if best is None and limit is not None and (least := counted.smallest()[0]).peak <= limit:
+        best = least                                           # what prices did not lead to: the smallest that is known
     if best is None:
         raise _over(space, counted, limit, backend if small else None) if limit is not None else infeasible(space, "elimination had to split, and found no choices that go together")
     return replace(plan_of(space, best.picked, bound, defaults, assumptions, limit if times else None), precision=precision, search=Search(counted, best.picked, prices))

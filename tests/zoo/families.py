@@ -105,9 +105,12 @@ def extras():
         extras.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         extras.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     sys.path.append(str(EXTRAS))
-    with contextlib.suppress(ValueError):
-        import timm
-        import torchvision
+    try:
+        with contextlib.suppress(ValueError):
+            import timm
+            import torchvision
+    finally:
+        sys.path.remove(str(EXTRAS))                           # or processes that are started later would see it
     return torchvision, timm
 
 
