@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.letters import BadInput, Disagreement
+from autopar.letters import BadInput, Disagreement, NotServed
 from autopar.runtime.collectives import gather_into
 from autopar.runtime.world import digest_of
 from autopar.sharding.convert import Step
@@ -94,11 +94,14 @@ class Parts:
         mine = {len(t) for n, t in tensors.items() if n in self.names} or {len(t) for n, t in tensors.items() if n not in self.known}
         rows = 0 if not self.axes else mine.pop() if len(mine) == 1 else -1
         cut = frozenset(n for n, t in tensors.items() if n in self.names or (self.axes and n not in self.known and len(t) == rows))      # of one that the first call did not have, its size says
-        said = [(n, t.shape[n in cut:], t.dtype) if isinstance(t, Tensor) else (n, type(t)) for n, t in named.items()]
+        wants = frozenset(n for n, t in tensors.items() if t.requires_grad and torch.is_grad_enabled())
+        said = [(n, t.shape[n in cut:], t.dtype, n in wants) if isinstance(t, Tensor) else (n, type(t)) for n, t in named.items()]
         digest = int.from_bytes(hashlib.sha256(repr((said, structure)).encode()).digest()[:7], "big")
         answers = self._exchanged([rows, digest])
         if others := [r for r, (_, theirs) in enumerate(answers) if theirs != answers[0][1]]:
             raise Disagreement(f"ranks call the model with different inputs: {others} differ from rank 0", seen=f"here {said}", advice="the same inputs on every rank, of equal sizes but for the rows")
+        if wants & cut:
+            raise NotServed(f'inputs="local", and the input {min(wants & cut)} wants a gradient', advice='inputs="global"')
         counts = [n for n, _ in answers]
         if min(counts) < 0:
             raise BadInput(f"inputs of rank {counts.index(-1)} have different numbers of rows", seen=f"here {said}", advice="the same rows of every input")

@@ -116,13 +116,7 @@ def _gather_together(graph: fx.Graph, gathers: list[fx.Node], made: Mapping[fx.N
                         nodes[0].prepend(before)
             with graph.inserting_before(nodes[0]):
                 together = graph.call_function(STEPS["all_gather_bucket"], ([n.args[0] for n in nodes], axis, *_numbers(nodes)))
-                together.meta["val"] = [n.meta["val"] for n in nodes]
-                for i, node in enumerate(nodes):
-                    part = graph.call_function(operator.getitem, (together, i))
-                    part.meta["val"] = node.meta["val"]
-                    node.replace_all_uses_with(part)
-            for node in nodes:
-                graph.erase_node(node)
+            _hand_out(graph, together, nodes)
 
 
 def _reader(node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -152,9 +146,15 @@ def _finish_before(graph: fx.Graph, begun: fx.Node, nodes: list[fx.Node], place:
     begun.meta["val"] = [n.meta["val"] for n in nodes]
     with graph.inserting_before(place):
         done = graph.call_function(finish, (begun,))
-        done.meta["val"] = begun.meta["val"]
-        for i, node in enumerate(nodes):
-            part = graph.call_function(operator.getitem, (done, i))
+    _hand_out(graph, done, nodes)
+
+
+def _hand_out(graph: fx.Graph, together: fx.Node, nodes: list[fx.Node]) -> None:
+    """Put the parts of one result in the stead of these nodes."""
+    together.meta["val"] = [n.meta["val"] for n in nodes]
+    with graph.inserting_after(together):
+        for i, node in reversed(list(enumerate(nodes))):
+            part = graph.call_function(operator.getitem, (together, i))
             part.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(part)
     for node in nodes:

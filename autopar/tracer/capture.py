@@ -16,6 +16,7 @@ import functools
 import gc
 import inspect
 import itertools
+import logging
 import os
 import threading
 import traceback
@@ -63,7 +64,7 @@ class ColoTracer(fx.Tracer):
         refuse_shared_memory(root)
         learn_dataclasses((args, kwargs))
         elsewhere = torch.get_default_device().type != "cpu"   # the caller builds under torch.device("meta"), say
-        with LOCK, clean_room(), keeping_defaults(), torch.device("cpu") if elsewhere else contextlib.nullcontext(), torch.enable_grad(), no_collection():
+        with LOCK, told_once(), clean_room(), keeping_defaults(), torch.device("cpu") if elsewhere else contextlib.nullcontext(), torch.enable_grad(), no_collection():
             recorder = Recorder(root, assume or Assume())
             inputs_before = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             with contextlib.closing(recorder), recorder.below as fake_mode:
@@ -135,6 +136,18 @@ def telling_whose_error() -> Iterator[None]:
         at = next((f for f in reversed(frames) if not is_ours(f.filename)), None) or next((f for f in reversed(frames) if f.name == "forward"), frames[-1])
         raise NotCaptured(f"the model raises {type(e).__name__} on these inputs: {e}", at=f"{os.path.basename(at.filename)}:{at.lineno}, in {at.name}",
                           advice="inputs of the shapes and dtypes that it is called with; it was run on shapes alone: an op that cannot be needs torch.library.register_fake") from e
+
+
+@contextlib.contextmanager
+def told_once() -> Iterator[None]:
+    """What an op raises on fake tensors torch also logs, with its whole stack; whoever needs to know is told by the error."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep

@@ -6,7 +6,6 @@ cast to each dtype in question, the op runs with autocast off, and the casts who
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,20 +48,15 @@ class Casts:
         result, noted = self._noted(function, args, kwargs)
         if not tensors_in((result,), {}):
             return result
-        log = logging.getLogger("torch._subclasses.fake_tensor")
         for dtype in (None, torch.get_autocast_dtype("cpu"), torch.float32):
             cast_args, cast_kwargs, casts = self._cast(args, kwargs, dtype)
             if dtype is not None and not casts:
                 continue
             with torch.autocast("cpu", enabled=False):
-                level = log.level
                 try:
-                    log.setLevel(logging.CRITICAL)
                     other, others = self._noted(function, cast_args, cast_kwargs)
                 except Exception:                              # without the casts, dtypes may not go together
                     continue
-                finally:
-                    log.setLevel(level)
             if others == noted and [t.dtype for t in tensors_in((other,), {})] == [t.dtype for t in tensors_in((result,), {})]:
                 break
         else:

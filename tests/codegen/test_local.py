@@ -118,3 +118,18 @@ def test_inputs_that_want_gradients_come_whole(threads):
     batch["x"].requires_grad_()
     with pytest.raises(NotServed, match="wants a gradient"):
         threads(2, lambda rank: autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", inputs="local"))
+
+
+def test_neither_do_they_later(threads):
+    """They came without one when the model was made parallel; a gradient that stays None would say nothing."""
+    model, batch = mlp_case()
+
+    def body(rank):
+        mine = local(copy.deepcopy(model), batch, DP, parallel="dp")
+        here = rows(mine, batch)
+        with torch.no_grad():
+            mine(here["x"].clone().requires_grad_(), here["y"])            # nobody asks for it
+        with pytest.raises(NotServed, match="wants a gradient"):
+            mine(here["x"].clone().requires_grad_(), here["y"])
+
+    threads(4, body)

@@ -166,3 +166,9 @@ def test_the_model_is_itself_again_after_a_failure():
 def test_inputs_that_the_model_does_not_take_are_a_letter(inputs):
     with pytest.raises(NotCaptured, match="does not take these inputs"):
         ColoTracer().trace(torch.nn.Linear(3, 4), inputs)
+
+
+def test_what_an_op_raises_is_told_once(caplog):
+    with pytest.raises(NotCaptured, match="raises RuntimeError"):
+        trace(nn.Linear(3, 4), (torch.ones(2, 5),))
+    assert not caplog.records
