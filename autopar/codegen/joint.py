@@ -19,9 +19,9 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.local import LocalProgram
-from autopar.codegen.schedule import fetch_late, gather_ahead, is_view, reduce_beside
+from autopar.codegen.schedule import Read, fetch_late, gather_ahead, is_view, reduce_beside
 from autopar.codegen.trace import trace
-from autopar.runtime.collectives import BEGIN, STEPS, Axis, part_start
+from autopar.runtime.collectives import BEGIN, PACK, STEPS, Axis, part_start
 from autopar.runtime.private import clean_room
 from autopar.sharding.convert import LocalStep
 from autopar.sharding.overlap import BUCKET, buckets
@@ -51,31 +51,33 @@ class Joint:
         return tuple(_described(n) for g in (self.forward, self.backward) for n in g.nodes if n.target in COLLECTIVES)
 
 
-def lower_jointly(program: LocalProgram, differentiable: Sequence[int], regathered: Iterable[str] = (), scattered: Iterable[str] = (), windows: Mapping[str, int] | None = None,
+def lower_jointly(program: LocalProgram, differentiable: Sequence[int], regathered: Iterable[str] = (), scattered: Iterable[str] = (), reads: Mapping[str, Read] | None = None,
                   device: str = "cpu") -> Joint:
-    """Trace, rewrite, split, schedule. The same program is lowered once in a process. Gradients of `scattered` parameters are reduced in every micro-batch; `windows` say of a parameter in which it is first read."""
-    key = (program.fingerprint, tuple(differentiable), tuple(sorted(regathered)), tuple(sorted(scattered)), tuple(sorted((windows or {}).items())), device)
+    """Trace, rewrite, split, schedule. The same program is lowered once in a process. Gradients of `scattered` parameters are reduced in every micro-batch; `reads` say of a parameter where it is first read."""
+    key = (program.fingerprint, tuple(differentiable), tuple(sorted(regathered)), tuple(sorted(scattered)), tuple(sorted((reads or {}).items())), device)
     with LOCK:
         if key not in _LOWERED:
             while len(_LOWERED) >= 64:
                 _LOWERED.pop(next(iter(_LOWERED)))
-            _LOWERED[key] = _lower(program, differentiable, set(regathered), set(scattered), windows or {}, device)
+            _LOWERED[key] = _lower(program, differentiable, set(regathered), set(scattered), reads or {}, device)
         return _LOWERED[key]
 
 
 _LOWERED: dict[Any, Joint] = {}
 
 
-def _lower(program: LocalProgram, differentiable: Sequence[int], regathered: set[str], scattered: set[str], windows: Mapping[str, int], device: str) -> Joint:
+def _lower(program: LocalProgram, differentiable: Sequence[int], regathered: set[str], scattered: set[str], reads: Mapping[str, Read], device: str) -> Joint:
     with clean_room():
         graph, primals, tangents, outputs, gradients, wanted = trace(program, differentiable, device)
     joint = JointGraph(graph, primals, tangents, outputs, gradients, wanted, tuple(differentiable), len(program.inputs))
+    first = len(program.inputs)
+    at = {joint.primals[first + i]: reads.get(name) or Read(0, 0, program.types[joint.primals[first + i].name].nbytes) for i, name in enumerate(program.parameters)}
+    joint.whole = {primal: read.nbytes for primal, read in at.items()}
     joint.reduced_at_once = {joint.primals[len(program.inputs) + i] for i, name in enumerate(program.parameters) if name in scattered}
     for one in PASSES:
         one(joint)
         verify(joint, one.__name__)
-    first = len(program.inputs)
-    named = {joint.primals[first + i].name: windows.get(name, 0) for i, name in enumerate(program.parameters)}
+    named = {primal.name: read for primal, read in at.items()}
     halves = split(joint, {joint.primals[first + i] for i, name in enumerate(program.parameters) if name in regathered})
     for half, ahead in ((halves.forward, -1), (halves.backward, 1), (halves.hold, 1)):
         fetch_late(half, named)
@@ -98,6 +100,7 @@ class JointGraph:
     wanted: list[int]                                          # primals that want a gradient
     differentiable: tuple[int, ...]
     inputs: int                                                # so many primals are inputs: their gradients are nobody's but the caller's
+    whole: dict[fx.Node, int] = field(default_factory=dict)    # of each parameter the bytes of all its parts
     reduced_at_once: set[fx.Node] = field(default_factory=set) # parameters whose gradients never wait
     held: list[fx.Node | None] = field(default_factory=list)   # of each gradient of a parameter: what waits while micro-batches accumulate,
     cuts: list[fx.Node | None] = field(default_factory=list)   # and where it stands in the way to that gradient
@@ -198,16 +201,19 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     after     c = all_reduce_bucket([g, h], "dp");  return loss, c[0], c[1]
     """
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
-    ends = set(joint.gradients[sum(i < joint.inputs for i in joint.wanted):])
+    whole: dict[fx.Node, int] = {}                             # of each gradient of parameters, the bytes of those
+    for i, g in zip(joint.wanted, joint.gradients, strict=True):
+        if g is not None and i >= joint.inputs:
+            whole[g] = whole.get(g, 0) + joint.whole[joint.primals[i]]
     waiting: dict[Any, list[list[fx.Node]]] = {}
     for node in joint.graph.nodes:
-        if node.target in _REDUCTIONS and node in ends and set(node.users) == {joint.graph.output_node()}:
+        if node.target in _REDUCTIONS and node in whole and set(node.users) == {joint.graph.output_node()}:
             way = [node]                                       # over several axes: one reduction after the other
             while way[0].args[0].target in _REDUCTIONS and len(way[0].args[0].users) == 1:
                 way.insert(0, way[0].args[0])
             waiting.setdefault(tuple((n.target, n.args[1], n.meta["val"].dtype) for n in way), []).append(way)
     for ways in waiting.values():
-        for places in buckets([int(way[0].args[0].meta["val"].nbytes) for way in ways], BUCKET):      # type: ignore[union-attr]
+        for places in buckets([whole[way[-1]] for way in ways], BUCKET):
             if len(places) < 2:
                 continue
             bucket = [ways[k] for k in places]
@@ -266,7 +272,7 @@ def _buffer_of(node: fx.Node) -> fx.Node:
 
 def _is_on_an_axis(node: fx.Node) -> bool:
     """A call whose second argument names a mesh axis."""
-    return node.target is part_start or node.target in STEPS.values() or node.target in BEGIN.values()
+    return node.target is part_start or any(node.target in calls.values() for calls in (STEPS, PACK, BEGIN))
 
 
 PASSES: tuple[Callable[[JointGraph], None], ...] = (write_out_conversions, drop_round_trips, drop_noise, mark_what_waits, bucket_gradient_reductions, own_gradients)
@@ -389,6 +395,6 @@ def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
 
 
 def _described(node: fx.Node) -> str:
-    operands, axis, *numbers = node.args
+    operands, axis, *numbers = node.args[0].args if node.target in BEGIN.values() else node.args     # type: ignore[union-attr]
     values = node.meta["val"] if isinstance(operands, (list, tuple)) else [node.meta["val"]]
     return f"{node.target.__name__}({', '.join(map(str, numbers[::3]))})@{axis} {[str(v.dtype) for v in values]}"   # type: ignore[union-attr]

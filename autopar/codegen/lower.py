@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from autopar.codegen.joint import Joint, lower_jointly
 from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.parts import WHOLE, Rows
+from autopar.codegen.schedule import Read
 from autopar.collector import without_collections
 from autopar.letters import NotServed
 from autopar.sharding.overlap import cut
 from autopar.solver.plan import Plan
-from autopar.tracer.graph import Graph, info
+from autopar.tracer.graph import Graph, info, type_of
 
 
 class Lowered:
@@ -26,16 +27,18 @@ class Lowered:
 @without_collections
 def lower(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cpu", gradients: bool = True, rows: Rows = WHOLE) -> Lowered:
     """The program of the device at `coordinate` of the plan's mesh; without `gradients` its forward alone; `rows` say what ranks pass their own rows of."""
-    program = local_program(graph, plan, coordinate, rows)
+    program, reads = local_program(graph, plan, coordinate, rows), reads_of_parameters(graph)
     outputs = info(graph.output).outputs[:len(graph.output_names)]
     if changed := [name for kind, name in graph.updates if kind == "input"]:
         raise NotServed(f"the model writes to its input {', '.join(changed)}, and a parallel model leaves its inputs as they are", advice="a copy: x = x.clone()")
     differentiable = [] if not gradients else [graph.loss] if graph.loss is not None else [i for i, t in enumerate(outputs) if t.requires_grad]
-    return Lowered(graph, plan, program, lower_jointly(program, differentiable, plan.regathered, plan.scattered, windows_of_parameters(graph), device), rows)
+    return Lowered(graph, plan, program, lower_jointly(program, differentiable, [n for n in plan.regathered if n in reads and not reads[n].stays], plan.scattered, reads, device), rows)
 
 
-def windows_of_parameters(graph: Graph) -> dict[str, int]:
-    """In which window of the forward each parameter is first read."""
+def reads_of_parameters(graph: Graph) -> dict[str, Read]:
+    """Of each parameter that is read, where the forward first reads it."""
     ops = [n for n in graph.nodes if info(n).kind == "op"]
-    of = dict(zip(ops, cut(ops).of, strict=True))
-    return {name: min(of[u] for u in node.users if u in of) for name, node in graph.parameters.items() if any(u in of for u in node.users)}
+    made = cut(ops)
+    at = {op: i for i, op in enumerate(ops)}
+    first = {name: min(at[u] for u in node.users if u in at) for name, node in graph.parameters.items() if any(u in at for u in node.users)}
+    return {name: Read(made.of[i], made.buckets[graph.parameters[name]][0], type_of(graph.parameters[name]).nbytes, graph.parameters[name] in made.stays) for name, i in first.items()}

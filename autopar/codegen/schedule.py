@@ -11,16 +11,26 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
-from autopar.runtime.collectives import BEGIN, STEPS, finish
-from autopar.sharding.overlap import BUCKET
+from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
 
 _HANDED_ON = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.clone.default})
 _LOCAL = (STEPS["slice"], STEPS["lodge"])                      # steps that wait for nobody
 _BEGUN_BY = {STEPS["all_reduce"]: "all_reduce", STEPS["all_reduce_bucket"]: "all_reduce", STEPS["reduce_scatter"]: "reduce_scatter", STEPS["reduce_scatter_bucket"]: "reduce_scatter"}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Read:
+    """Where the forward first reads a parameter: in which window, in which bucket of it; the bytes of the whole parameter; and whether what is gathered of it is still there as backward begins."""
+
+    window: int
+    bucket: int
+    nbytes: int
+    stays: bool = False
 
 
 def is_view(node: fx.Node) -> bool:
@@ -36,48 +46,50 @@ def hands_on(node: fx.Node) -> bool:
     return node.op == "call_function" and (node.target in STEPS.values() or node.target in _HANDED_ON or is_view(node)) and len(node.all_input_nodes) == 1
 
 
-def fetched(graph: fx.Graph, parameters: Mapping[str, int]) -> dict[fx.Node, fx.Node]:
+def fetched(graph: fx.Graph, reads: Mapping[str, Read]) -> dict[fx.Node, fx.Node]:
     """What is made of one parameter alone, and that parameter."""
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if node.op == "placeholder" and node.name in parameters:
+        if node.op == "placeholder" and node.name in reads:
             found[node] = node
         elif hands_on(node) and node.all_input_nodes[0] in found:
             found[node] = found[node.all_input_nodes[0]]
     return found
 
 
-def fetch_late(graph: fx.Graph, windows: Mapping[str, int]) -> None:
+def fetch_late(graph: fx.Graph, reads: Mapping[str, Read]) -> None:
     """Move what is made of a parameter alone to its first reader.
 
     before    w = all_gather(p);  v = all_gather(q);  y = mm(x, w);  z = mm(y, v)
     after     w = all_gather(p);  y = mm(x, w);  v = all_gather(q);  z = mm(y, v)
     """
-    for node in reversed([n for n in fetched(graph, windows) if n.op != "placeholder"]):     # its readers have moved before
+    for node in reversed([n for n in fetched(graph, reads) if n.op != "placeholder"]):     # its readers have moved before
         if readers := [u for u in node.users if u.op != "output"]:
             min(readers).prepend(node)                         # nodes compare by their place
 
 
-def gather_ahead(graph: fx.Graph, windows: Mapping[str, int], ahead: int) -> None:
+def gather_ahead(graph: fx.Graph, reads: Mapping[str, Read], ahead: int) -> None:
     """Gather the parameters of a window in one message that moves beside another: the one before it in forward (`ahead` is -1), the one after it in backward (1).
 
     before    y = mm(x, u);   w = all_gather(p);  z = mm(y, w);  v = all_gather(q);  r = mm(z, v)          # u is of window 0, p and q of window 1
-    after     g = begin_all_gather([p, q]);  y = mm(x, u);  f = finish(g);  w = f[0];  v = f[1];  z = mm(y, w);  r = mm(z, v)
+    after     g = begin_all_gather(pack([p, q]));  y = mm(x, u);  f = finish(g);  w = f[0];  v = f[1];  z = mm(y, w);  r = mm(z, v)
     """
-    made = fetched(graph, windows)
+    made = fetched(graph, reads)
     begins: dict[int, fx.Node] = {}                            # of each window its first reader of a parameter
     gathers: dict[int, dict[fx.Node, fx.Node]] = {}            # of each window the first gather of each parameter, and what it gathers
     for node, parameter in made.items():
-        w = windows[parameter.name]
+        w = reads[parameter.name].window
         for user in node.users:
             if user not in made and user.op != "output" and (w not in begins or user < begins[w]):
                 begins[w] = user
         if node.target is STEPS["all_gather"] and not any(n.target in STEPS.values() and n.target not in _LOCAL for n in _before(node, made)):
             gathers.setdefault(w, {})[node] = parameter
+    if ahead > 0:                                              # what is still there as backward begins is read by it first
+        begins.update({read.window: next(n for n in graph.nodes if n.op != "placeholder") for read in reads.values() if read.stays})
     for w, of_window in gathers.items():
         anchor = begins.get(w + ahead)
         if anchor is None:
-            _gather_together(graph, list(of_window), made, ahead)
+            _gather_together(graph, {node: reads[parameter.name].bucket for node, parameter in of_window.items()}, made)
             continue
         groups: dict[tuple[object, torch.dtype], list[fx.Node]] = {}
         for node in of_window:
@@ -89,27 +101,21 @@ def gather_ahead(graph: fx.Graph, windows: Mapping[str, int], ahead: int) -> Non
                     if anchor < before:
                         anchor.prepend(before)
             with graph.inserting_before(anchor):
-                begun = graph.call_function(BEGIN["all_gather"], ([n.args[0] for n in nodes], axis, *_numbers(nodes)))
+                begun = _begin(graph, "all_gather", [n.args[0] for n in nodes], axis, *_numbers(nodes))
             _finish_before(graph, begun, nodes, min(nodes))
 
 
-def _gather_together(graph: fx.Graph, gathers: list[fx.Node], made: Mapping[fx.Node, fx.Node], ahead: int) -> None:
-    """The gathers of a window that has none beside which to move: those that one op reads travel in one message, and as forward begins, when nothing is kept yet, a bucket of them.
+def _gather_together(graph: fx.Graph, gathers: Mapping[fx.Node, int], made: Mapping[fx.Node, fx.Node]) -> None:
+    """The gathers of a window that has none beside which to move travel a bucket at a time; of each gather its bucket is told.
 
-    before    w = all_gather(p);  b = all_gather(q);  y = addmm(b, x, w)
-    after     g = all_gather_bucket([p, q]);  w = g[0];  b = g[1];  y = addmm(b, x, w)
+    before    w = all_gather(p);  y = mm(x, w);  v = all_gather(q);  z = mm(y, v)
+    after     g = all_gather_bucket([p, q]);  w = g[0];  v = g[1];  y = mm(x, w);  z = mm(y, v)
     """
-    found: dict[tuple[object, torch.dtype], list[list[fx.Node]]] = {}
+    groups: dict[tuple[object, torch.dtype, int], list[fx.Node]] = {}
     for node in sorted(gathers):
-        groups = found.setdefault((node.args[1], node.meta["val"].dtype), [[]])
-        fits = ahead < 0 and sum(n.meta["val"].nbytes for n in (*groups[-1], node)) <= BUCKET
-        if groups[-1] and not fits and _reader(groups[-1][0], made) is not _reader(node, made):
-            groups.append([])
-        groups[-1].append(node)
-    for (axis, _), groups in found.items():
-        for nodes in groups:
-            if len(nodes) < 2:
-                continue
+        groups.setdefault((node.args[1], node.meta["val"].dtype, gathers[node]), []).append(node)
+    for (axis, _, _), nodes in groups.items():
+        if len(nodes) > 1:
             for node in nodes[1:]:
                 for before in reversed(_before(node, made)):
                     if nodes[0] < before:
@@ -119,13 +125,10 @@ def _gather_together(graph: fx.Graph, gathers: list[fx.Node], made: Mapping[fx.N
             _hand_out(graph, together, nodes)
 
 
-def _reader(node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """The first op that reads what is made of a parameter by way of this node."""
-    pending, found = [node], list[fx.Node]()
-    while pending:
-        for user in pending.pop().users:
-            (pending if user in made else found).append(user)
-    return min(found)
+def _begin(graph: fx.Graph, kind: str, tensors: object, axis: object, *numbers: object) -> fx.Node:
+    """Let one message of these tensors begin. They may end when it is packed."""
+    packed = graph.call_function(PACK[kind], (tensors, axis, *numbers))       # type: ignore[arg-type]
+    return graph.call_function(BEGIN[kind], (packed, axis))    # type: ignore[arg-type]
 
 
 def _numbers(gathers: list[fx.Node]) -> list[list[object]]:
@@ -165,7 +168,7 @@ def reduce_beside(graph: fx.Graph) -> None:
     """Let a reduction of gradients run beside the ops that follow it; one is under way at a time.
 
     before    g = all_reduce(d, "dp");  e = mm(...);  h = all_reduce(e, "dp");  return g, h
-    after     a = begin_all_reduce([d], "dp");  e = mm(...);  g = finish(a)[0];  b = begin_all_reduce([e], "dp");  h = finish(b)[0];  return g, h
+    after     a = begin_all_reduce(pack([d]), "dp");  e = mm(...);  g = finish(a)[0];  b = begin_all_reduce(pack([e]), "dp");  h = finish(b)[0];  return g, h
     """
     end = graph.output_node()
     under_way: tuple[fx.Node, list[fx.Node], fx.Node] | None = None            # what has begun, whose results it makes, and their first reader
@@ -188,7 +191,7 @@ def reduce_beside(graph: fx.Graph) -> None:
         take(node)
         with graph.inserting_before(node):
             numbers = node.args[2:] if is_bucket else tuple([n] for n in (*node.args[2:], *([()] if len(node.args) == 4 else [])))
-            begun = graph.call_function(BEGIN[kind], (node.args[0] if is_bucket else [node.args[0]], node.args[1], *numbers))
+            begun = _begin(graph, kind, node.args[0] if is_bucket else [node.args[0]], node.args[1], *numbers)
         readers = [u for r in results for u in r.users]
         if is_bucket:
             results = sorted(results, key=lambda r: r.args[1])             # type: ignore[arg-type, return-value]

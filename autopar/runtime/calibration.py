@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.runtime.collectives import STEPS, Axis, begin_all_reduce, bind_axes, finish
+from autopar.runtime.collectives import STEPS, Axis, begin_all_reduce, bind_axes, finish, pack_all_reduce
 from autopar.runtime.workloads import WORKLOADS, Workload, traced
 from autopar.sharding.cluster import Cluster, Device, Link, Measured, Timed
 from autopar.sharding.costs import seconds
@@ -182,11 +182,11 @@ def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, 
 def _hidden(axis: Axis, device: str, repetitions: int, product_s: float) -> float:
     """Of the shorter of a collective and compute that run at once, the share that takes no time: all of it where they share nothing, none where they share their cores."""
     x, y = torch.ones(2**20, device=device), torch.ones(*[_width(device)] * 2, device=device)
-    move, = _timed([lambda: finish(begin_all_reduce([x], axis))], device, repetitions)
+    move, = _timed([lambda: STEPS["all_reduce"](x, axis)], device, repetitions)
     count = max(1, round(move / product_s))
 
     def both() -> None:
-        pending = begin_all_reduce([x], axis)
+        pending = begin_all_reduce(pack_all_reduce([x], axis), axis)
         for _ in range(count):
             y @ y
         finish(pending)

@@ -46,71 +46,92 @@ Blocks = tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
+class Message:
+    """Several tensors as one: what is sent, and how what arrives becomes tensors again. Who has packed a tensor need not hold it any longer."""
+
+    flat: Tensor
+    unpack: Callable[[Tensor], list[Tensor]]
+
+
+@dataclass(slots=True, eq=False)
 class Pending:
     """A collective under way: what it reads and writes lives as long as this, and `finish` makes results of it."""
 
     work: Any
-    kept: tuple[Tensor, ...]
-    results: Callable[[], list[Tensor]]
+    sent: Tensor | None
+    arrives: Tensor
+    unpack: Callable[[Tensor], list[Tensor]]
 
 
 def finish(pending: Pending) -> list[Tensor]:
     """Wait for a collective; on a GPU only what is computed after it waits."""
     if pending.work is not None:
         pending.work.wait()
-    return pending.results()
+    pending.work = pending.sent = None
+    return pending.unpack(pending.arrives)
 
 
-def begin_all_reduce(xs: list[Tensor], axis: Axis) -> Pending:
-    """P(sum) -> R of several tensors in one message."""
+def pack_all_reduce(xs: list[Tensor], axis: Axis) -> Message:
     flat = torch.cat([x.flatten() for x in xs]) if len(xs) > 1 else xs[0].clone(memory_format=torch.contiguous_format).view(-1)
-    work = dist.all_reduce(flat, group=axis.group, async_op=True)
-    return Pending(work, (flat,), lambda: [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)])
+    shapes = [x.shape for x in xs]
+    return Message(flat, lambda y: [part.view(shape) for part, shape in zip(y.split([shape.numel() for shape in shapes]), shapes, strict=True)])
 
 
-def begin_all_gather(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> Pending:
+def begin_all_reduce(message: Message, axis: Axis) -> Pending:
+    """P(sum) -> R of several tensors in one message."""
+    return Pending(dist.all_reduce(message.flat, group=axis.group, async_op=True), None, message.flat, message.unpack)
+
+
+def pack_all_gather(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> Message:
+    parts = [_padded(x, dim, -(-size // axis.size)).contiguous() for x, dim, size in zip(xs, dims, sizes, strict=True)]
+    flat, shapes = torch.cat([p.view(-1) for p in parts]) if len(parts) > 1 else parts[0].view(-1), [p.shape for p in parts]
+
+    def unpack(y: Tensor) -> list[Tensor]:
+        pieces = y.view(axis.size, -1).split([shape.numel() for shape in shapes], 1)
+        wholes = (piece.view(axis.size, *shape).movedim(0, dim).flatten(dim, dim + 1) for piece, shape, dim in zip(pieces, shapes, dims, strict=True))
+        return [_by_blocks(whole.narrow(dim, 0, size), dim, axis.size, block).contiguous() for whole, dim, size, block in zip(wholes, dims, sizes, blocks, strict=True)]
+
+    return Message(flat, unpack)
+
+
+def begin_all_gather(message: Message, axis: Axis) -> Pending:
     """S(dim) -> R of several tensors in one message."""
-    parts = [_padded(x, dim, -(-size // axis.size)).movedim(dim, 0).contiguous() for x, dim, size in zip(xs, dims, sizes, strict=True)]
-    flat = torch.cat([p.view(-1) for p in parts]) if len(parts) > 1 else parts[0].view(-1)
-    y = flat.new_empty(axis.size * flat.numel())
-    work = gather_into(y, flat, group=axis.group, async_op=True)
-
-    def results() -> list[Tensor]:
-        pieces = y.view(axis.size, -1).split([p.numel() for p in parts], 1)
-        wholes = [piece.reshape(axis.size * p.shape[0], *p.shape[1:]) for piece, p in zip(pieces, parts, strict=True)]
-        return [_by_blocks(w.narrow(0, 0, size).movedim(0, dim), dim, axis.size, block).contiguous() for w, dim, size, block in zip(wholes, dims, sizes, blocks, strict=True)]
-
-    return Pending(work, (flat, y), results)
+    y = message.flat.new_empty(axis.size * message.flat.numel())
+    return Pending(gather_into(y, message.flat, group=axis.group, async_op=True), message.flat, y, message.unpack)
 
 
-def begin_reduce_scatter(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> Pending:
+def pack_reduce_scatter(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> Message:
+    steps = [-(-size // axis.size) for size in sizes]
+    parts = [_padded(_by_parts(x, dim, axis.size, block), dim, axis.size * step).unflatten(dim, (axis.size, step)).movedim(dim, 0) for x, dim, block, step in zip(xs, dims, blocks, steps, strict=True)]
+    shapes = [(*x.shape[:dim], step, *x.shape[dim + 1:]) for x, dim, step in zip(xs, dims, steps, strict=True)]
+    counts = [math.prod(shape) for shape in shapes]
+    if len(parts) > 1:
+        flat = xs[0].new_empty(axis.size, sum(counts))
+        for place, part in zip(flat.split(counts, 1), parts, strict=True):
+            place.view(part.shape).copy_(part)
+    else:
+        flat = parts[0].contiguous()
+
+    def unpack(y: Tensor) -> list[Tensor]:
+        return [piece.view(shape).narrow(dim, 0, _length(size, axis)).contiguous() for piece, shape, dim, size in zip(y.split(counts), shapes, dims, sizes, strict=True)]
+
+    return Message(flat.view(-1), unpack)
+
+
+def begin_reduce_scatter(message: Message, axis: Axis) -> Pending:
     """P(sum) -> S(dim) of several tensors in one message."""
-    parts = [_padded(_by_parts(x, dim, axis.size, block), dim, -(-size // axis.size) * axis.size).movedim(dim, 0).contiguous() for x, dim, size, block in zip(xs, dims, sizes, blocks, strict=True)]
-    flat = torch.cat([p.view(axis.size, -1) for p in parts], 1).view(-1) if len(parts) > 1 else parts[0].view(-1)
-    y = flat.new_empty(flat.numel() // axis.size)
-    work = _reduce_scatter(y, flat, group=axis.group, async_op=True)
-    shapes = [(p.shape[0] // axis.size, *p.shape[1:]) for p in parts]
-
-    def results() -> list[Tensor]:
-        pieces = y.split([math.prod(shape) for shape in shapes])
-        return [piece.view(shape).narrow(0, 0, _length(size, axis)).movedim(0, dim).contiguous() for piece, shape, dim, size in zip(pieces, shapes, dims, sizes, strict=True)]
-
-    return Pending(work, (flat, y), results)
+    y = message.flat.new_empty(message.flat.numel() // axis.size)
+    return Pending(_reduce_scatter(y, message.flat, group=axis.group, async_op=True), message.flat, y, message.unpack)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """P(sum) -> R"""
-    return finish(begin_all_reduce([x], axis))[0].view(x.shape)
+    return all_reduce_bucket([x], axis)[0]
 
 
 def all_reduce_bucket(xs: list[Tensor], axis: Axis) -> list[Tensor]:
     """P(sum) -> R of several tensors in one message."""
-    return finish(begin_all_reduce(xs, axis))
-
-
-def reduce_scatter_bucket(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> list[Tensor]:
-    """P(sum) -> S(dim) of several tensors in one message."""
-    return finish(begin_reduce_scatter(xs, axis, dims, sizes, blocks))
+    return finish(begin_all_reduce(pack_all_reduce(xs, axis), axis))
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
@@ -122,17 +143,22 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
 
 def all_gather(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Tensor:
     """S(dim) -> R"""
-    return finish(begin_all_gather([x], axis, [dim], [size], [blocks]))[0]
+    return all_gather_bucket([x], axis, [dim], [size], [blocks])[0]
 
 
 def all_gather_bucket(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> list[Tensor]:
     """S(dim) -> R of several tensors in one message."""
-    return finish(begin_all_gather(xs, axis, dims, sizes, blocks))
+    return finish(begin_all_gather(pack_all_gather(xs, axis, dims, sizes, blocks), axis))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Tensor:
     """P(sum) -> S(dim)"""
-    return finish(begin_reduce_scatter([x], axis, [dim], [size], [blocks]))[0]
+    return reduce_scatter_bucket([x], axis, [dim], [size], [blocks])[0]
+
+
+def reduce_scatter_bucket(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> list[Tensor]:
+    """P(sum) -> S(dim) of several tensors in one message."""
+    return finish(begin_reduce_scatter(pack_reduce_scatter(xs, axis, dims, sizes, blocks), axis))
 
 
 def all_to_all(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks, to_dim: int, to_size: int, to_blocks: Blocks) -> Tensor:
@@ -189,6 +215,7 @@ def _length(size: int, axis: Axis) -> Any:
 
 
 STEPS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (all_reduce, all_reduce_bucket, all_gather_bucket, reduce_scatter_bucket, all_reduce_max, all_gather, reduce_scatter, all_to_all, slice, lodge)}
+PACK: dict[str, Callable[..., Message]] = {"all_reduce": pack_all_reduce, "all_gather": pack_all_gather, "reduce_scatter": pack_reduce_scatter}
 BEGIN: dict[str, Callable[..., Pending]] = {"all_reduce": begin_all_reduce, "all_gather": begin_all_gather, "reduce_scatter": begin_reduce_scatter}
 
 

@@ -12,7 +12,7 @@ and `first` is the other. What is counted is what the emitted program holds with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -95,14 +95,14 @@ class Memory:
 
 
 def memory_of(graph: Graph, mesh: DeviceMesh, cluster: Cluster, optimizer: str | float, sites: Sequence[Site], edges: Sequence[Edge], ends: Sequence[tuple[fx.Node, fx.Node]], index: Mapping[Any, int],
-              made: Cut, handed_on: Collection[fx.Node], accumulation: int = 1) -> Memory:
-    """The pieces of a graph's step. `ends` say of each edge which value it carries and who takes it; `made` how the forward is cut into windows; `handed_on` are the values that move beside them."""
+              made: Cut, handed_on: Mapping[fx.Node, fx.Node], accumulation: int = 1) -> Memory:
+    """The pieces of a graph's step. `ends` say of each edge which value it carries and who takes it; `made` how the forward is cut into windows; `handed_on` are the values that move beside them, and whose they are."""
     return _Pieces(graph, mesh, cluster, optimizer, sites, edges, ends, index, made, handed_on, accumulation).build()
 
 
 class _Pieces:
     def __init__(self, graph: Graph, mesh: DeviceMesh, cluster: Cluster, optimizer: str | float, sites: Sequence[Site], edges: Sequence[Edge], ends: Sequence[Any], index: Mapping[Any, int],
-                 made: Cut, handed_on: Collection[fx.Node], accumulation: int) -> None:
+                 made: Cut, handed_on: Mapping[fx.Node, fx.Node], accumulation: int) -> None:
         from autopar.tracer.graph import info
 
         self.graph, self.mesh, self.kind, self.optimizer = graph, mesh, cluster.device.kernels, optimizer
@@ -148,10 +148,6 @@ class _Pieces:
             self.end[node] = self._back(op) if node in self.keeps[op] else max([self.at[op], *(self.at.get(u, self.n - 1) for u in self.users[node])])   # type: ignore[arg-type, index]
         trained = [n for n in self.graph.nodes if info(n).kind == "parameter" and type_of(n).requires_grad and self.users[n]]
         self.order = {n: k for k, n in enumerate(trained)}
-        self.owner_of: dict[fx.Node, fx.Node] = {}             # of what is a parameter, or a parameter handed on: the parameter
-        for node in self.graph.nodes:
-            if node in self.handed_on:
-                self.owner_of[node] = node if info(node).kind == "parameter" else self.owner_of.get(next((a for a in node._input_nodes if a in self.handed_on), node), node)
         self.updates = max(1, len(trained)) if self.kind == "cpu" and optimizer_figures(self.optimizer, 4)["temporary"] else 1
         self.last, self.settled = 2 * self.n + self.updates - 1, 2 * self.n - 1
         self.until: dict[int, int] = {}                        # of each memory, the last time until which all of it is counted, if nothing converts it
@@ -294,8 +290,9 @@ class _Pieces:
         itself = max([back if target not in self.at or value in self.keeps[target] else now, *(self.end[w] for w in (self._outputs(target) if self._passes(target, value) else ()))])
         needed = max(itself, min(self._needs(value, target), reach))     # what is made here: what is on it beyond `reach` counts itself
         kind = "gathered parameters" if is_parameter else "saved activations" if needed >= self.n else "transients"
-        again = self.sites[edge.source].regathered
-        begins = self.cut.gathered(now) if is_parameter else now     # ahead of its use
+        parameter: Any = self.handed_on.get(value)
+        again = () if parameter in self.cut.stays else self.sites[edge.source].regathered
+        begins = self.cut.gathered(parameter, now) if is_parameter else now     # ahead of its use
         if is_parameter and any(again):
             key = ("again", id(made), again)
             if key not in self._shared:
@@ -304,14 +301,14 @@ class _Pieces:
             _, dropped, stays = self._shared[key]
             self._add(kind, e, stays, begins, needed, True)
             self._add(kind, e, dropped, begins, now, True)
-            again_begins = max(now + 1, self.cut.gathered_again(now))
+            again_begins = max(now + 1, self.cut.gathered_again(parameter, now))
             if self._needs(value, target) >= self.n:           # an embedding's backward does not read it
                 self._add(kind, e, dropped, again_begins, min(back, self._needs(value, target)), True)
-                self._message(e, np.where(dropped > 0, message, 0.0), dropped, again_begins, self.cut.taken_again(now))
+                self._message(e, np.where(dropped > 0, message, 0.0), dropped, again_begins, self.cut.taken_again(parameter, now), self.cut.together(parameter, now, again=True))
         else:
             self._add(kind, e, made, begins, needed, True)
         if is_parameter:
-            self._message(e, message, made, begins, self.cut.taken(now) if target in self.at else now)
+            self._message(e, message, made, begins, self.cut.taken(parameter, now), self.cut.together(parameter, now, again=False))
         if itself > reach:                                     # where it arrives as it is, its memory stays so long
             self._add("saved activations" if itself >= self.n else "transients", e, kept, reach + 1, itself, True)
             if type_.nbytes == self.whole.get(self.memory[value]):
@@ -323,15 +320,15 @@ class _Pieces:
         elif type_.requires_grad:
             self._add("gradients of activations", e, unreduced, back, back, True)
 
-    def _message(self, e: int, sent: np.ndarray, made: np.ndarray, begins: int, taken: int) -> None:
+    def _message(self, e: int, sent: np.ndarray, made: np.ndarray, begins: int, taken: int, several: bool) -> None:
         """What a gather of several parameters holds besides: what it sends while it is under way, and when it ends what has arrived beside the parameters cut out of it."""
-        if begins < taken:
-            self._add("transients", e, sent, begins, taken, True)
+        if several:
+            self._add("transients", e, sent, begins, taken - 1, True)
             self._add("transients", e, made, taken, taken, True)
 
     def _gradient(self, e: int, value: fx.Node, target: fx.Node, back: int, reduced: int, comes: np.ndarray, unreduced: np.ndarray, stored: np.ndarray) -> None:
         """The gradient of a parameter before it lies as the parameter does: as it comes until its bucket is full, then the bucket, until it has been scattered."""
-        owner = self.owner_of[value]
+        owner = self.handed_on[value]
         if owner not in self.closes:
             return
         close = self.closes[owner]
@@ -362,7 +359,7 @@ class _Pieces:
         def several(node: fx.Node) -> bool:
             return len(self.users[node]) > 1
 
-        while value in self.handed_on and value is not self.owner_of[value]:
+        while value in self.handed_on and value is not self.handed_on[value]:
             if several(value):
                 return False
             value = next(a for a in value._input_nodes if a in self.handed_on)

@@ -2,7 +2,8 @@
 
     windows      the forward is cut into runs of ops: a numbered block of the model is one, smaller ones are joined until they read BUCKET bytes of parameters
     forward      what window w gathers moves while window w-1 computes
-    backward     what window w gathers again moves while the backward of window w+1 computes, and what it reduces while that of window w-1 does
+    backward     what window w gathers again moves while the backward of window w+1 computes (the last of several windows gathers nothing again: backward begins with it), and what it reduces while that of window w-1 does
+    alone        what has no such window beside it (of the first in forward, of an only one in backward) moves when it is read, a bucket at a time
     exposed      max(0, communication - compute) of each; where there is no such window, all of it; on a machine where they slow each other, the share of the shorter that is hidden was measured
 
 There is one stream for compute and one for communication. Everything else is in line. The cut does not depend on choices: both sums are linear in them, so a window is a row of the solver.
@@ -48,23 +49,30 @@ class Cut:
 
     of: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
+    buckets: Mapping[fx.Node, tuple[int, int]]                 # of each parameter the first and the last op that read anything of the bucket in which it moves when it moves alone
+    stays: frozenset[fx.Node]                                  # parameters first read in the last of several windows: what is gathered of them is still there as backward begins, and is not gathered again
 
-    def gathered(self, op: int) -> int:
+    def gathered(self, parameter: fx.Node, op: int) -> int:
         """The time from which a parameter that this op reads is there: as its window's predecessor begins."""
         w = self.of[op]
-        return self.spans[w - 1][0] if w else op
+        return self.spans[w - 1][0] if w else self.buckets[parameter][0]
 
-    def gathered_again(self, op: int) -> int:
+    def gathered_again(self, parameter: fx.Node, op: int) -> int:
         n, w = len(self.of), self.of[op]
-        return 2 * n - 1 - (self.spans[w + 1][1] if w + 1 < len(self.spans) else op)
+        return 2 * n - 1 - (self.spans[w + 1][1] if w + 1 < len(self.spans) else self.buckets[parameter][1])
 
-    def taken(self, op: int) -> int:
-        """The time at which the parameters of this op's window arrive together; those of the first are gathered one by one."""
-        return self.spans[self.of[op]][0] if self.of[op] else op
+    def taken(self, parameter: fx.Node, op: int) -> int:
+        """The time at which what was gathered with this op's parameters arrives."""
+        return self.spans[self.of[op]][0] if self.of[op] else self.buckets[parameter][0]
 
-    def taken_again(self, op: int) -> int:
+    def taken_again(self, parameter: fx.Node, op: int) -> int:
         n, w = len(self.of), self.of[op]
-        return 2 * n - 1 - (self.spans[w][1] if w + 1 < len(self.spans) else op)
+        return 2 * n - 1 - (self.spans[w][1] if w + 1 < len(self.spans) else self.buckets[parameter][1])
+
+    def together(self, parameter: fx.Node, op: int, again: bool) -> bool:
+        """Do other parameters arrive with this one?"""
+        alone = self.of[op] == (len(self.spans) - 1 if again else 0)
+        return not alone or self.buckets[parameter][0] < self.buckets[parameter][1]
 
     def reduced(self, op: int) -> int:
         """The time at which the gradient that this op gives is reduced."""
@@ -75,31 +83,49 @@ class Cut:
 def cut(ops: Sequence[fx.Node]) -> Cut:
     """Cut a forward by the blocks of the model; what reads few parameters goes with what follows."""
     from autopar.tracer.blocks import innermost_block
-    from autopar.tracer.graph import info, type_of
+    from autopar.tracer.graph import info, op_name, type_of
 
     if not ops:
-        return Cut((), ())
-    runs: list[tuple[int, int]] = []                           # ops in a run, bytes that it reads first
-    read: set[fx.Node] = set()
-    for _, group in itertools.groupby(ops, lambda n: innermost_block(info(n).module)):
-        members = list(group)
-        fresh = {v for n in members for v in n._input_nodes if info(v).kind == "parameter"} - read
-        read |= fresh
-        runs.append((len(members), sum(type_of(v).nbytes for v in fresh)))
+        return Cut((), (), {}, frozenset())
+    at = {op: i for i, op in enumerate(ops)}
+    readers: dict[fx.Node, list[int]] = {}                     # of each parameter in the order in which they are first read; ops that hand it on, and those that read what they hand on
+    for op in ops:
+        for v in op._input_nodes:
+            if info(v).kind == "parameter" and v not in readers:
+                pending, readers[v] = [v], []
+                while pending:
+                    for user in pending.pop().users:
+                        if user in at:
+                            readers[v].append(at[user])
+                            if op_name(user) in _HANDED_ON:
+                                pending.append(user)
+    reads: list[list[fx.Node]] = [[] for _ in ops]             # the parameters that each op is the first to read
+    for v, of_one in readers.items():
+        reads[min(of_one)].append(v)
     windows, count, nbytes = list[int](), 0, 0
-    for ops_in_run, run_bytes in runs:
-        count, nbytes = count + ops_in_run, nbytes + run_bytes
+    for _, group in itertools.groupby(range(len(ops)), lambda i: innermost_block(info(ops[i]).module)):
+        members = list(group)
+        count, nbytes = count + len(members), nbytes + sum(type_of(v).nbytes for i in members for v in reads[i])
         if nbytes >= BUCKET:
             windows.append(count)
             count, nbytes = 0, 0
     if count:                                                  # the rest, which reads little
         windows = [*windows[:-1], windows[-1] + count] if windows and not nbytes else [*windows, count]
     ends = list(itertools.accumulate(windows))
-    return Cut(tuple(w for w, many in enumerate(windows) for _ in range(many)), tuple((end - many, end - 1) for end, many in zip(ends, windows, strict=True)))
+    spans = tuple((end - many, end - 1) for end, many in zip(ends, windows, strict=True))
+    moved: dict[fx.Node, tuple[int, int]] = {}
+    for first, last in spans:
+        read = [vs for vs in reads[first:last + 1] if vs]
+        for places in buckets([sum(type_of(v).nbytes for v in vs) for vs in read]):
+            bucket = [v for k in places for v in read[k]]
+            span = min(min(readers[v]) for v in bucket), max(max(readers[v]) for v in bucket)
+            moved.update(dict.fromkeys(bucket, span))
+    stays = frozenset(v for v, of_one in readers.items() if len(spans) > 1 and min(of_one) >= spans[-1][0])
+    return Cut(tuple(w for w, many in enumerate(windows) for _ in range(many)), spans, moved, stays)
 
 
 def buckets(sizes: Sequence[int], full: int = BUCKET) -> list[list[int]]:
-    """Gradients that travel together, by place: a bucket takes what comes until it is full."""
+    """What travels together, by place: a bucket takes what comes until it is full."""
     found, held = list[list[int]](), full
     for k, size in enumerate(sizes):
         if held >= full:
@@ -117,14 +143,16 @@ def closes(ready: Sequence[tuple[int, int]]) -> list[int]:
     return [end[k] for k in range(len(ready))]
 
 
-def floating(graph: Graph) -> set[fx.Node]:
-    """Values that are parameters, or parameters handed on: what arrives of them is gathered, and their gradients are reduced."""
+def floating(graph: Graph) -> dict[fx.Node, fx.Node]:
+    """Values that are parameters, or parameters handed on, each with its parameter: what arrives of them is gathered, and their gradients are reduced."""
     from autopar.tracer.graph import info, op_name
 
-    found: set[fx.Node] = set()
+    found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if info(node).kind == "parameter" or (info(node).kind == "op" and op_name(node) in _HANDED_ON and node._input_nodes and found.issuperset(node._input_nodes)):
-            found.add(node)
+        if info(node).kind == "parameter":
+            found[node] = node
+        elif info(node).kind == "op" and op_name(node) in _HANDED_ON and node._input_nodes and all(n in found for n in node._input_nodes):
+            found[node] = found[next(iter(node._input_nodes))]
     return found
 
 

@@ -189,8 +189,7 @@ def saved_bytes(graph: Graph, cluster: Any = None) -> int:
     return sum(row.nbytes for row in saved(graph, cluster))
 
 
-_PRODUCTS = {"linear": ("input", "weight"), "matmul": ("input", "other"), "mm": ("input", "mat2"), "mul": ("input", "other"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"),
-             **{f"conv{n}d": ("input", "weight") for n in (1, 2, 3)}}
+_PRODUCTS = {"linear": ("input", "weight"), "matmul": ("input", "other"), "mm": ("input", "mat2"), "mul": ("input", "other"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}       # no convolution: its backward is one op, which takes both
 
 
 def _is_needed(node: fx.Node, name: str, value: fx.Node) -> bool:

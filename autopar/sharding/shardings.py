@@ -100,15 +100,15 @@ class _Builder:
         if (floor := sum(least[id(d.site.seconds)] for d in drafts.values())) >= known:
             raise Outdone(floor)
         index = {key: i for i, key in enumerate(drafts)}
+        ops = [n for n in self.graph.nodes if n in self.bindings]
+        made = cut_windows(ops)
         edges, ends = [], []
         for key, draft in drafts.items():
             for i, value in enumerate(draft.sources):
                 source, port = source_of(value)
-                edges.append(self._edge(index[source], port, index[key], i, drafts[source].site, draft.site, draft.operands[i], value in self.handed_on))
+                edges.append(self._edge(index[source], port, index[key], i, drafts[source].site, draft.site, draft.operands[i], value in self.handed_on, self.handed_on.get(value) in made.stays))
                 ends.append((value, key[0] if isinstance(key, tuple) else key))
         sites = tuple(d.site for d in drafts.values())
-        ops = [n for n in self.graph.nodes if n in self.bindings]
-        made = cut_windows(ops)
         memory = memory_of(self.graph, self.mesh, self.cluster, self.optimizer, sites, edges, ends, index, made, self.handed_on, self.accumulation)
         at = {n: i for i, n in enumerate(ops)}
         floats = {k: (at[target], *self._ways(edges[k])) for k, (value, target) in enumerate(ends) if value in self.handed_on and target in at}
@@ -376,17 +376,17 @@ class _Builder:
 
     # -- conversions
 
-    def _edge(self, source_index: int, port: int, target_index: int, operand: int, source: Site, target: Site, type_: TensorType, floats: bool) -> Edge:
-        key = (id(source.choices), port, id(target.choices), operand, type_, source.regathered, source.scattered, floats)
+    def _edge(self, source_index: int, port: int, target_index: int, operand: int, source: Site, target: Site, type_: TensorType, floats: bool, stays: bool) -> Edge:
+        key = (id(source.choices), port, id(target.choices), operand, type_, source.regathered, source.scattered, floats, stays)
         like = self._edges.get(key)
         if like is None:
-            like = self._edges[key] = self._new_edge(port, operand, source, target, type_, floats)
+            like = self._edges[key] = self._new_edge(port, operand, source, target, type_, floats, stays)
         return Edge(source_index, target_index, operand, like.given, like.taken, like.given_by, like.taken_by, like.seconds, like.shape, like.itemsize, like.has_gradient)
 
-    def _new_edge(self, port: int, operand: int, source: Site, target: Site, type_: TensorType, floats: bool) -> Edge:
+    def _new_edge(self, port: int, operand: int, source: Site, target: Site, type_: TensorType, floats: bool, stays: bool) -> Edge:
         given, given_by = self._end(source.choices, port, Choice.output, bool(source.regathered or source.scattered))
         taken, taken_by = self._end(target.choices, operand, Choice.operand)
-        key = (id(given), id(taken), type_, source.regathered, source.scattered, floats)
+        key = (id(given), id(taken), type_, source.regathered, source.scattered, floats, stays)
         if key not in self._tables:
             forward = self.conversions.table(type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken])
             backward = np.zeros(forward.shape)
@@ -396,7 +396,7 @@ class _Builder:
                     backward = np.where(_reduces(taken, given).T, np.inf, backward)
             batches, gathers, reductions = self.accumulation, np.ones(len(given)), np.ones(len(given))
             if source.regathered:                              # forward and backward of each micro-batch
-                gathers[np.array(source.regathered)] = 2 * batches
+                gathers[np.array(source.regathered)] = batches if stays else 2 * batches
             if source.scattered:
                 reductions[np.array(source.scattered)] = batches
             both = forward * gathers[:, None] + backward * reductions[:, None] if floats else (forward + backward) * batches
