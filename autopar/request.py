@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from glob import escape
@@ -21,7 +21,7 @@ from autopar.runtime.world import world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import OPTIMIZERS
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.presets import constraints_of
+from autopar.sharding.presets import constraints_of, rows_of
 from autopar.sharding.shardings import shardings
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
@@ -143,10 +143,21 @@ class Request:
         return f"there is one without {' or without '.join(guilty) if guilty else 'all of the constraints together'}"
 
     def _planned(self, graph: Graph, mesh: DeviceMesh, known: float, until: float) -> Plan:
-        preset = constraints_of(self.parallel, graph, mesh) if self.parallel is not None else None
-        space_with = functools.partial(shardings, graph, mesh, self.hardware, self.constraints, self.optimizer, self.strict, preset=preset, accumulation=self.accumulation,
+        if self.parallel is None:
+            return self._solved(graph, mesh, known, until, None, (), self._defaults())
+        preset, rows = constraints_of(self.parallel, graph, mesh), rows_of(self.parallel, mesh)
+        try:
+            return self._solved(graph, mesh, known, until, preset, rows, self._defaults())
+        except (BadConstraint, Infeasible):
+            if not rows:
+                raise
+            gathered = ("parallel", f"{self.parallel!r} is not kept to everywhere: with every value cut along {', '.join(mesh.axes[a] for a in rows)} there is no plan, and some are gathered")
+            return self._solved(graph, mesh, known, until, preset, (), [gathered, *self._defaults()])
+
+    def _solved(self, graph: Graph, mesh: DeviceMesh, known: float, until: float, preset: Mapping[str, str] | None, rows: Sequence[int], defaults: list[tuple[str, str]]) -> Plan:
+        space_with = functools.partial(shardings, graph, mesh, self.hardware, self.constraints, self.optimizer, self.strict, preset=preset, rows=rows, accumulation=self.accumulation,
                                        reduce=self.precision.reduce if self.precision else "", known=known)
-        solved = functools.partial(solve, precision=(self.precision.param, self.precision.reduce) if self.precision else None, solver=self.solver, gap=self.gap, until=until, assumptions=graph.assumptions, defaults=self._defaults())
+        solved = functools.partial(solve, precision=(self.precision.param, self.precision.reduce) if self.precision else None, solver=self.solver, gap=self.gap, until=until, assumptions=graph.assumptions, defaults=defaults)
         space = space_with()
         if math.isinf(self.budget) or peak_where_nothing_is_dear(space) <= self.budget:      # else it hardly fits with every copy kept
             fastest = solved(space)

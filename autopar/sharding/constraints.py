@@ -14,7 +14,7 @@ A pin fixes values; a gradient is pinned only where it is written, as in `R/P(su
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
@@ -51,9 +51,9 @@ class Pins:
 
 
 class Constraints:
-    """Patterns in order, and which of them have matched something."""
+    """Patterns in order, and which of them have matched something; and the axes along which nothing but parameters is gathered, where it can be taken in parts."""
 
-    def __init__(self, given: Mapping[str, Any] | None, mesh: DeviceMesh, of_preset: Mapping[str, str] | None = None) -> None:
+    def __init__(self, given: Mapping[str, Any] | None, mesh: DeviceMesh, of_preset: Mapping[str, str] | None = None, rows: Sequence[int] = ()) -> None:
         if given is not None and not isinstance(given, Mapping):
             raise BadConstraint(f"constraints is a {type(given).__name__}", advice='a dictionary: {"blocks.*.up.weight": "S(0)@tp"}')
         if wrong := [pattern for pattern in given or {} if not isinstance(pattern, str)]:
@@ -61,6 +61,7 @@ class Constraints:
         self.pins = [_read(pattern, what, mesh) for pattern, what in (given or {}).items()]
         self.asked = {pin.pattern for pin in self.pins}
         self.pins += [_read(escape(name), what, mesh) for name, what in (of_preset or {}).items()]      # a preset speaks of names, after the caller
+        self.rows = tuple(rows)
         self._used: set[str] = set()
 
     def of(self, *names: str, is_parameter: bool = False) -> Pins | None:

@@ -333,17 +333,18 @@ class _Pieces:
             return
         close = self.closes[owner]
         scattered = np.where(unreduced > stored, unreduced, 0.0)
+        packed = np.where(unreduced > stored, unreduced - stored, unreduced)       # beside the bucket while it is packed; what is scattered of it is made after these have ended
         whole = comes if self._comes_here(value, target) else np.zeros_like(comes)
         if not self.accumulates or self._always_in_each(owner):
             self._add("gradients", e, whole, back, close - 1, True)
-            self._add("gradients", e, unreduced, max(back, close), max(back, close), True)
+            self._add("gradients", e, packed, max(back, close), max(back, close), True)
             self._add("gradients", e, scattered, close, max(close, reduced), True)
             return
         in_each = marked(self.edges[e], self.sites[self.edges[e].source].scattered)[:, None]     # reduced in each micro-batch; else it waits as it comes
         waits = np.where(in_each & (unreduced > 0), np.minimum(whole, stored), whole)
         self._add("gradients", e, waits, 0, self.settled, True)
         self._add("gradients", e, np.where(in_each, whole, 0.0), back, close - 1, True)          # and what this micro-batch gives
-        self._add("gradients", e, np.where(in_each, unreduced, 0.0), max(back, close), max(back, close), True)
+        self._add("gradients", e, np.where(in_each, packed, 0.0), max(back, close), max(back, close), True)
         self._add("gradients", e, np.where(in_each, scattered, 0.0), close, max(close, reduced), True)
         self._add("gradients", e, np.where(in_each, waits, 0.0), close, self.settled - 1, True)
         self._add("gradients", e, np.where(in_each, 0.0, waits), back, self.settled - 1, True)

@@ -9,6 +9,8 @@
     2.5d          on three: as 2d, and rows by the third too
     3d            on three (a, b, c): rows by a, a weight's inputs by c and its outputs by b, so that outputs are sums over c, scattered over rows; b and c change roles at the next layer
 
+What is made of the batch stays cut along the axes that cut its rows, from the inputs to the outputs: a plan that would compute some of it on every device, to reduce fewer gradients, may be faster, but is not what the name says. Where a model has a value that must be whole there (of each row beside every other, say), the plan says so.
+
 `parallel="megatron"` puts Megatron on the last axis and dp on the others; the others want as many axes as they name. `parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3))` says it in full: data is on
 the first axes, tensor on the last.
 """
@@ -72,6 +74,11 @@ def constraints_of(given: Any, graph: Graph, mesh: DeviceMesh) -> dict[str, str]
         policy = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}.get(layout.zero, "; regathered" if cut.regathered else "")
         found[name] = f"{', '.join(stored) or 'R'}; {', '.join(cut.used) or 'R'}{policy}"
     return found
+
+
+def rows_of(given: Any, mesh: DeviceMesh) -> tuple[int, ...]:
+    """The axes along which a preset cuts the rows of the batch, and along which experts gather nothing but parameters."""
+    return _read(given, mesh).rows
 
 
 def _read(given: Any, mesh: DeviceMesh) -> Layout:

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Mapping[str, Any] | None = None, optimizer: str | float = "adamw", strict: bool = False,
-              regather: bool = False, preset: Mapping[str, str] | None = None, accumulation: int = 1, reduce: str = "",
+              regather: bool = False, preset: Mapping[str, str] | None = None, rows: Sequence[int] = (), accumulation: int = 1, reduce: str = "",
               known: float = math.inf) -> Space:
     """Every legal way to run `graph` on `mesh`, priced on `cluster`, less what `constraints` forbid. With `regather`, gathered parameters may be dropped and gathered again in backward.
 
-    `preset` are an expert's constraints by exact names: the caller's come first. A step is so many micro-batches (`accumulation`) of the graph, and the optimizer.
+    `preset` are an expert's constraints by exact names: the caller's come first; along `rows` nothing but parameters is gathered where the op could take a part of it. A step is so many micro-batches (`accumulation`) of the graph, and the optimizer.
     Gradients of parameters are reduced in the dtype `reduce` alone, where it is said. Raises `Outdone` where the ops alone take as long as a plan that is `known`.
     """
-    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset), optimizer, strict, regather, accumulation, reduce).build(known)
+    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset, rows), optimizer, strict, regather, accumulation, reduce).build(known)
 
 
 # Factors along which the local form of an op counts positions from where its part begins: their parts are one range.
@@ -389,6 +389,8 @@ class _Builder:
         key = (id(given), id(taken), type_, source.regathered, source.scattered, floats, stays)
         if key not in self._tables:
             forward = self.conversions.table(type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken])
+            if not floats:
+                forward = np.where(self._gathers_rows(given, taken), np.inf, forward)
             backward = np.zeros(forward.shape)
             if type_.requires_grad:
                 backward = (self.reductions if floats else self.conversions).table(type_.shape, type_.itemsize, [gradients(f) for f in taken], [gradients(f) for f in given]).T
@@ -403,6 +405,15 @@ class _Builder:
             self._tables[key] = both
             self._both_ways[id(both)] = np.where(np.isfinite(both), forward, 0.0), np.where(np.isfinite(both), backward, 0.0)
         return Edge(0, 0, operand, given, taken, given_by, taken_by, self._tables[key], type_.shape, type_.itemsize, type_.requires_grad)
+
+    def _gathers_rows(self, given: Sequence[Flows], taken: Sequence[Flows]) -> np.ndarray:
+        """Where a value would become whole along an axis of rows, though it could be taken in parts."""
+        found: np.ndarray = np.zeros((len(given), len(taken)), dtype=bool)
+        for axis in self.constraints.rows:
+            leaves, arrives = (np.array([values(f).placements[axis].is_shard for f in side]) for side in (given, taken))
+            if arrives.any():
+                found |= leaves[:, None] & ~arrives[None, :]
+        return found
 
     def _ways(self, edge: Edge) -> tuple[np.ndarray, np.ndarray]:
         """The seconds of an edge's conversion forward and backward, each once; none where it leads nowhere."""

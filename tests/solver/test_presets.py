@@ -36,6 +36,11 @@ def bert():
     return transformers.BertForMaskedLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
+def vit():
+    config = transformers.ViTConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, image_size=64, patch_size=16, num_labels=8)
+    return transformers.ViTForImageClassification(config).train(), {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.zeros(8, dtype=torch.long)}
+
+
 MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert, "mlp": mlp_case}
 ASSUME = autopar.Assume(no_padding=True)
 
@@ -115,7 +120,38 @@ def test_a_preset_trains_as_one_device_does(name, parallel, threads):
         return {"loss": loss.detach(), **{n: whole(p.grad) for n, p in mine.named_parameters()}}
 
     for result in threads(mesh.size, body):
-        Equality.in_float64(f"{name}, {parallel}", result, expected, 1e-9 if name == "gpt2" else 1e-6).check()     # LLaMA's norms are computed in float32
+        losses = [{"loss": of.pop("loss")} for of in (result, dict(expected))]
+        Equality.in_float64(f"{name}, {parallel}, loss", *losses, 1e-6).check()     # in float32, whatever the model's dtype
+        Equality.in_float64(f"{name}, {parallel}", result, {n: g for n, g in expected.items() if n != "loss"}, 1e-9 if name == "gpt2" else 1e-6).check()     # LLaMA's norms are computed in float32
+
+
+@pytest.mark.parametrize("parallel", ["dp", "zero3", dict(tensor=2, data=dict(size=2, zero=3))], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_what_is_made_of_the_batch_stays_cut_by_rows(name, parallel):
+    """Though on some figures it is faster to compute the first layers everywhere than to reduce their gradients."""
+    model, batch = {"vit": vit, **MODELS}[name]()
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    plan = autopar.plan(model, batch, mesh=mesh, parallel=parallel, memory_budget="inf")
+    rows = {0, 1} if isinstance(parallel, str) else {0}
+    made = [c for c in plan.conversions if c.source not in plan.parameters]
+    assert made and not [c for c in made for step in c.forward if step.kind == "all_gather" and step.axis in rows]
+    assert not [said for said in plan.defaults if said[0] == "parallel"]
+
+
+def test_where_rows_must_meet_the_plan_says_so():
+    class Pairs(torch.nn.Module):
+        """Every row beside every other."""
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(8, 1), torch.nn.Linear(8, 1)
+
+        def forward(self, x):
+            return (self.a(x) @ self.b(x).T).logsumexp(1).mean()
+
+    plan = autopar.plan(Pairs(), (torch.randn(8, 8),), mesh=2, parallel="dp")
+    assert any(what == "parallel" and "not kept to everywhere" in how for what, how in plan.defaults) and "not kept to everywhere" in str(plan)
+    assert {sharding.text(plan.mesh.axes) for sharding in plan.parameters.values()} == {"R"}
 
 
 def test_the_search_over_meshes_takes_the_best():
