@@ -21,7 +21,7 @@ from autopar.runtime.world import world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import OPTIMIZERS
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.presets import constraints_of, rows_of
+from autopar.sharding.presets import constraints_of, habits_of
 from autopar.sharding.shardings import shardings
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
@@ -145,17 +145,17 @@ class Request:
     def _planned(self, graph: Graph, mesh: DeviceMesh, known: float, until: float) -> Plan:
         if self.parallel is None:
             return self._solved(graph, mesh, known, until, None, (), self._defaults())
-        preset, rows = constraints_of(self.parallel, graph, mesh), rows_of(self.parallel, mesh)
+        preset, habits = constraints_of(self.parallel, graph, mesh), habits_of(self.parallel, mesh)
         try:
-            return self._solved(graph, mesh, known, until, preset, rows, self._defaults())
+            return self._solved(graph, mesh, known, until, preset, habits, self._defaults())
         except (BadConstraint, Infeasible):
-            if not rows:
+            if not habits:
                 raise
-            gathered = ("parallel", f"{self.parallel!r} is not kept to everywhere: with every value cut along {', '.join(mesh.axes[a] for a in rows)} there is no plan, and some are gathered")
-            return self._solved(graph, mesh, known, until, preset, (), [gathered, *self._defaults()])
+            broken = ("parallel", f"{self.parallel!r} is not kept to everywhere: {', '.join(f'{habit} along {mesh.axes[a]}' for a, habit in habits)} leaves no plan")
+            return self._solved(graph, mesh, known, until, preset, (), [broken, *self._defaults()])
 
-    def _solved(self, graph: Graph, mesh: DeviceMesh, known: float, until: float, preset: Mapping[str, str] | None, rows: Sequence[int], defaults: list[tuple[str, str]]) -> Plan:
-        space_with = functools.partial(shardings, graph, mesh, self.hardware, self.constraints, self.optimizer, self.strict, preset=preset, rows=rows, accumulation=self.accumulation,
+    def _solved(self, graph: Graph, mesh: DeviceMesh, known: float, until: float, preset: Mapping[str, str] | None, habits: Sequence[tuple[int, str]], defaults: list[tuple[str, str]]) -> Plan:
+        space_with = functools.partial(shardings, graph, mesh, self.hardware, self.constraints, self.optimizer, self.strict, preset=preset, habits=habits, accumulation=self.accumulation,
                                        reduce=self.precision.reduce if self.precision else "", known=known)
         solved = functools.partial(solve, precision=(self.precision.param, self.precision.reduce) if self.precision else None, solver=self.solver, gap=self.gap, until=until, assumptions=graph.assumptions, defaults=defaults)
         space = space_with()

@@ -14,7 +14,7 @@ A pin fixes values; a gradient is pinned only where it is written, as in `R/P(su
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
@@ -50,10 +50,18 @@ class Pins:
     is_about_storage: bool = False
 
 
-class Constraints:
-    """Patterns in order, and which of them have matched something; and the axes along which nothing but parameters is gathered, where it can be taken in parts."""
+# How experts move what is no parameter along an axis: what leaves like this arrives like that, if its taker knows such a way at all.
+HABITS: dict[str, tuple[Callable[[Placement], bool], Callable[[Placement], bool]]] = {
+    "rows": (lambda leaves: leaves.is_shard, lambda arrives: arrives.is_shard),                     # nothing that is cut becomes whole
+    "whole": (lambda leaves: leaves.is_partial, lambda arrives: not arrives.is_shard),              # sums are not scattered
+    "sequence": (lambda leaves: leaves.is_partial, lambda arrives: arrives.is_shard and arrives.dim == 1),      # or along dim 1 alone
+}
 
-    def __init__(self, given: Mapping[str, Any] | None, mesh: DeviceMesh, of_preset: Mapping[str, str] | None = None, rows: Sequence[int] = ()) -> None:
+
+class Constraints:
+    """Patterns in order, and which of them have matched something; and what is not done along an axis, by habit."""
+
+    def __init__(self, given: Mapping[str, Any] | None, mesh: DeviceMesh, of_preset: Mapping[str, str] | None = None, habits: Sequence[tuple[int, str]] = ()) -> None:
         if given is not None and not isinstance(given, Mapping):
             raise BadConstraint(f"constraints is a {type(given).__name__}", advice='a dictionary: {"blocks.*.up.weight": "S(0)@tp"}')
         if wrong := [pattern for pattern in given or {} if not isinstance(pattern, str)]:
@@ -61,7 +69,7 @@ class Constraints:
         self.pins = [_read(pattern, what, mesh) for pattern, what in (given or {}).items()]
         self.asked = {pin.pattern for pin in self.pins}
         self.pins += [_read(escape(name), what, mesh) for name, what in (of_preset or {}).items()]      # a preset speaks of names, after the caller
-        self.rows = tuple(rows)
+        self.habits = tuple(habits)
         self._used: set[str] = set()
 
     def of(self, *names: str, is_parameter: bool = False) -> Pins | None:

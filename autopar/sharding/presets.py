@@ -4,12 +4,13 @@
     zero1         the same, parameters stored cut and gathered once a step; their gradients are scattered, at the end of several micro-batches
     zero2         the same, in each of them
     zero3         the same, parameters gathered again in backward
-    megatron      on one axis: every linear layer cut by its output, the next by its input; embedding and head by vocabulary
+    megatron      on one axis: every linear layer cut by its output, the next by its input; embedding and head by vocabulary; sums are made whole, or with sequence=True scattered along the sequence
     2d            on two axes: rows by the first, features by the second; a weight is stored cut by both and gathered along the first (SUMMA, outputs stay)
     2.5d          on three: as 2d, and rows by the third too
     3d            on three (a, b, c): rows by a, a weight's inputs by c and its outputs by b, so that outputs are sums over c, scattered over rows; b and c change roles at the next layer
 
-What is made of the batch stays cut along the axes that cut its rows, from the inputs to the outputs: a plan that would compute some of it on every device, to reduce fewer gradients, may be faster, but is not what the name says. Where a model has a value that must be whole there (of each row beside every other, say), the plan says so.
+Besides shardings, a preset has habits: what is made of the batch stays cut along the axes that cut its rows, and Megatron's sums are made whole (or scattered along the sequence). A plan that would compute the first layers on every device, to reduce fewer gradients, may be faster, but is not what the name says. Where a model does not allow
+a habit (of each row beside every other, say), the plan says so.
 
 `parallel="megatron"` puts Megatron on the last axis and dp on the others; the others want as many axes as they name. `parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3))` says it in full: data is on
 the first axes, tensor on the last.
@@ -42,6 +43,7 @@ class Layout:
     zero: int = 0
     mode: str = ""
     tensor: tuple[int, ...] = ()
+    sequence: bool = False
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -76,9 +78,11 @@ def constraints_of(given: Any, graph: Graph, mesh: DeviceMesh) -> dict[str, str]
     return found
 
 
-def rows_of(given: Any, mesh: DeviceMesh) -> tuple[int, ...]:
-    """The axes along which a preset cuts the rows of the batch, and along which experts gather nothing but parameters."""
-    return _read(given, mesh).rows
+def habits_of(given: Any, mesh: DeviceMesh) -> tuple[tuple[int, str], ...]:
+    """How the experts of a preset move values along each axis (`constraints.HABITS`)."""
+    layout = _read(given, mesh)
+    between = "sequence" if layout.sequence else "whole"
+    return (*((axis, "rows") for axis in layout.rows), *((axis, between) for axis in layout.tensor if layout.mode == "megatron"))
 
 
 def _read(given: Any, mesh: DeviceMesh) -> Layout:
@@ -96,18 +100,21 @@ def _read(given: Any, mesh: DeviceMesh) -> Layout:
         raise BadPreset(f"parallel={given!r} is neither a preset's name nor a dictionary of data and tensor", advice='parallel="zero3", or parallel=dict(tensor=dict(size=4, mode="megatron"), data=2)')
     sizes = {key: (value if isinstance(value, Mapping) else {"size": value}) for key, value in given.items()}
     for key, value in sizes.items():
-        if set(value) - {"size", "mode" if key == "tensor" else "zero"} or any(isinstance(value.get(k, 1), bool) or not isinstance(value.get(k, 1), int) for k in ("size", "zero")) or not value.get("size", 0) > 0:
-            raise BadPreset(f"parallel says {key}={given[key]!r}", advice="data=2, data=dict(size=2, zero=3), tensor=4 or tensor=dict(size=4, mode=\"megatron\")")
+        if set(value) - ({"size", "mode", "sequence"} if key == "tensor" else {"size", "zero"}) or any(isinstance(value.get(k, 1), bool) or not isinstance(value.get(k, 1), int) for k in ("size", "zero")) or not value.get("size", 0) > 0:
+            raise BadPreset(f"parallel says {key}={given[key]!r}", advice="data=2, data=dict(size=2, zero=3), tensor=4 or tensor=dict(size=4, mode=\"megatron\", sequence=True)")
     data, tensor = sizes.get("data", {"size": 1}), sizes.get("tensor", {"size": 1})
     mode = tensor.get("mode", "megatron")
     if not isinstance(mode, str) or mode not in TENSOR or data.get("zero", 0) not in (0, 1, 2, 3):
         raise BadPreset(f"parallel={given!r}", seen=f"modes of tensor: {', '.join(TENSOR)}; zero: 0 to 3")
     if data["size"] * tensor["size"] != mesh.size:
         raise BadPreset(f"parallel speaks of {data['size']} x {tensor['size']} devices, the mesh has {mesh.size}", seen=f"mesh {mesh}")
+    sequence = tensor.get("sequence", False)
+    if not isinstance(sequence, bool) or (sequence and mode != "megatron"):
+        raise BadPreset(f"parallel={given!r}", seen="sequence is True or False, and a word about megatron")
     axes = tuple(real[-TENSOR[mode]:]) if tensor["size"] > 1 else ()
     if axes and (math.prod(mesh.shape[a] for a in axes) != tensor["size"] or (len(axes) != TENSOR[mode] and mode != "megatron")):
         raise BadPreset(f"tensor of size {tensor['size']} in mode {mode} is not the last {TENSOR[mode]} axes of mesh {mesh}", advice=f"mesh=({data['size']}, {tensor['size']})" if mode == "megatron" else "")
-    return Layout(tuple(a for a in real if a not in axes), data.get("zero", 0), mode if axes else "", axes)
+    return Layout(tuple(a for a in real if a not in axes), data.get("zero", 0), mode if axes else "", axes, sequence)
 
 
 def _rows(graph: Graph, mesh: DeviceMesh, layout: Layout) -> dict[str, str]:

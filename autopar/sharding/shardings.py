@@ -12,14 +12,14 @@ import numpy as np
 
 from autopar.letters import BadConstraint, BadRule, NoRule
 from autopar.sharding.cluster import Cluster, Timed
-from autopar.sharding.constraints import Constraints, Pin, Pins
+from autopar.sharding.constraints import HABITS, Constraints, Pin, Pins
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.costs import FREE, PRODUCTS, measured_seconds, named, optimizer_figures, seconds, step_seconds
 from autopar.sharding.discovery import discovered
 from autopar.sharding.memory import memory_of
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
-from autopar.sharding.overlap import BUCKET, casts_of_parameters, floating, windows_of
+from autopar.sharding.overlap import BUCKET, Cut, casts_of_parameters, floating, windows_of
 from autopar.sharding.overlap import cut as cut_windows
 from autopar.sharding.placement import R, Sharding, flow, largest_local_shape, part
 from autopar.sharding.rules import rule_of
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Mapping[str, Any] | None = None, optimizer: str | float = "adamw", strict: bool = False,
-              regather: bool = False, preset: Mapping[str, str] | None = None, rows: Sequence[int] = (), accumulation: int = 1, reduce: str = "",
+              regather: bool = False, preset: Mapping[str, str] | None = None, habits: Sequence[tuple[int, str]] = (), accumulation: int = 1, reduce: str = "",
               known: float = math.inf) -> Space:
     """Every legal way to run `graph` on `mesh`, priced on `cluster`, less what `constraints` forbid. With `regather`, gathered parameters may be dropped and gathered again in backward.
 
-    `preset` are an expert's constraints by exact names: the caller's come first; along `rows` nothing but parameters is gathered where the op could take a part of it. A step is so many micro-batches (`accumulation`) of the graph, and the optimizer.
+    `preset` are an expert's constraints by exact names: the caller's come first; `habits` are its ways along axes. A step is so many micro-batches (`accumulation`) of the graph, and the optimizer.
     Gradients of parameters are reduced in the dtype `reduce` alone, where it is said. Raises `Outdone` where the ops alone take as long as a plan that is `known`.
     """
-    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset, rows), optimizer, strict, regather, accumulation, reduce).build(known)
+    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset, habits), optimizer, strict, regather, accumulation, reduce).build(known)
 
 
 # Factors along which the local form of an op counts positions from where its part begins: their parts are one range.
@@ -102,18 +102,48 @@ class _Builder:
         index = {key: i for i, key in enumerate(drafts)}
         ops = [n for n in self.graph.nodes if n in self.bindings]
         made = cut_windows(ops)
-        edges, ends = [], []
-        for key, draft in drafts.items():
-            for i, value in enumerate(draft.sources):
-                source, port = source_of(value)
-                edges.append(self._edge(index[source], port, index[key], i, drafts[source].site, draft.site, draft.operands[i], value in self.handed_on, self.handed_on.get(value) in made.stays))
-                ends.append((value, key[0] if isinstance(key, tuple) else key))
+        edges, ends = self._edges_of(drafts, index, made)
+        if self.constraints.habits:                            # they leave many choices that go with none
+            for draft, keep in zip(drafts.values(), self._supported([d.site for d in drafts.values()], edges), strict=True):
+                if not keep.all():
+                    draft.site = self._narrowed(draft.site, keep)
+            edges, ends = self._edges_of(drafts, index, made)
         sites = tuple(d.site for d in drafts.values())
         memory = memory_of(self.graph, self.mesh, self.cluster, self.optimizer, sites, edges, ends, index, made, self.handed_on, self.accumulation)
         at = {n: i for i, n in enumerate(ops)}
         floats = {k: (at[target], *self._ways(edges[k])) for k, (value, target) in enumerate(ends) if value in self.handed_on and target in at}
         windows = windows_of(made, [sites[index[n]].name for n in ops], [index[n] for n in ops], sites, edges, floats, self.accumulation, self.cluster.hidden)
         return Space(self.mesh, self.cluster, sites, tuple(edges), self.conversions, self.graph.digest, self.optimizer, memory, windows, self.accumulation)
+
+    def _edges_of(self, drafts: Mapping[Any, _Draft], index: Mapping[Any, int], made: Cut) -> tuple[list[Edge], list[tuple[fx.Node, fx.Node]]]:
+        """Of every operand its edge; and which value it carries, and who takes it."""
+        edges, ends = [], []
+        for key, draft in drafts.items():
+            for i, value in enumerate(draft.sources):
+                source, port = source_of(value)
+                edges.append(self._edge(index[source], port, index[key], i, drafts[source].site, draft.site, draft.operands[i], value in self.handed_on, self.handed_on.get(value) in made.stays))
+                ends.append((value, key[0] if isinstance(key, tuple) else key))
+        return edges, ends
+
+    def _supported(self, sites: Sequence[Site], edges: Sequence[Edge]) -> list[np.ndarray]:
+        """Of each site the choices for which every neighbour has one that goes with it, among those that have such neighbours themselves."""
+        alive = [np.isfinite(s.seconds) for s in sites]
+        possible = {id(e.seconds): np.isfinite(e.seconds) for e in edges}
+        waiting = True
+        while waiting:
+            waiting = False
+            for order in (edges, edges[::-1]):
+                for e in order:
+                    table, source, target = possible[id(e.seconds)], alive[e.source], alive[e.target]
+                    leaves, arrives = np.zeros(table.shape[0], bool), np.zeros(table.shape[1], bool)
+                    leaves[e.given_by[source]], arrives[e.taken_by[target]] = True, True
+                    table = table & leaves[:, None] & arrives[None, :]
+                    for at, kept in ((e.source, source & table.any(1)[e.given_by]), (e.target, target & table.any(0)[e.taken_by])):
+                        if not kept.any():
+                            raise BadConstraint("no choices go together", at=sites[at].name, advice="pin fewer things")
+                        if kept.sum() < alive[at].sum():
+                            alive[at], waiting = kept, True
+        return alive
 
     def _narrowed(self, site: Site, keep: np.ndarray) -> Site:
         """The site with these choices alone; the same objects for sites that are alike and pinned alike."""
@@ -390,7 +420,7 @@ class _Builder:
         if key not in self._tables:
             forward = self.conversions.table(type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken])
             if not floats:
-                forward = np.where(self._gathers_rows(given, taken), np.inf, forward)
+                forward = np.where(self._against_habit(given, taken), np.inf, forward)
             backward = np.zeros(forward.shape)
             if type_.requires_grad:
                 backward = (self.reductions if floats else self.conversions).table(type_.shape, type_.itemsize, [gradients(f) for f in taken], [gradients(f) for f in given]).T
@@ -406,11 +436,11 @@ class _Builder:
             self._both_ways[id(both)] = np.where(np.isfinite(both), forward, 0.0), np.where(np.isfinite(both), backward, 0.0)
         return Edge(0, 0, operand, given, taken, given_by, taken_by, self._tables[key], type_.shape, type_.itemsize, type_.requires_grad)
 
-    def _gathers_rows(self, given: Sequence[Flows], taken: Sequence[Flows]) -> np.ndarray:
-        """Where a value would become whole along an axis of rows, though it could be taken in parts."""
+    def _against_habit(self, given: Sequence[Flows], taken: Sequence[Flows]) -> np.ndarray:
+        """Where a value would move as no expert of the preset moves it, though it could move as they do."""
         found: np.ndarray = np.zeros((len(given), len(taken)), dtype=bool)
-        for axis in self.constraints.rows:
-            leaves, arrives = (np.array([values(f).placements[axis].is_shard for f in side]) for side in (given, taken))
+        for axis, habit in self.constraints.habits:
+            leaves, arrives = (np.array([is_so(values(f).placements[axis]) for f in side]) for is_so, side in zip(HABITS[habit], (given, taken), strict=True))
             if arrives.any():
                 found |= leaves[:, None] & ~arrives[None, :]
         return found

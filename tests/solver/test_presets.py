@@ -97,7 +97,7 @@ def test_megatron_reduces_twice_a_layer_each_way():
 
 
 @pytest.mark.parametrize("name, parallel", [*(pytest.param(n, p, marks=[] if i in (0, 1, 2, 7) else [pytest.mark.nightly]) for i, (n, p) in enumerate(
-    itertools.product(["gpt2", "llama"], ["zero3", "megatron", "2d", dict(tensor=2, data=dict(size=2, zero=3))]))), ("gpt2", "3d"), ("bert", "2.5d"),
+    itertools.product(["gpt2", "llama"], ["zero3", "megatron", "2d", dict(tensor=2, data=dict(size=2, zero=3))]))), ("gpt2", dict(tensor=dict(size=2, sequence=True), data=2)), ("gpt2", "3d"), ("bert", "2.5d"),
     pytest.param("gpt2", dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3)), marks=pytest.mark.nightly)], ids=str)
 def test_a_preset_trains_as_one_device_does(name, parallel, threads):
     model, batch = MODELS[name]()
@@ -135,6 +135,20 @@ def test_what_is_made_of_the_batch_stays_cut_by_rows(name, parallel):
     rows = {0, 1} if isinstance(parallel, str) else {0}
     made = [c for c in plan.conversions if c.source not in plan.parameters]
     assert made and not [c for c in made for step in c.forward if step.kind == "all_gather" and step.axis in rows]
+    assert not [said for said in plan.defaults if said[0] == "parallel"]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_megatrons_sums_are_made_whole_or_scattered_along_the_sequence(name, sequence):
+    """Though on the same links the other is as fast; and it trains as one device does."""
+    model, batch = MODELS[name]()
+    how = dict(mesh=DeviceMesh((2, 2), ("dp", "tp")), parallel=dict(tensor=dict(size=2, sequence=sequence), data=2), assume=ASSUME if name == "llama" else None, memory_budget="inf")
+    plan = autopar.plan(model, batch, **how)
+    steps = [s for c in plan.conversions if c.source not in plan.parameters for s in c.forward if s.axis == 1]
+    scattered, reduced = ([s for s in steps if s.kind == kind] for kind in ("reduce_scatter", "all_reduce"))
+    blocks = 2 * model.config.num_hidden_layers
+    assert all(s.dim == 1 for s in scattered) and (len(scattered) >= blocks and len(reduced) <= 3 if sequence else not scattered and len(reduced) >= blocks)
     assert not [said for said in plan.defaults if said[0] == "parallel"]
 
 
