@@ -449,7 +449,8 @@ def ranges(arguments: Mapping[str, Any]) -> Rule:
         gone = arguments["dim"] % len(before)
         return parse(" ".join(f"{a}!" if i == gone else a for i, a in enumerate(letters)) + " -> " + " ".join(a for i, a in enumerate(letters) if i != gone), linear="x")
     shifts = arguments.get("pad", ())                          # pairs, last dim first; a shift may leave the size as it was
-    changed = [i for i in range(len(before)) if before[i] != after[i] or any(shifts[2 * (len(before) - 1 - i):][:2])]
+    taken = arguments["dim"] % len(before) if "length" in arguments else -1    # a range of all of it too: its length is a number in the program
+    changed = [i for i in range(len(before)) if before[i] != after[i] or any(shifts[2 * (len(before) - 1 - i):][:2]) or i == taken]
     linear = "" if arguments.get("value") or arguments.get("mode", "constant") != "constant" else "x"
     left, right = ([f"{a}{side}!" if i in changed else a for i, a in enumerate(letters)] for side in ("_in", "_out"))
     return parse(" ".join(left) + " -> " + " ".join(right), linear=linear)

@@ -115,6 +115,10 @@ def of_rank(*ranks):
     return lambda v: v.dim() in ranks
 
 
+def has_dims(v):
+    return v.dim() > 0
+
+
 def dim_of(m, v):
     return m.rng.randrange(v.dim())
 
@@ -297,9 +301,9 @@ def forked(m, v):
 
 
 STEPS = {
-    "linear": unary(linear), "linear too": unary(linear), "gated": unary(forked), "attention": unary(attention, of_rank(3)), "tied": tied, "norm": unary(normed), "channels": unary(over_channels, of_rank(2, 3, 4)),
+    "linear": unary(linear, has_dims), "linear too": unary(linear, has_dims), "gated": unary(forked, has_dims), "attention": unary(attention, of_rank(3)), "tied": tied, "norm": unary(normed, has_dims), "channels": unary(over_channels, of_rank(2, 3, 4)),
     "conv": unary(convolved, of_rank(3, 4)), "pool": unary(pooled, of_rank(3, 4)), "pointwise": unary(pointwise), "reduce": unary(reduced), "along": unary(along), "move": unary(moved), "reshape": unary(reshaped),
-    "reshape too": unary(reshaped), "take": unary(taken), "grow": unary(grown), "write": unary(written), "binary": binary, "matmul": multiplied, "gather": gathered, "dropout": unary(dropped),
+    "reshape too": unary(reshaped), "take": unary(taken), "grow": unary(grown), "write": unary(written, has_dims), "binary": binary, "matmul": multiplied, "gather": gathered, "dropout": unary(dropped),
 }
 
 

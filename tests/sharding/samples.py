@@ -58,7 +58,7 @@ SAMPLES |= {
     "permute": [dict(input=normal(5, 4, 6), dims=(2, 0, 1))],
     "split": [dict(input=normal(5, 12), sections=(6, 6), dim=1), dict(input=normal(5, 24), sections=(12, 6, 6), dim=1)],
     "cat": [dict(tensors=[normal(5, 6), normal(5, 12)], dim=1)],
-    "narrow": [dict(input=normal(5, 4), dim=1, start=1, length=2)],
+    "narrow": [dict(input=normal(5, 4), dim=1, start=1, length=2), dict(input=normal(4, 4), dim=0, start=0, length=4)],
     "select": [dict(input=normal(5, 4, 6), dim=1, index=2)],
     "pad": [dict(input=normal(5, 4), pad=(0, 1)), dict(input=normal(5, 4), pad=(1, 0), value=3.0)],
 }
