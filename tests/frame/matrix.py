@@ -27,9 +27,10 @@ from tests.zoo.families import DECODER, ENCODER, T5, VISION, WHISPER, hf, timm, 
 
 STEPS, ROWS, SEED = 3, 8, 1234567
 BOTH = dict(tensor=2, data=dict(size=2, zero=3))
+SEQUENCE = dict(tensor=dict(size=2, sequence=True), data=2)
 MESHES = {
     DeviceMesh((4,), ("tp",)): (None, "dp", "zero1", "zero2", "zero3", "megatron"),
-    DeviceMesh((2, 2), ("dp", "tp")): (None, "dp", "zero1", "zero2", "zero3", "megatron", "2d", BOTH),
+    DeviceMesh((2, 2), ("dp", "tp")): (None, "dp", "zero1", "zero2", "zero3", "megatron", "2d", BOTH, SEQUENCE),
     DeviceMesh((2, 1, 2), ("dp", "none", "tp")): (None, "zero3", "megatron", "2d", BOTH),
     DeviceMesh((2, 2, 2), ("a", "b", "c")): (None, "zero3", "2.5d", "3d", dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=2))),
 }
