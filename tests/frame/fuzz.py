@@ -102,7 +102,11 @@ class Drawn(nn.Module):
         return {"loss": loss, "last": values[self.ends[-1]]}
 
 
-def unary(function, fits=lambda v: True):
+def has_dims(v):
+    return v.dim() > 0
+
+
+def unary(function, fits=has_dims):
     """A step on one value; `function(model, value)` gives what is done, or None."""
     def make(m, values):
         i = m.pick(values, fits)
@@ -113,10 +117,6 @@ def unary(function, fits=lambda v: True):
 
 def of_rank(*ranks):
     return lambda v: v.dim() in ranks
-
-
-def has_dims(v):
-    return v.dim() > 0
 
 
 def dim_of(m, v):
@@ -301,9 +301,9 @@ def forked(m, v):
 
 
 STEPS = {
-    "linear": unary(linear, has_dims), "linear too": unary(linear, has_dims), "gated": unary(forked, has_dims), "attention": unary(attention, of_rank(3)), "tied": tied, "norm": unary(normed, has_dims), "channels": unary(over_channels, of_rank(2, 3, 4)),
-    "conv": unary(convolved, of_rank(3, 4)), "pool": unary(pooled, of_rank(3, 4)), "pointwise": unary(pointwise), "reduce": unary(reduced), "along": unary(along), "move": unary(moved), "reshape": unary(reshaped),
-    "reshape too": unary(reshaped), "take": unary(taken), "grow": unary(grown), "write": unary(written, has_dims), "binary": binary, "matmul": multiplied, "gather": gathered, "dropout": unary(dropped),
+    "linear": unary(linear), "linear too": unary(linear), "gated": unary(forked), "attention": unary(attention, of_rank(3)), "tied": tied, "norm": unary(normed), "channels": unary(over_channels, of_rank(2, 3, 4)),
+    "conv": unary(convolved, of_rank(3, 4)), "pool": unary(pooled, of_rank(3, 4)), "pointwise": unary(pointwise, lambda v: True), "reduce": unary(reduced), "along": unary(along), "move": unary(moved), "reshape": unary(reshaped),
+    "reshape too": unary(reshaped), "take": unary(taken), "grow": unary(grown), "write": unary(written), "binary": binary, "matmul": multiplied, "gather": gathered, "dropout": unary(dropped, lambda v: True),
 }
 
 
