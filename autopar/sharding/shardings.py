@@ -411,7 +411,7 @@ class _Builder:
         like = self._edges.get(key)
         if like is None:
             like = self._edges[key] = self._new_edge(port, operand, source, target, type_, floats, stays)
-        return Edge(source_index, target_index, operand, like.given, like.taken, like.given_by, like.taken_by, like.seconds, like.shape, like.itemsize, like.has_gradient)
+        return Edge(source_index, target_index, operand, like.given, like.taken, like.given_by, like.taken_by, like.seconds, like.shape, like.itemsize, like.has_gradient, like.back)
 
     def _new_edge(self, port: int, operand: int, source: Site, target: Site, type_: TensorType, floats: bool, stays: bool) -> Edge:
         given, given_by = self._end(source.choices, port, Choice.output, bool(source.regathered or source.scattered))
@@ -434,7 +434,7 @@ class _Builder:
             both = forward * gathers[:, None] + backward * reductions[:, None] if floats else (forward + backward) * batches
             self._tables[key] = both
             self._both_ways[id(both)] = np.where(np.isfinite(both), forward, 0.0), np.where(np.isfinite(both), backward, 0.0)
-        return Edge(0, 0, operand, given, taken, given_by, taken_by, self._tables[key], type_.shape, type_.itemsize, type_.requires_grad)
+        return Edge(0, 0, operand, given, taken, given_by, taken_by, self._tables[key], type_.shape, type_.itemsize, type_.requires_grad, self.reductions if floats else None)
 
     def _against_habit(self, given: Sequence[Flows], taken: Sequence[Flows]) -> np.ndarray:
         """Where a value would move as no expert of the preset moves it, though it could move as they do."""

@@ -51,6 +51,7 @@ class Edge:
     shape: tuple[int, ...]                                     # of the whole tensor
     itemsize: int
     has_gradient: bool
+    back: ShapeConsistencyManager | None = None                # by which its gradient is converted, where that is not the space's: reductions of parameters travel in buckets
 
 
 class Outdone(Exception):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from autopar.letters import Infeasible
-from autopar.sharding.convert import Step
+from autopar.sharding.convert import ShapeConsistencyManager, Step
 from autopar.sharding.placement import Sharding
 from autopar.sharding.space import Edge, Flows, Space
 from autopar.sharding.strategies import Choice, gradients, values
@@ -149,9 +149,9 @@ def _peak(space: Space, picked: Sequence[int]) -> tuple[dict[str, int], str]:
 
 
 def _conversion(space: Space, e: Edge, given: Flows, taken: Flows, seconds: float) -> Conversion:
-    def steps(source: Sharding, target: Sharding) -> tuple[Step, ...]:
-        return space.conversions.path(e.shape, e.itemsize, source, target).steps
+    def steps(source: Sharding, target: Sharding, by: ShapeConsistencyManager = space.conversions) -> tuple[Step, ...]:
+        return by.path(e.shape, e.itemsize, source, target).steps
 
     value = values(given), values(taken)
     gradient = (gradients(taken), gradients(given)) if e.has_gradient else None
-    return Conversion(space.sites[e.source].name, space.sites[e.target].name, e.operand, value, gradient, steps(*value), steps(*gradient) if gradient else (), seconds)
+    return Conversion(space.sites[e.source].name, space.sites[e.target].name, e.operand, value, gradient, steps(*value), steps(*gradient, by=e.back or space.conversions) if gradient else (), seconds)

@@ -222,3 +222,13 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     cluster = replace(eager_links(), name="kept", timed=(Timed("relu", "float32", ((1.0, 2.0), (3.0, 4.0)), ((1.0, 5.0),)),), hidden=0.5, measured=(Measured("all_gather", 2, 1, 1e-3, 1e9, ((8.0, 1e-3), (64.0, 2e-3))),))
     cluster.save(tmp_path / "kept.json")
     assert Cluster.of(tmp_path / "kept.json") == cluster
+
+
+def test_a_gradient_takes_the_way_that_it_is_priced_by():
+    """Where small messages are dear, a gradient alone would be scattered and gathered; with others in a bucket it is reduced at once."""
+    curves = {"all_reduce": ((8.0, 10.0), (2.0**20, 10.0)), "reduce_scatter": ((8.0, 5.0), (2.0**20, 5.0)), "all_gather": ((8.0, 1.0), (2.0**20, 1.0))}
+    cluster = replace(eager_links(), timed=(flat("linear", 1e-6),), measured=tuple(Measured(kind, 2, 1, 1e-3, 1e9, curve) for kind, curve in curves.items()))
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    plan = autopar.plan(model, (torch.randn(8, 64),), mesh=2, cluster=cluster, parallel="dp", memory_budget="inf", loss=lambda out, x: out.sum())
+    backward = {c.source: [s.kind for s in c.backward] for c in plan.conversions if c.source in plan.parameters}
+    assert backward["0.bias"] == backward["2.bias"] == ["all_reduce"]      # a small share of a bucket
