@@ -9,7 +9,7 @@
 
 Every contestant of a section lives in the same processes and steps once a round, in an order that turns. A ratio is that of the CPU seconds of all ranks in one round, barriers included; what is printed is the median
 over rounds and its 95% interval by order statistics. Collectives are counted where torch.ops.c10d and torch.ops._c10d_functional are dispatched, wire bytes are those of rings, peak bytes are what tensors hold before a step and the most that the CPU allocator hands out in it, the
-least of twelve steps: for both sides the same instrument. Gradients of every contestant are compared with eager's on one device first.
+least of six steps: for both sides the same instrument. Gradients of every contestant are compared with eager's on one device first.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def live_bytes() -> dict[int, int]:
     return found
 
 
-def peak_bytes(made: Contestant, before: dict[int, int], steps: int = 12) -> float:
+def peak_bytes(made: Contestant, before: dict[int, int], steps: int = 6) -> float:
     """What is there before a step, and the most that the CPU allocator hands out in it: the least of several steps, as a thread of gloo's may hold a message a while after the program has let go of it."""
     found = []
     for _ in range(steps):

@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.local import LocalProgram
-from autopar.codegen.schedule import Read, fetch_late, gather_ahead, is_view, reduce_beside
+from autopar.codegen.schedule import Read, fetch_late, fetched, gather_ahead, is_view, reduce_beside
 from autopar.codegen.trace import trace
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, Axis, part_start
 from autopar.runtime.private import clean_room
@@ -79,9 +79,10 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], regathered: set
         verify(joint, one.__name__)
     named = {primal.name: read for primal, read in at.items()}
     halves = split(joint, {joint.primals[first + i] for i, name in enumerate(program.parameters) if name in regathered})
+    kept = {node.name: named[p.name].window for node, p in fetched(halves.forward, named).items() if named[p.name].stays}
     for half, ahead in ((halves.forward, -1), (halves.backward, 1), (halves.hold, 1)):
         fetch_late(half, named)
-        gather_ahead(half, named, ahead)
+        gather_ahead(half, named, ahead, kept if ahead > 0 else {})
         if ahead > 0:
             reduce_beside(half)
         half.lint()

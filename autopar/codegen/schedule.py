@@ -10,8 +10,9 @@ Order of nodes is order of execution: a collective that has begun runs on its ow
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.fx as fx
@@ -68,8 +69,8 @@ def fetch_late(graph: fx.Graph, reads: Mapping[str, Read]) -> None:
             min(readers).prepend(node)                         # nodes compare by their place
 
 
-def gather_ahead(graph: fx.Graph, reads: Mapping[str, Read], ahead: int) -> None:
-    """Gather the parameters of a window in one message that moves beside another: the one before it in forward (`ahead` is -1), the one after it in backward (1).
+def gather_ahead(graph: fx.Graph, reads: Mapping[str, Read], ahead: int, kept: Mapping[str, int] = MappingProxyType({})) -> None:
+    """Gather the parameters of a window in one message that moves beside another: the one before it in forward (`ahead` is -1), the one after it in backward (1). Of what was `kept` from forward, by the names of placeholders, the window is told.
 
     before    y = mm(x, u);   w = all_gather(p);  z = mm(y, w);  v = all_gather(q);  r = mm(z, v)          # u is of window 0, p and q of window 1
     after     g = begin_all_gather(pack([p, q]));  y = mm(x, u);  f = finish(g);  w = f[0];  v = f[1];  z = mm(y, w);  r = mm(z, v)
@@ -84,8 +85,9 @@ def gather_ahead(graph: fx.Graph, reads: Mapping[str, Read], ahead: int) -> None
                 begins[w] = user
         if node.target is STEPS["all_gather"] and not any(n.target in STEPS.values() and n.target not in _LOCAL for n in _before(node, made)):
             gathers.setdefault(w, {})[node] = parameter
-    if ahead > 0:                                              # what is still there as backward begins is read by it first
-        begins.update({read.window: next(n for n in graph.nodes if n.op != "placeholder") for read in reads.values() if read.stays})
+    for node in graph.find_nodes(op="placeholder"):
+        if (window := kept.get(node.name)) is not None:
+            begins[window] = min([*_readers(node), *([begins[window]] if window in begins else [])], default=node)
     for w, of_window in gathers.items():
         anchor = begins.get(w + ahead)
         if anchor is None:
@@ -123,6 +125,15 @@ def _gather_together(graph: fx.Graph, gathers: Mapping[fx.Node, int], made: Mapp
             with graph.inserting_before(nodes[0]):
                 together = graph.call_function(STEPS["all_gather_bucket"], ([n.args[0] for n in nodes], axis, *_numbers(nodes)))
             _hand_out(graph, together, nodes)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The ops that read a value, or what hands it on."""
+    for user in node.users:
+        if hands_on(user):
+            yield from _readers(user)
+        elif user.op != "output":
+            yield user
 
 
 def _begin(graph: fx.Graph, kind: str, tensors: object, axis: object, *numbers: object) -> fx.Node:

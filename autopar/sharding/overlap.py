@@ -49,6 +49,7 @@ class Cut:
 
     of: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
+    ends: tuple[int, ...]                                      # of each window the last op that reads a parameter
     buckets: Mapping[fx.Node, tuple[int, int]]                 # of each parameter the first and the last op that read anything of the bucket in which it moves when it moves alone
     stays: frozenset[fx.Node]                                  # parameters first read in the last of several windows: what is gathered of them is still there as backward begins, and is not gathered again
 
@@ -59,7 +60,7 @@ class Cut:
 
     def gathered_again(self, parameter: fx.Node, op: int) -> int:
         n, w = len(self.of), self.of[op]
-        return 2 * n - 1 - (self.spans[w + 1][1] if w + 1 < len(self.spans) else self.buckets[parameter][1])
+        return 2 * n - 1 - (self.ends[w + 1] if w + 1 < len(self.spans) else self.buckets[parameter][1])
 
     def taken(self, parameter: fx.Node, op: int) -> int:
         """The time at which what was gathered with this op's parameters arrives."""
@@ -86,7 +87,7 @@ def cut(ops: Sequence[fx.Node]) -> Cut:
     from autopar.tracer.graph import info, op_name, type_of
 
     if not ops:
-        return Cut((), (), {}, frozenset())
+        return Cut((), (), (), {}, frozenset())
     at = {op: i for i, op in enumerate(ops)}
     readers: dict[fx.Node, list[int]] = {}                     # of each parameter in the order in which they are first read; ops that hand it on, and those that read what they hand on
     for op in ops:
@@ -121,7 +122,9 @@ def cut(ops: Sequence[fx.Node]) -> Cut:
             span = min(min(readers[v]) for v in bucket), max(max(readers[v]) for v in bucket)
             moved.update(dict.fromkeys(bucket, span))
     stays = frozenset(v for v, of_one in readers.items() if len(spans) > 1 and min(of_one) >= spans[-1][0])
-    return Cut(tuple(w for w, many in enumerate(windows) for _ in range(many)), spans, moved, stays)
+    reading = {i for of_one in readers.values() for i in of_one}
+    ends_of = tuple(max((i for i in range(first, last + 1) if i in reading), default=last) for first, last in spans)
+    return Cut(tuple(w for w, many in enumerate(windows) for _ in range(many)), spans, ends_of, moved, stays)
 
 
 def buckets(sizes: Sequence[int], full: int = BUCKET) -> list[list[int]]:
