@@ -37,8 +37,7 @@ def lower(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cp
 
 def reads_of_parameters(graph: Graph) -> dict[str, Read]:
     """Of each parameter that is read, where the forward first reads it."""
-    ops = [n for n in graph.nodes if info(n).kind == "op"]
-    made = cut(ops)
-    at = {op: i for i, op in enumerate(ops)}
-    first = {name: min(at[u] for u in node.users if u in at) for name, node in graph.parameters.items() if any(u in at for u in node.users)}
-    return {name: Read(made.of[i], made.buckets[graph.parameters[name]][0], type_of(graph.parameters[name]).nbytes, graph.parameters[name] in made.stays) for name, i in first.items()}
+    ops, parameters = [n for n in graph.nodes if info(n).kind == "op"], graph.parameters
+    made, at = cut(ops), {op: i for i, op in enumerate(ops)}
+    first = {name: min(at[u] for u in node.users if u in at) for name, node in parameters.items() if any(u in at for u in node.users)}
+    return {name: Read(made.of[i], made.buckets[node][0], type_of(node).nbytes, node in made.stays) for name, i in first.items() for node in (parameters[name],)}
