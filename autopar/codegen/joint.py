@@ -73,7 +73,7 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], regathered: set
     first = len(program.inputs)
     at = {joint.primals[first + i]: reads.get(name) or Read(0, 0, program.types[joint.primals[first + i].name].nbytes) for i, name in enumerate(program.parameters)}
     joint.whole = {primal: read.nbytes for primal, read in at.items()}
-    joint.reduced_at_once = {joint.primals[len(program.inputs) + i] for i, name in enumerate(program.parameters) if name in scattered}
+    joint.reduced_at_once = {joint.primals[first + i] for i, name in enumerate(program.parameters) if name in scattered}
     for one in PASSES:
         one(joint)
         verify(joint, one.__name__)

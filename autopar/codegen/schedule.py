@@ -12,7 +12,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 import torch.fx as fx
@@ -69,7 +68,7 @@ def fetch_late(graph: fx.Graph, reads: Mapping[str, Read]) -> None:
             min(readers).prepend(node)                         # nodes compare by their place
 
 
-def gather_ahead(graph: fx.Graph, reads: Mapping[str, Read], ahead: int, kept: Mapping[str, int] = MappingProxyType({})) -> None:
+def gather_ahead(graph: fx.Graph, reads: Mapping[str, Read], ahead: int, kept: Mapping[str, int]) -> None:
     """Gather the parameters of a window in one message that moves beside another: the one before it in forward (`ahead` is -1), the one after it in backward (1). Of what was `kept` from forward, by the names of placeholders, the window is told.
 
     before    y = mm(x, u);   w = all_gather(p);  z = mm(y, w);  v = all_gather(q);  r = mm(z, v)          # u is of window 0, p and q of window 1
@@ -86,8 +85,8 @@ def gather_ahead(graph: fx.Graph, reads: Mapping[str, Read], ahead: int, kept: M
         if node.target is STEPS["all_gather"] and not any(n.target in STEPS.values() and n.target not in _LOCAL for n in _before(node, made)):
             gathers.setdefault(w, {})[node] = parameter
     for node in graph.find_nodes(op="placeholder"):
-        if (window := kept.get(node.name)) is not None:
-            begins[window] = min([*_readers(node), *([begins[window]] if window in begins else [])], default=node)
+        for reader in _readers(node) if node.name in kept else ():
+            begins[kept[node.name]] = min(reader, begins.get(kept[node.name], reader))
     for w, of_window in gathers.items():
         anchor = begins.get(w + ahead)
         if anchor is None:

@@ -212,6 +212,7 @@ def test_a_byte_under_the_free_peak_is_a_budget_like_any_other(less):
 WRONG = {
     "a preset nobody knows": (BadPreset, dict(parallel="ddp")), "an empty dictionary": (BadPreset, dict(parallel={})), "another key": (BadPreset, dict(parallel=dict(pipeline=2))),
     "a size that is none": (BadPreset, dict(parallel=dict(data="two"))), "sizes that do not fit": (BadPreset, dict(parallel=dict(data=3, tensor=2))), "a mode nobody knows": (BadPreset, dict(parallel=dict(data=2, tensor=dict(size=2, mode="9d")))),
+    "sequence is no word": (BadPreset, dict(parallel=dict(data=2, tensor=dict(size=2, sequence="yes")))), "a sequence of 2d": (BadPreset, dict(mesh=DeviceMesh((2, 2)), parallel=dict(tensor=dict(size=4, mode="2d", sequence=True)))),
     "stage 4": (BadPreset, dict(parallel=dict(data=dict(size=4, zero=4)))), "a list": (BadPreset, dict(parallel=["dp"])), "tensor that is no axis": (BadPreset, dict(parallel=dict(data=1, tensor=4))),
     "rows that do not divide": (BadPreset, dict(mesh=DeviceMesh(16), parallel="dp")),
     "no devices": (BadSharding, dict(mesh=0)), "a mesh of text": (BadSharding, dict(mesh="2x2")), "a mesh of nothing": (BadSharding, dict(mesh=())), "a fractional mesh": (BadSharding, dict(mesh=(2.5,))),
