@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from glob import escape
@@ -21,7 +21,7 @@ from autopar.runtime.world import world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import OPTIMIZERS
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.presets import constraints_of, habits_of
+from autopar.sharding.presets import constraints_of, habits_of, window_of
 from autopar.sharding.shardings import shardings
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
@@ -144,19 +144,20 @@ class Request:
 
     def _planned(self, graph: Graph, mesh: DeviceMesh, known: float, until: float) -> Plan:
         if self.parallel is None:
-            return self._solved(graph, mesh, known, until, None, (), self._defaults())
-        preset, habits = constraints_of(self.parallel, graph, mesh), habits_of(self.parallel, mesh)
+            return self._solved(graph, mesh, known, until, self._defaults())
+        expert = {"preset": constraints_of(self.parallel, graph, mesh), "window_bytes": window_of(self.parallel, mesh)}
+        habits = habits_of(self.parallel, mesh)
         try:
-            return self._solved(graph, mesh, known, until, preset, habits, self._defaults())
+            return self._solved(graph, mesh, known, until, self._defaults(), habits=habits, **expert)
         except (BadConstraint, Infeasible):
             if not habits:
                 raise
             broken = ("parallel", f"{self.parallel!r} is not kept to everywhere: {', '.join(f'{habit} along {mesh.axes[a]}' for a, habit in habits)} leaves no plan")
-            return self._solved(graph, mesh, known, until, preset, (), [broken, *self._defaults()])
+            return self._solved(graph, mesh, known, until, [broken, *self._defaults()], **expert)
 
-    def _solved(self, graph: Graph, mesh: DeviceMesh, known: float, until: float, preset: Mapping[str, str] | None, habits: Sequence[tuple[int, str]], defaults: list[tuple[str, str]]) -> Plan:
-        space_with = functools.partial(shardings, graph, mesh, self.hardware, self.constraints, self.optimizer, self.strict, preset=preset, habits=habits, accumulation=self.accumulation,
-                                       reduce=self.precision.reduce if self.precision else "", known=known)
+    def _solved(self, graph: Graph, mesh: DeviceMesh, known: float, until: float, defaults: list[tuple[str, str]], **expert: Any) -> Plan:
+        space_with = functools.partial(shardings, graph, mesh, self.hardware, self.constraints, self.optimizer, self.strict, accumulation=self.accumulation,
+                                       reduce=self.precision.reduce if self.precision else "", known=known, **expert)
         solved = functools.partial(solve, precision=(self.precision.param, self.precision.reduce) if self.precision else None, solver=self.solver, gap=self.gap, until=until, assumptions=graph.assumptions, defaults=defaults)
         space = space_with()
         if math.isinf(self.budget) or peak_where_nothing_is_dear(space) <= self.budget:      # else it hardly fits with every copy kept

@@ -10,8 +10,9 @@ Nothing here knows the rank's process groups: a collective names its mesh axis, 
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +170,32 @@ def drop_noise(joint: JointGraph) -> None:
     joint.read_output()
 
 
+def join_sums_of_numbers(joint: JointGraph) -> None:
+    """Sums of one number each travel together where none waits for another: of a loss and of its targets, say.
+
+    before    a = all_reduce(s, "dp");  b = all_reduce(n, "dp");  c = div(a, b)
+    after     t = all_reduce_bucket([s, n], "dp");  c = div(t[0], t[1])
+    """
+    alone = {node for gradient in joint.gradients for node in _steps_of(gradient)} | {_buffer_of(output) for output in joint.outputs}       # whoever writes to an output touches nothing else
+    groups: dict[Any, list[list[list[fx.Node]]]] = {}          # of axes and dtype, ways that travel together
+    for node in joint.graph.nodes:
+        is_end = node.target is STEPS["all_reduce"] and not any(user.target is STEPS["all_reduce"] for user in node.users)
+        if is_end and node not in alone and not node.meta["val"].dim():
+            way = _way_to(node)
+            alike = groups.setdefault(_ways_alike(way), [])
+            if alike and way[0].args[0] < _first_reader(alike[-1]):            # type: ignore[operator]
+                alike[-1].append(way)
+            else:
+                alike.append([way])
+    for ways in itertools.chain.from_iterable(groups.values()):
+        _travel_together(joint.graph, ways, _first_reader(ways).prev)
+    joint.read_output()
+
+
+def _first_reader(ways: Sequence[Sequence[fx.Node]]) -> fx.Node:
+    return min(user for way in ways for user in way[-1].users)     # nodes compare by their place
+
+
 def mark_what_waits(joint: JointGraph) -> None:
     """Of each gradient of a parameter, put what it is before its first reduction beside it: that is what micro-batches add up.
 
@@ -177,13 +204,19 @@ def mark_what_waits(joint: JointGraph) -> None:
     """
     held: list[fx.Node | None] = []
     for i, gradient in zip(joint.wanted, joint.gradients, strict=True):
-        cut = node = gradient if i >= joint.inputs else None
-        while node is not None and joint.primals[i] not in joint.reduced_at_once and _settles(node):
-            cut = node.args[0] if node.target in _REDUCTIONS else cut
-            node = node.args[0]                                # type: ignore[assignment]
-        held.append(cut)                                       # type: ignore[arg-type]
+        cut = gradient if i >= joint.inputs else None
+        for node in _steps_of(cut) if joint.primals[i] not in joint.reduced_at_once else ():
+            cut = node.args[0] if node.target in _REDUCTIONS else cut          # type: ignore[assignment]
+        held.append(cut)
     joint.held = held
     joint.write_output()
+
+
+def _steps_of(gradient: fx.Node | None) -> Iterator[fx.Node]:
+    """The steps of a gradient alone that lead to it, the last first."""
+    while gradient is not None and _settles(gradient):
+        yield gradient
+        gradient = gradient.args[0]                            # type: ignore[assignment]
 
 
 def _settles(node: fx.Node) -> bool:
@@ -209,33 +242,48 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     waiting: dict[Any, list[list[fx.Node]]] = {}
     for node in joint.graph.nodes:
         if node.target in _REDUCTIONS and node in whole and set(node.users) == {joint.graph.output_node()}:
-            way = [node]                                       # over several axes: one reduction after the other
-            while way[0].args[0].target in _REDUCTIONS and len(way[0].args[0].users) == 1:
-                way.insert(0, way[0].args[0])
-            waiting.setdefault(tuple((n.target, n.args[1], n.meta["val"].dtype) for n in way), []).append(way)
+            way = _way_to(node)
+            waiting.setdefault(_ways_alike(way), []).append(way)
     for ways in waiting.values():
         for places in buckets([whole[way[-1]] for way in ways], BUCKET):
-            if len(places) < 2:
-                continue
             bucket = [ways[k] for k in places]
-            last = max((way[-1] for way in bucket), key=place.__getitem__)
-            parts: list[Any] = [way[0].args[0] for way in bucket]
-            for nodes in zip(*bucket, strict=True):            # on one axis after the other
-                target: Any = nodes[0].target
-                numbers = () if target is STEPS["all_reduce"] else tuple([n.args[2 + k] if len(n.args) > 2 + k else () for n in nodes] for k in range(3))
-                with joint.graph.inserting_after(last):
-                    last = together = joint.graph.call_function(STEPS[f"{target.__name__}_bucket"], (parts, nodes[0].args[1], *numbers))
-                together.meta["val"], parts = [n.meta["val"] for n in nodes], []
-                for i, node in enumerate(nodes):
-                    with joint.graph.inserting_after(last):
-                        last = joint.graph.call_function(operator.getitem, (together, i))
-                    last.meta["val"] = node.meta["val"]
-                    parts.append(last)
-            for way, part in zip(bucket, parts, strict=True):
-                way[-1].replace_all_uses_with(part)
-                for node in reversed(way):
-                    joint.graph.erase_node(node)
+            _travel_together(joint.graph, bucket, max((way[-1] for way in bucket), key=place.__getitem__))
     joint.read_output()
+
+
+def _way_to(end: fx.Node) -> list[fx.Node]:
+    """The reductions that lead to this one, over several axes one after the other."""
+    way = [end]
+    while way[0].args[0].target in _REDUCTIONS and len(way[0].args[0].users) == 1:             # type: ignore[union-attr]
+        way.insert(0, way[0].args[0])                          # type: ignore[arg-type]
+    return way
+
+
+def _ways_alike(way: Sequence[fx.Node]) -> tuple[Any, ...]:
+    """What ways that may travel together share."""
+    return tuple((n.target, n.args[1], n.meta["val"].dtype) for n in way)
+
+
+def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: fx.Node) -> None:
+    """One bucket in the stead of several ways, after the last of them."""
+    if len(ways) < 2:
+        return
+    parts: list[Any] = [way[0].args[0] for way in ways]
+    for nodes in zip(*ways, strict=True):                      # on one axis after the other
+        target: Any = nodes[0].target
+        numbers = () if target is STEPS["all_reduce"] else tuple([n.args[2 + k] if len(n.args) > 2 + k else () for n in nodes] for k in range(3))
+        with graph.inserting_after(last):
+            last = together = graph.call_function(STEPS[f"{target.__name__}_bucket"], (parts, nodes[0].args[1], *numbers))
+        together.meta["val"], parts = [n.meta["val"] for n in nodes], []
+        for i, node in enumerate(nodes):
+            with graph.inserting_after(last):
+                last = graph.call_function(operator.getitem, (together, i))
+            last.meta["val"] = node.meta["val"]
+            parts.append(last)
+    for way, part in zip(ways, parts, strict=True):
+        way[-1].replace_all_uses_with(part)
+        for node in reversed(way):
+            graph.erase_node(node)
 
 
 def own_gradients(joint: JointGraph) -> None:
@@ -276,7 +324,7 @@ def _is_on_an_axis(node: fx.Node) -> bool:
     return node.target is part_start or any(node.target in calls.values() for calls in (STEPS, PACK, BEGIN))
 
 
-PASSES: tuple[Callable[[JointGraph], None], ...] = (write_out_conversions, drop_round_trips, drop_noise, mark_what_waits, bucket_gradient_reductions, own_gradients)
+PASSES: tuple[Callable[[JointGraph], None], ...] = (write_out_conversions, drop_round_trips, drop_noise, join_sums_of_numbers, mark_what_waits, bucket_gradient_reductions, own_gradients)
 
 
 def verify(joint: JointGraph, after: str) -> None:

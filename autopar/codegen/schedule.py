@@ -77,20 +77,25 @@ def gather_ahead(graph: fx.Graph, reads: Mapping[str, Read], ahead: int, kept: M
     made = fetched(graph, reads)
     begins: dict[int, fx.Node] = {}                            # of each window its first reader of a parameter
     gathers: dict[int, dict[fx.Node, fx.Node]] = {}            # of each window the first gather of each parameter, and what it gathers
+    rounds: dict[int, dict[fx.Node, tuple[int, int]]] = {}     # of each further round the gathers, with their window and bucket
     for node, parameter in made.items():
         w = reads[parameter.name].window
         for user in node.users:
             if user not in made and user.op != "output" and (w not in begins or user < begins[w]):
                 begins[w] = user
-        if node.target is STEPS["all_gather"] and not any(n.target in STEPS.values() and n.target not in _LOCAL for n in _before(node, made)):
-            gathers.setdefault(w, {})[node] = parameter
+        if node.target is STEPS["all_gather"]:
+            earlier = [n.target for n in _before(node, made) if n.target in STEPS.values() and n.target not in _LOCAL]
+            if not earlier:
+                gathers.setdefault(w, {})[node] = parameter
+            elif set(earlier) == {STEPS["all_gather"]}:
+                rounds.setdefault(len(earlier), {})[node] = (w, reads[parameter.name].bucket)
     for node in graph.find_nodes(op="placeholder"):
         for reader in _readers(node) if node.name in kept else ():
             begins[kept[node.name]] = min(reader, begins.get(kept[node.name], reader))
     for w, of_window in gathers.items():
         anchor = begins.get(w + ahead)
         if anchor is None:
-            _gather_together(graph, {node: reads[parameter.name].bucket for node, parameter in of_window.items()}, made)
+            _gather_together(graph, {node: (w, reads[parameter.name].bucket) for node, parameter in of_window.items()}, made)
             continue
         groups: dict[tuple[object, torch.dtype], list[fx.Node]] = {}
         for node in of_window:
@@ -104,18 +109,21 @@ def gather_ahead(graph: fx.Graph, reads: Mapping[str, Read], ahead: int, kept: M
             with graph.inserting_before(anchor):
                 begun = _begin(graph, "all_gather", [n.args[0] for n in nodes], axis, *_numbers(nodes))
             _finish_before(graph, begun, nodes, min(nodes))
+    for _, further in sorted(rounds.items()):                  # over one axis after another: where the window is first read
+        _gather_together(graph, further, made)
 
 
-def _gather_together(graph: fx.Graph, gathers: Mapping[fx.Node, int], made: Mapping[fx.Node, fx.Node]) -> None:
-    """The gathers of a window that has none beside which to move travel a bucket at a time; of each gather its bucket is told.
+def _gather_together(graph: fx.Graph, gathers: Mapping[fx.Node, tuple[int, int]], made: Mapping[fx.Node, fx.Node]) -> None:
+    """Gathers that do not move beside compute travel a bucket at a time; of each gather its window and bucket are told.
 
     before    w = all_gather(p);  y = mm(x, w);  v = all_gather(q);  z = mm(y, v)
     after     g = all_gather_bucket([p, q]);  w = g[0];  v = g[1];  y = mm(x, w);  z = mm(y, v)
     """
-    groups: dict[tuple[object, torch.dtype, int], list[fx.Node]] = {}
+    groups: dict[tuple[object, torch.dtype, tuple[int, int]], list[fx.Node]] = {}
     for node in sorted(gathers):
         groups.setdefault((node.args[1], node.meta["val"].dtype, gathers[node]), []).append(node)
-    for (axis, _, _), nodes in groups.items():
+    for (axis, _, _), of_bucket in groups.items():
+        nodes = [n for n in of_bucket if [n, *_before(n, made)][-1].all_input_nodes[0] < of_bucket[0]]      # what has arrived by then
         if len(nodes) > 1:
             for node in nodes[1:]:
                 for before in reversed(_before(node, made)):

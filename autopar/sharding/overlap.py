@@ -1,6 +1,6 @@
 """What may run beside compute: gathers of parameters and reductions of their gradients, in windows. A lowering that starts them there implements it, and the objective prices it.
 
-    windows      the forward is cut into runs of ops: a numbered block of the model is one, smaller ones are joined until they read BUCKET bytes of parameters
+    windows      the forward is cut into runs of ops: a numbered block of the model is one; small ones are joined until they read so many bytes of parameters as the plan says (BUCKET, or ZeRO-3's BLOCK: each by itself)
     forward      what window w gathers moves while window w-1 computes
     backward     what window w gathers again moves while the backward of window w+1 computes (the last of several windows gathers nothing again: backward begins with it), and what it reduces while that of window w-1 does
     alone        what has no such window beside it (of the first in forward, of an only one in backward) moves when it is read, a bucket at a time
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from autopar.sharding.space import Edge, Site
     from autopar.tracer.graph import Graph
 
-BUCKET = 25 * 2**20                                            # bytes of whole parameters that a window reads at least, but for the last
+BUCKET = 25 * 2**20                                            # bytes of whole parameters that travel together
+BLOCK = 1                                                      # of windows: whatever reads a parameter is one
 _HANDED_ON = frozenset({"identity", "to", "t", "transpose", "permute", "view", "expand"})     # of a parameter alone, these are the parameter
 
 
@@ -81,8 +82,8 @@ class Cut:
         return 2 * n - 1 - (self.spans[w - 1][0] if w else op)
 
 
-def cut(ops: Sequence[fx.Node]) -> Cut:
-    """Cut a forward by the blocks of the model; what reads few parameters goes with what follows."""
+def cut(ops: Sequence[fx.Node], least: int = BUCKET) -> Cut:
+    """Cut a forward by the blocks of the model; what reads less than `least` bytes of parameters goes with what follows."""
     from autopar.tracer.blocks import innermost_block
     from autopar.tracer.graph import info, op_name, type_of
 
@@ -107,7 +108,7 @@ def cut(ops: Sequence[fx.Node]) -> Cut:
     for _, group in itertools.groupby(range(len(ops)), lambda i: innermost_block(info(ops[i]).module)):
         members = list(group)
         count, nbytes = count + len(members), nbytes + sum(type_of(v).nbytes for i in members for v in reads[i])
-        if nbytes >= BUCKET:
+        if nbytes >= least:
             windows.append(count)
             count, nbytes = 0, 0
     if count:                                                  # the rest, which reads little

@@ -3,7 +3,7 @@
     dp            rows of the batch on every axis, parameters whole
     zero1         the same, parameters stored cut and gathered once a step; their gradients are scattered, at the end of several micro-batches
     zero2         the same, in each of them
-    zero3         the same, parameters gathered again in backward
+    zero3         the same, parameters gathered again in backward, and a block at a time
     megatron      on one axis: every linear layer cut by its output, the next by its input; embedding and head by vocabulary; sums are made whole, or with sequence=True scattered along the sequence
     2d            on two axes: rows by the first, features by the second; a weight is stored cut by both and gathered along the first (SUMMA, outputs stay)
     2.5d          on three: as 2d, and rows by the third too
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.letters import BadPreset
 from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.overlap import BLOCK, BUCKET
 
 if TYPE_CHECKING:
     import torch.fx as fx
@@ -83,6 +84,11 @@ def habits_of(given: Any, mesh: DeviceMesh) -> tuple[tuple[int, str], ...]:
     layout = _read(given, mesh)
     between = "sequence" if layout.sequence else "whole"
     return (*((axis, "rows") for axis in layout.rows), *((axis, between) for axis in layout.tensor if layout.mode == "megatron"))
+
+
+def window_of(given: Any, mesh: DeviceMesh) -> int:
+    """So many bytes of parameters a window reads at least: experts of ZeRO-3 gather each block by itself, however small it is."""
+    return BLOCK if _read(given, mesh).zero == 3 else BUCKET
 
 
 def _read(given: Any, mesh: DeviceMesh) -> Layout:

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Mapping[str, Any] | None = None, optimizer: str | float = "adamw", strict: bool = False,
               regather: bool = False, preset: Mapping[str, str] | None = None, habits: Sequence[tuple[int, str]] = (), accumulation: int = 1, reduce: str = "",
-              known: float = math.inf) -> Space:
+              window_bytes: int = BUCKET, known: float = math.inf) -> Space:
     """Every legal way to run `graph` on `mesh`, priced on `cluster`, less what `constraints` forbid. With `regather`, gathered parameters may be dropped and gathered again in backward.
 
     `preset` are an expert's constraints by exact names: the caller's come first; `habits` are its ways along axes. A step is so many micro-batches (`accumulation`) of the graph, and the optimizer.
-    Gradients of parameters are reduced in the dtype `reduce` alone, where it is said. Raises `Outdone` where the ops alone take as long as a plan that is `known`.
+    Gradients of parameters are reduced in the dtype `reduce` alone, where it is said; windows read at least `window_bytes` of parameters. Raises `Outdone` where the ops alone take as long as a plan that is `known`.
     """
-    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset, habits), optimizer, strict, regather, accumulation, reduce).build(known)
+    return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset, habits), optimizer, strict, regather, accumulation, reduce, window_bytes).build(known)
 
 
 # Factors along which the local form of an op counts positions from where its part begins: their parts are one range.
@@ -59,9 +59,9 @@ class _Draft:
 
 
 class _Builder:
-    def __init__(self, graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Constraints, optimizer: str | float, strict: bool, regather: bool, accumulation: int, reduce: str) -> None:
+    def __init__(self, graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Constraints, optimizer: str | float, strict: bool, regather: bool, accumulation: int, reduce: str, window_bytes: int) -> None:
         self.graph, self.mesh, self.cluster, self.constraints, self.optimizer, self.strict = graph, mesh, cluster, constraints, optimizer, strict
-        self.accumulation, self.reduce, self.handed_on = accumulation, reduce, floating(graph)
+        self.accumulation, self.reduce, self.window_bytes, self.handed_on = accumulation, reduce, window_bytes, floating(graph)
         self.regather = regather or constraints.speak_of_gathering
         self.conversions = self.reductions = ShapeConsistencyManager(mesh, cluster)
         if cluster.timed:                                      # gradients travel in buckets
@@ -101,7 +101,7 @@ class _Builder:
             raise Outdone(floor)
         index = {key: i for i, key in enumerate(drafts)}
         ops = [n for n in self.graph.nodes if n in self.bindings]
-        made = cut_windows(ops)
+        made = cut_windows(ops, self.window_bytes)
         edges, ends = self._edges_of(drafts, index, made)
         if self.constraints.habits:                            # they leave many choices that go with none
             for draft, keep in zip(drafts.values(), self._supported([d.site for d in drafts.values()], edges), strict=True):
@@ -113,7 +113,7 @@ class _Builder:
         at = {n: i for i, n in enumerate(ops)}
         floats = {k: (at[target], *self._ways(edges[k])) for k, (value, target) in enumerate(ends) if value in self.handed_on and target in at}
         windows = windows_of(made, [sites[index[n]].name for n in ops], [index[n] for n in ops], sites, edges, floats, self.accumulation, self.cluster.hidden)
-        return Space(self.mesh, self.cluster, sites, tuple(edges), self.conversions, self.graph.digest, self.optimizer, memory, windows, self.accumulation)
+        return Space(self.mesh, self.cluster, sites, tuple(edges), self.conversions, self.graph.digest, self.optimizer, memory, windows, self.accumulation, self.window_bytes)
 
     def _edges_of(self, drafts: Mapping[Any, _Draft], index: Mapping[Any, int], made: Cut) -> tuple[list[Edge], list[tuple[fx.Node, fx.Node]]]:
         """Of every operand its edge; and which value it carries, and who takes it."""

@@ -16,7 +16,7 @@ from autopar.sharding.cluster import Cluster
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.memory import Memory
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.overlap import Window
+from autopar.sharding.overlap import BUCKET, Window
 from autopar.sharding.placement import Flow
 from autopar.sharding.strategies import Choice
 
@@ -74,6 +74,7 @@ class Space:
     memory: Memory | None = None
     windows: tuple[Window, ...] = ()                           # of communication beside compute
     accumulation: int = 1                                      # micro-batches in a step
+    window_bytes: int = BUCKET                                 # of parameters that a window reads at least, but for the last
 
     def __str__(self) -> str:
         lines = [f"space on mesh {self.mesh} of {self.cluster}: {len(self.sites)} sites, {sum(len(s.choices) for s in self.sites)} choices, {len(self.edges)} edges"]

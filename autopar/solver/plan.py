@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.letters import BadPlan, Letter
 from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.overlap import BUCKET
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, Strategy, values
 
@@ -83,6 +84,7 @@ class Plan:
     precision: tuple[str, str] | None = None                   # dtypes of compute and of the reduction of gradients
     scattered: frozenset[str] = frozenset()                    # parameters whose gradients are reduced in each of them, not once at the end
     first_peak_bytes: int = 0                                  # of the first step, before the optimizer has states
+    window_bytes: int = BUCKET                                 # of parameters that a window of gathers and reductions reads at least
 
     search: Search | None = field(default=None, repr=False, compare=False)      # what it was chosen from, in the process that planned
 
@@ -250,6 +252,7 @@ class Plan:
             "precision": list(self.precision) if self.precision else None,
             "scattered": sorted(self.scattered),
             "first_peak_bytes": self.first_peak_bytes,
+            "window_bytes": self.window_bytes,
         }
 
     @staticmethod
@@ -281,11 +284,13 @@ class Plan:
                 {str(k): int(v) for k, v in data["memory"].items()}, str(data["peak_at"]), None if data["budget"] is None else int(data["budget"]),
                 tuple((str(m), float(s), float(b), int(p), str(w)) for m, s, b, p, w in data["meshes"]),
                 float(data["beside_s"]), float(data["hidden_s"]), int(data["accumulation"]), (str(data["precision"][0]), str(data["precision"][1])) if data["precision"] else None, frozenset(data["scattered"]),
-                int(data.get("first_peak_bytes", 0)),
+                int(data.get("first_peak_bytes", 0)), int(data.get("window_bytes", BUCKET)),
             )
             if not all(map(math.isfinite, (made.step_time_s, made.lower_bound_s, made.beside_s, made.hidden_s, *([made.optimizer] if isinstance(made.optimizer, (int, float)) else []), *(d.seconds for d in decisions.values()),
                                            *(c.seconds for c in conversions)))):
                 raise ValueError("a number that is not finite")
+            if made.window_bytes < 1:
+                raise ValueError("windows of no bytes")
             if set(made.parameter_bytes) != {name for name, d in decisions.items() if d.kind == "parameter"}:
                 raise ValueError("sizes of other parameters than are decided")
             return made

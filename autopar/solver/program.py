@@ -136,7 +136,7 @@ def plan_of(space: Space, picked: Sequence[int], bound: float, defaults: Sequenc
     total -= hidden
     return Plan(space.mesh, str(space.cluster), decisions, tuple(conversions), regathered, total, min(bound, total), sizes, space.digest, space.optimizer,
                 without_rule, tuple(assumptions), tuple(defaults), *_peak(space, picked), None if budget is None else int(budget), beside_s=beside, hidden_s=hidden, accumulation=space.accumulation, scattered=scattered,
-                first_peak_bytes=round(space.memory.first(picked, space.edges)) if space.memory else 0)
+                first_peak_bytes=round(space.memory.first(picked, space.edges)) if space.memory else 0, window_bytes=space.window_bytes)
 
 
 def _peak(space: Space, picked: Sequence[int]) -> tuple[dict[str, int], str]:

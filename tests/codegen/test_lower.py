@@ -8,13 +8,14 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
 
 import autopar
 from autopar.codegen import lower
 from autopar.codegen.joint import COLLECTIVES
 from autopar.letters import BadPlan
 from autopar.runtime.collectives import BEGIN, PACK, STEPS
-from autopar.testing import Equality
+from autopar.testing import Equality, on_threads
 from autopar.tracer import ColoTracer
 from tests.models import LLAMA_MEGATRON, LLAMA_SEQUENCE, MLP, Llama, eager_links, mlp_case, mlp_pins
 from tests.training import whole
@@ -41,6 +42,46 @@ def test_data_parallelism_reduces_the_loss_and_every_gradient_once():
     joint = lowered("dp").joint
     assert collectives(joint.forward) == {"all_reduce": 1} and collectives(joint.backward) == {"begin_all_reduce": 1}
     assert max(len(n.args[0]) for n in joint.backward.nodes if n.target in PACK.values()) == 14
+
+
+class Numbers(nn.Module):
+    """Sums of one number that do and do not wait for one another, in forward and in backward; one is an output as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.scale = nn.Linear(16, 12), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        y = self.out(x)
+        y = y * self.scale / y.square().sum().sqrt()
+        first, second = y.abs().sum(), y.sin().sum()           # both wait for the sum of squares
+        return {"loss": first.sqrt() + second.exp(), "seen": x.sum()}
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
+def test_sums_of_one_number_travel_together_unless_one_waits_for_another(mesh):
+    torch.manual_seed(0)
+    model, batch = Numbers().double(), {"x": torch.randn(8, 16, dtype=torch.float64)}
+    plan = autopar.plan(model, batch, mesh=mesh, cluster=eager_links(), parallel="dp")
+    joint = lower(ColoTracer().trace(model, batch), plan, (0,) * len(mesh)).joint
+    counted = collectives(joint.forward)
+    assert counted["all_reduce_bucket"] == len(mesh) and counted["all_reduce"] == 2 * len(mesh)        # two together; the one before them, and what is handed out, by themselves
+    expected = copy.deepcopy(model)
+    of_one = expected(**batch)
+    of_one["loss"].backward()
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
+        outputs = mine(**batch)
+        kept = outputs["loss"].clone()
+        with torch.no_grad():
+            outputs["seen"].mul_(0), outputs["loss"].mul_(1)               # whoever writes to an output touches nothing that backward reads
+        outputs["loss"].backward()
+        return kept.detach(), [whole(p.grad) for p in mine.parameters()]
+
+    for loss, gradients in on_threads(4, body):
+        torch.testing.assert_close(loss, of_one["loss"].detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(gradients, [p.grad for p in expected.parameters()], rtol=1e-10, atol=1e-12)
 
 
 def llama(pins, bias=False, tokens=(2, 16), width=32, device="cpu"):

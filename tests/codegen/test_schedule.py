@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import DeviceMesh
+from autopar import DeviceMesh, Plan
 from autopar.codegen import joint, lower
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
-from autopar.sharding import overlap
+from autopar.sharding.overlap import BLOCK, BUCKET, cut
 from autopar.testing import Equality, on_processes, on_threads
 from autopar.tracer import ColoTracer
+from autopar.tracer.graph import info
 from tests.models import MLP, eager_links
 from tests.training import train, whole
 
 
-def three_windows(patch):
-    """Every block a window of its own, and few gradients in a bucket."""
-    patch.setattr(overlap, "BUCKET", 1000)
+def small_buckets(patch):
+    """Few gradients in a bucket."""
     patch.setattr(joint, "BUCKET", 20_000)
     joint._LOWERED.clear()
 
@@ -33,11 +33,19 @@ def case():
 
 
 def half_of(name, monkeypatch, parallel="zero3"):
-    three_windows(monkeypatch)
+    small_buckets(monkeypatch)
     model, batch = case()
-    pins = {"*.weight": "S(0)@0; R; regathered", "*.bias": "S(0)@0; R; regathered", "x": "S(0)@0", "y": "S(0)@0"} if parallel == "zero3" else None
-    plan = autopar.plan(model, batch, mesh=2, cluster=eager_links(), constraints=pins, parallel=None if pins else parallel)
+    plan = autopar.plan(model, batch, mesh=2, cluster=eager_links(), parallel=parallel)
     return list(getattr(lower(ColoTracer().trace(model, batch), plan, (0,)).joint, name).nodes)
+
+
+def test_zero3_gathers_a_block_at_a_time_and_a_free_plan_what_is_worth_a_message():
+    model, batch = case()
+    plans = {parallel: autopar.plan(model, batch, mesh=2, cluster=eager_links(), parallel=parallel, memory_budget="inf") for parallel in ("zero3", "zero2", None)}
+    assert {parallel: plan.window_bytes for parallel, plan in plans.items()} == {"zero3": BLOCK, "zero2": BUCKET, None: BUCKET}
+    assert Plan.from_dict(plans["zero3"].to_dict()).window_bytes == BLOCK
+    ops = [n for n in ColoTracer().trace(model, batch).nodes if info(n).kind == "op"]
+    assert [len(cut(ops, least).spans) for least in (BLOCK, 20_000, BUCKET)] == [5, 3, 1]    # four blocks of 17 KB, and a head
 
 
 @pytest.mark.parametrize("half, ahead", [("forward", -1), ("backward", 1)])
@@ -60,13 +68,12 @@ def test_a_window_is_gathered_in_one_message_beside_its_neighbour(half, ahead, m
         assert at[min(u for part in (alone[0].users if alone[0].target is STEPS["all_gather_bucket"] else alone) for u in part.users)] - at[alone[0]] <= 12      # where it is read
 
 
-def test_the_last_window_is_priced_and_counted_as_gathered_once(monkeypatch):
-    three_windows(monkeypatch)
+def test_the_last_window_is_priced_and_counted_as_gathered_once():
     model, batch = case()
-    how = dict(mesh=2, cluster=eager_links(), memory_budget="inf")
+    how = dict(mesh=2, cluster=eager_links(), memory_budget="inf", parallel="zero3")
     policies = {}
     for policy in ("kept", "regathered"):
-        pins = {"x": "S(0)@0", "y": "S(0)@0", **{f"blocks.*.{name}": "S(0)@0; R; kept" for name in ("weight", "bias")}, **{f"head.{name}": f"S(0)@0; R; {policy}" for name in ("weight", "bias")}}
+        pins = {**{f"blocks.*.{name}": "S(0)@0; R; kept" for name in ("weight", "bias")}, **{f"head.{name}": f"S(0)@0; R; {policy}" for name in ("weight", "bias")}}
         policies[policy] = autopar.plan(model, batch, constraints=pins, **how)
     kept, again = policies["kept"], policies["regathered"]
     assert again.regathered and not kept.regathered
@@ -111,7 +118,7 @@ def test_one_reduction_is_under_way_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize("parallel, mesh", [("zero3", (2,)), ("zero3", (2, 2)), ("dp", (2,)), (dict(data=dict(size=2, zero=3), tensor=2), (2, 2))], ids=str)
 def test_it_trains_as_one_device_does(parallel, mesh, monkeypatch):
-    three_windows(monkeypatch)
+    small_buckets(monkeypatch)
     model, batch = case()
     expected = train(copy.deepcopy(model), batch, "adamw", steps=3)
 
@@ -126,7 +133,7 @@ def test_it_trains_as_one_device_does(parallel, mesh, monkeypatch):
 
 
 def on_gloo(rank, model, batch):
-    three_windows(pytest.MonkeyPatch())
+    small_buckets(pytest.MonkeyPatch())
     mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="zero3", cluster=eager_links())
     assert any(n.target is BEGIN["all_gather"] for n in mine.joint.forward.nodes)
     losses, gradients, parameters = train(mine, batch, "adamw", steps=3)
