@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -85,6 +86,15 @@ def test_a_window_that_comes_first_in_forward_is_gathered_in_one_message(monkeyp
     (together,) = [n for n in nodes if n.target is STEPS["all_gather_bucket"]]
     assert len(together.args[0]) >= 2 and not [n for n in nodes if n.target is STEPS["all_gather"]]
     assert len({a for n in nodes if n.target in (STEPS["all_gather_bucket"], PACK["all_gather"]) for a in n.args[0]}) == len([n for n in nodes if n.op == "placeholder"]) - 2       # each parameter once
+
+
+@pytest.mark.parametrize("half, windows", [("forward", 5), ("backward", 4)])
+def test_what_is_gathered_over_two_axes_goes_on_in_one_message(half, windows):
+    model, batch = case()
+    plan = autopar.plan(model, batch, mesh=(2, 2), cluster=eager_links(), parallel="zero3")
+    nodes = list(getattr(lower(ColoTracer().trace(model, batch), plan, (0, 0)).joint, half).nodes)
+    counted = Counter(n.target for n in nodes)
+    assert not counted[STEPS["all_gather"]] and counted[BEGIN["all_gather"]] == 4 and counted[STEPS["all_gather_bucket"]] == 2 * windows - 4        # a window is two messages, of which the first may move ahead
 
 
 class Lookup(nn.Module):
