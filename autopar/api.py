@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,10 +84,12 @@ def autoparallelize(
     (`model.input_specs`, `model.sampler`), else all pass the same batch. Takes a `plan`, or any of `autopar.plan`'s arguments; then rank 0
     plans and the others receive. `sync` takes parameters and buffers from rank 0. A model on meta gets its values from its own
     recipes (`init="module"`), or from the same ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever there in full. `outputs` beside a loss are DTensors where the plan cuts them; whole with "full" or by name,
-    all DTensors with "sharded". With `compile`, what stands between collectives is given to torch.compile (True, or the name of a backend). No collective waits
+    all DTensors with "sharded". With `pad_to` calls of other lengths than `meta_inputs` run as those of the next multiple of it: fewer programs. With `compile`, what stands between collectives is given to torch.compile (True, or the name of a backend). No collective waits
     longer than `timeout_s` for another rank.
     """
-    refuse_unserved(pad_to=pad_to, inputs=(inputs, ("global", "local")), init=(init, ("module", "counter")))
+    if pad_to is not None and (isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1):
+        raise NotServed(f"pad_to={pad_to!r} is no length", advice="pad_to=64: sequences are padded to the next multiple of it")
+    refuse_unserved(inputs=(inputs, ("global", "local")), init=(init, ("module", "counter")))
     _refuse_parallel(model)
     if plan is not None and not isinstance(plan, Plan):
         raise BadPlan(f"plan={plan!r} is no Plan", advice='autopar.Plan.load("plan.json")')
@@ -103,7 +106,7 @@ def autoparallelize(
     request = Request(**{"mesh": world_size(), **planning}) if plan is None else Request.of(plan, **planning)
     graph = request.trace(model, meta_inputs)
     chosen = plan if plan is not None else from_rank_0(lambda: request.plan(graph, started))
-    how = _how(backend, outputs, inputs == "local", graph)
+    how = replace(_how(backend, outputs, inputs == "local", graph), pad_to=pad_to)
     mesh = chosen.mesh.to_torch(device)
     limit(mesh, timeout_s)
     rows = rows_of(graph, chosen) if inputs == "local" else WHOLE

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 from torch.utils.data.distributed import DistributedSampler
 
 from autopar.codegen.compiled import compile_between_collectives
 from autopar.codegen.emptied import from_a_list
 from autopar.codegen.joint import Joint, bind
 from autopar.codegen.lower import Lowered, lower
+from autopar.codegen.padding import Bucket, Kind, Padding, check, cut_back, cuts_of, filled, fills_of, shapes_of
 from autopar.codegen.parts import WHOLE, Parts
 from autopar.codegen.situation import Caller, Situation
 from autopar.letters import Consumed, NotServed
@@ -122,6 +122,7 @@ class How:
     outputs: str = "auto"                                      # how outputs leave that no loss is made of: as DTensors where they are cut, all whole ("full"), all as DTensors ("sharded")
     outputs_whole: tuple[str, ...] = ()                        # and these whole
     passes_rows: bool = False                                  # inputs="local"
+    pad_to: int | None = None                                  # lengths are brought to multiples of it
 
 
 class Runner:
@@ -273,20 +274,19 @@ class ParallelModule(nn.Module):
         state = self._own
         with naming_the_lost("its call"):
             leaves, structure = state.caller.arguments(args, kwargs)
-            program = state.program(self, leaves, structure, args, kwargs)
+            leaves, bucket = (leaves, None) if state.padding is None else state.padded(self, state.padding, leaves, structure)
+            program = state.program(self, leaves, structure)
             inputs = [leaves[i] for i in program.places]
             if program.calls < _CHECKED_CALLS:                 # looked at while it is new
                 state.check(inputs, program)
         program.calls += 1
-        graph, names = program.runner.graph, program.runner.program
-        changing = {name for _, name in graph.updates}         # what autograd keeps must not be what is written below
-        with contextlib.ExitStack() as off:
-            for kind, _ in program.situation.autocast:         # its casts are in the graph
-                off.enter_context(torch.autocast(kind, enabled=False))
-            outputs, changed = program.runner(inputs, [self.get_parameter(n) for n in names.parameters], [b.clone() if n in changing else b for n, b in ((n, tensor_of(self, n)) for n in names.buffers)], state.random)
+        graph = program.runner.graph
+        if bucket is not None and graph.updates:
+            raise NotServed(f"with pad_to the padding would enter the buffer {graph.updates[0][1]}, which the model writes", advice="pad_to=None")
+        outputs, changed = program.run(self, inputs, state.random)
         for (_, name), value in zip(graph.updates, changed, strict=True):
             write_buffer(self, name, value)
-        return build_outputs(graph, outputs)
+        return build_outputs(graph, outputs if bucket is None else cut_back(outputs, bucket.cuts, bucket.here))
 
 
 _CHECKED_CALLS = 2
@@ -306,6 +306,15 @@ class _Program:
     places: list[int]                                          # of each input: which leaf of the call
     calls: int = 0
 
+    def run(self, model: nn.Module, inputs: list[Tensor], random: RandomState) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """The outputs, and the new values of the buffers that change."""
+        names, changing = self.runner.program, {name for _, name in self.runner.graph.updates}         # what autograd keeps must not be what is written later
+        buffers = [b.clone() if n in changing else b for n, b in ((n, tensor_of(model, n)) for n in names.buffers)]
+        with contextlib.ExitStack() as off:
+            for kind, _ in self.situation.autocast:            # its casts are in the graph
+                off.enter_context(torch.autocast(kind, enabled=False))
+            return self.runner(inputs, [model.get_parameter(n) for n in names.parameters], buffers, random)
+
 
 class _State:
     """What a ParallelModule holds besides its parameters."""
@@ -318,22 +327,54 @@ class _State:
         self.hooks = model._forward_pre_hooks, model._forward_hooks      # these are in the graphs
         self.programs: list[_Program] = []
         self.parts: Parts | None = None                        # of inputs="local"
+        self.padding: Padding | None = None                    # of pad_to=
 
-    def program(self, model: nn.Module, leaves: list[Any], structure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
+    def program(self, model: nn.Module, leaves: list[Any], structure: Any) -> _Program:
         """What runs this call: one that is there, or a new one."""
         cut: Collection[str] = ()
         if self.parts is not None:                             # what ranks pass is rows of a batch: the situation is that of the batch
-            names, mine = self.caller.names(structure), leaves
-            whole, cut = self.parts.whole(dict(zip(names, mine, strict=True)), structure)
-            leaves = [whole[n] for n in names]
-            swap = {id(a): b for a, b in zip(mine, leaves, strict=True)}
-            args, kwargs = pytree.tree_map(lambda leaf: swap.get(id(leaf), leaf), (args, kwargs))
+            whole, cut = self.parts.whole(dict(zip(self.caller.names(structure), leaves, strict=True)), structure)
+            leaves = list(whole.values())
         situation, grad = self.caller.situation(leaves, structure), torch.is_grad_enabled()
         for i, program in enumerate(self.programs):
             if program.has_gradients == grad and program.situation == situation:
                 self.programs.append(self.programs.pop(i))     # the latest stands last
                 return program
-        return self.made_for(model, situation, grad, Call(args, kwargs), cut)
+        return self.made_for(model, situation, grad, self.caller.call(leaves, structure), cut)
+
+    def padded(self, model: nn.Module, padding: Padding, leaves: list[Any], structure: Any) -> tuple[list[Any], Bucket | None]:
+        """The leaves of a call with its lengths brought to the next multiple; None where they are there already."""
+        named = dict(zip(self.caller.names(structure), leaves, strict=True))
+        shapes = shapes_of(named)
+        least, most = (shapes, shapes) if self.parts is None else self.parts.least_and_most(shapes)
+        bucket = padding.bucket(least, most, (structure, tuple(m.training for m in self.caller.modules)))
+        if not bucket.moved:
+            return leaves, None
+        if bucket.key not in padding.known or bucket.is_ambiguous:
+            padding.known[bucket.key] = self.tried(model, named, structure, bucket)
+        bucket.kind = padding.known[bucket.key]
+        return filled(named, bucket.shapes, bucket.kind.fills), bucket
+
+    def tried(self, model: nn.Module, named: dict[str, Any], structure: Any, bucket: Bucket) -> Kind:
+        """Run a call as it is and as it is padded: both must give the same."""
+        training = [(m, m.training) for m in self.caller.modules]
+        try:
+            model.eval()
+            with torch.no_grad():
+                exact = self.program(model, filled(named, bucket.here, {}), structure)
+                names = list(named)
+                fills = fills_of(exact.lowered.graph, {key: names[place] for key, place in zip(exact.lowered.graph.inputs, exact.places, strict=True)})
+                padded = self.program(model, filled(named, bucket.longer, fills), structure)
+                cuts = cuts_of(exact.lowered.graph, padded.lowered.graph, bucket)
+                outputs = []
+                for program, shapes in ((exact, bucket.here), (padded, bucket.longer)):
+                    given = filled(named, shapes, fills)
+                    outputs.append(program.run(model, [given[place] for place in program.places], self.random)[0])
+                check(exact.lowered.graph.output_names, outputs[0], cut_back(outputs[1], cuts, bucket.here))
+        finally:
+            for module, mode in training:
+                module.training = mode
+        return Kind(fills, cuts)
 
     def made_for(self, model: nn.Module, situation: Situation, grad: bool, call: Call, cut: Collection[str] = ()) -> _Program:
         """Lower for a new situation. The storage of the parameters stays."""
@@ -390,7 +431,7 @@ class _State:
         """The state of a copy of the model: its own modes, waiting gradients and random numbers, the same programs."""
         with self.as_before(model):
             made = _State(model, self.first, self.storage, self.mesh, self.device, self.again, self.how)
-        made.parts = self.parts
+        made.parts, made.padding = self.parts, self.padding
         made.random, made.hooks = RandomState(self.random.seed, self.random.step), self.hooks
         made.programs = [_Program(p.situation, p.has_gradients, p.lowered, Runner(p.lowered, self.mesh, self.storage, self.device, made.waiting, self.how), p.places, p.calls) for p in self.programs]
         return made
@@ -418,6 +459,9 @@ def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again
         state.keep(state.caller.situation(*state.caller.arguments(call.args, call.kwargs)), True, lowered)
     if how.passes_rows:
         state.passes_parts()
+    if how.pad_to is not None:
+        leaves, structure = state.caller.arguments(call.args, call.kwargs)
+        state.padding = Padding(how.pad_to, dict(zip(state.caller.names(structure), leaves, strict=True)))
     cls, names = type(model), {"__module__": type(model).__module__, "__doc__": type(model).__doc__}
     model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {**names, **({"save_pretrained": _save_pretrained} if hasattr(cls, "save_pretrained") else {})})
     model._forward_pre_hooks, model._forward_hooks = OrderedDict(), OrderedDict()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,20 @@ class Parts:
         if self.axes and (counts != due or 0 in counts):
             raise BadInput(f"ranks pass {counts} rows, which are no parts of one batch", seen=f"{self.text} of {total} rows", advice="some for every rank" if 0 in due else f"{due}, as torch.chunk and model.sampler give them")
         return {n: torch.empty((total, *t.shape[1:]), dtype=t.dtype, device="meta") if n in cut else t for n, t in named.items()}, cut
+
+    def least_and_most(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, tuple[int, ...]]]:
+        """The shapes of a call with every dim but the rows as short, and as long, as that of any rank; as they are where the ranks' calls do not go together."""
+        sizes = [n for shape in shapes.values() for n in shape[1:]]
+        kinds = int.from_bytes(hashlib.sha256(repr([(n, len(shape)) for n, shape in shapes.items()]).encode()).digest()[:7], "big")
+        if len({kind for kind, in self._exchanged([kinds])}) > 1 or not sizes:
+            return shapes, shapes
+        of_all = list(zip(*self._exchanged(sizes), strict=True))
+
+        def each(choose: Callable[[tuple[int, ...]], int]) -> dict[str, tuple[int, ...]]:
+            chosen = iter([choose(of_one) for of_one in of_all])
+            return {n: (*shape[:1], *(next(chosen) for _ in shape[1:])) for n, shape in shapes.items()}
+
+        return each(min), each(max)
 
     def _exchanged(self, numbers: list[int]) -> list[list[int]]:
         if dist.get_world_size() == 1:

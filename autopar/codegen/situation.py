@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import pickle
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.letters import BadInput
+from autopar.tracer.capture import Call
 from autopar.tracer.graph import Graph
 
 _SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.Enum, type(None))
@@ -64,6 +66,14 @@ class Caller:
         except TypeError as e:
             raise BadInput(f"{self.name}.forward does not take these inputs: {e}", seen=f"forward{self.signature}", advice="the arguments of the model's own forward") from e
         return pytree.tree_flatten({k: {name: named[k][name] for name in sorted(named[k])} if self.signature.parameters[k].kind is inspect.Parameter.VAR_KEYWORD else named[k] for k in sorted(named)})
+
+    def call(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Call:
+        """The call that has these leaves."""
+        given = pytree.tree_unflatten(list(leaves), structure)
+        if self.signature is None:
+            return Call(*given)
+        bound = inspect.BoundArguments(self.signature, OrderedDict(given))
+        return Call(bound.args, bound.kwargs)
 
     def situation(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Situation:
         """Of a call, now."""

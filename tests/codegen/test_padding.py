@@ -1,0 +1,192 @@
+"""pad_to: other lengths run as the next multiple and give what one device gives at the length as it is; where padding would be seen, nothing is computed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import autopar
+from autopar import DeviceMesh
+from autopar.letters import NotServed
+from autopar.testing import on_threads
+from tests.models import eager_links
+from tests.oracle import InFloat64
+from tests.training import whole
+
+SMALL = dict(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=64, initializer_range=0.3)
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, intermediate_size=48, num_key_value_heads=2)).double()
+
+
+def bert():
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, intermediate_size=48, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).double()
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=40, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0, dropout_rate=0.0)).double()
+
+
+def text(length, rows=4, mask=True, labels=True):
+    made = torch.Generator().manual_seed(length)
+    ids = torch.randint(1, 40, (rows, length), generator=made)
+    seen = torch.arange(length) < torch.randint(2, length + 1, (rows, 1), generator=made)
+    return {"input_ids": torch.where(seen, ids, 0), **({"attention_mask": seen.long()} if mask else {}), **({"labels": torch.where(seen, ids, -100)} if labels else {})}
+
+
+def two_texts(length, other, rows=4):
+    return {**text(length, rows, labels=False), "labels": text(other, rows)["labels"]}
+
+
+def on_one_device(model, batch, weigh=None):
+    model.zero_grad()
+    outputs = model(**batch)
+    (outputs.loss if weigh is None else weigh(outputs.logits)).backward()
+    return outputs.logits.detach(), None if weigh else outputs.loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same(model, mine, batch, weigh=None):
+    logits, loss, gradients = on_one_device(copy.deepcopy(model), batch, weigh)
+    mine.zero_grad()
+    outputs = mine(**batch)
+    (outputs.loss if weigh is None else weigh(outputs.logits)).backward()
+    near = dict(rtol=1e-9, atol=1e-11)
+    if weigh is None:
+        torch.testing.assert_close(outputs.loss.detach(), loss, **near)
+    torch.testing.assert_close(whole(outputs.logits.detach()), logits, **near)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(whole(mine.get_parameter(name).grad), gradient, **near)
+
+
+@pytest.mark.parametrize("build, parallel, mesh", [(llama, None, (4,)), (llama, "zero3", (2, 2)), (bert, "megatron", (4,))], ids=["llama", "llama zero3", "bert megatron"])
+def test_other_lengths_share_programs_and_compute_the_same(build, parallel, mesh):
+    model = build()
+
+    def body(rank):
+        with InFloat64():
+            mine = autopar.autoparallelize(copy.deepcopy(model), text(16), mesh=mesh, parallel=parallel, cluster=eager_links(), pad_to=8)
+            for length in (16, 13, 5):                         # what was given; a bucket that is that; another
+                same(model, mine, text(length))
+            programs = list(mine._autopar.programs)
+            for length in (9, 15, 8, 3, 16):
+                same(model, mine, text(length))
+            assert mine._autopar.programs and {id(p) for p in mine._autopar.programs} == {id(p) for p in programs}       # nothing was lowered again
+            assert sum(p.has_gradients for p in programs) == 2
+        return True
+
+    assert all(on_threads(4, body))
+
+
+def test_two_lengths_at_once():
+    model = t5()
+
+    def body(rank):
+        with InFloat64():
+            mine = autopar.autoparallelize(copy.deepcopy(model), two_texts(16, 16), mesh=2, cluster=eager_links(), pad_to=8)
+            for lengths in ((11, 11), (9, 14), (5, 12), (16, 3)):                 # the first does not tell which of both an output follows
+                same(model, mine, two_texts(*lengths))
+        return True
+
+    assert all(on_threads(2, body))
+
+
+def test_a_loss_outside_sees_outputs_of_the_length_as_it_is():
+    model = llama()
+
+    def weigh(logits):
+        return (logits * torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view(logits.shape)).sum()
+
+    def body(rank):
+        with InFloat64():
+            mine = autopar.autoparallelize(copy.deepcopy(model), text(16, mask=False, labels=False), mesh=2, cluster=eager_links(), pad_to=8)
+            for length in (12, 10):
+                same(model, mine, text(length, mask=False, labels=False), weigh)
+        return True
+
+    assert all(on_threads(2, body))
+
+
+def test_ranks_pass_rows_of_other_lengths():
+    """Each rank's collator pads to its own longest row; together they are the batch padded to the longest of all."""
+    model = llama()
+    for lengths in ((7, 12), (13, 16), (4, 4)):
+        parts = [text(length, rows=2) for length in lengths]
+        longest = max(lengths)
+        batch = {k: torch.cat([F.pad(p[k], (0, longest - p[k].shape[1]), value=-100 if k == "labels" else 0) for p in parts]) for k in parts[0]}
+        with InFloat64():
+            _, loss, gradients = on_one_device(copy.deepcopy(model), batch)
+
+        def body(rank, parts=parts, loss=loss, gradients=gradients):
+            with InFloat64():
+                mine = autopar.autoparallelize(copy.deepcopy(model), text(16), mesh=2, parallel="dp", cluster=eager_links(), inputs="local", pad_to=8)
+                found = mine(**parts[rank]).loss
+                found.backward()
+            torch.testing.assert_close(found.detach(), loss, rtol=1e-9, atol=0)
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(whole(mine.get_parameter(name).grad), gradient, rtol=1e-9, atol=1e-11)
+            return True
+
+        assert all(on_threads(2, body))
+
+
+class Mean(nn.Module):
+    """Sees how long the sequence is."""
+
+    def __init__(self, norm=False, halve=False):
+        super().__init__()
+        self.table, self.out, self.halve = nn.Embedding(40, 8), nn.Linear(8, 8), halve
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+
+    def forward(self, ids):
+        x = self.out(self.table(ids))
+        if self.halve:
+            return x[:, ::2]
+        return self.norm(x.transpose(1, 2)).mean(2) if self.training or not isinstance(self.norm, nn.BatchNorm1d) else ids.float()
+
+
+@pytest.mark.parametrize("model, batch, words", [
+    (bert, lambda n: text(n, mask=False), "'loss' depends on the padding"), (Mean, lambda n: {"ids": text(n)["input_ids"]}, "'out' depends on the padding"),
+    (lambda: Mean(halve=True), lambda n: {"ids": text(n)["input_ids"]}, "no length of an input"), (lambda: Mean(norm=True), lambda n: {"ids": text(n)["input_ids"]}, "the buffer norm"),
+], ids=["no mask", "a mean over the sequence", "every second", "batch norm"])
+def test_a_model_that_sees_its_padding_is_a_letter(model, batch, words):
+    model = model().double()
+
+    def body(rank):
+        with InFloat64():
+            mine = autopar.autoparallelize(copy.deepcopy(model), batch(16), mesh=2, parallel="dp", cluster=eager_links(), pad_to=8)
+            mine(**batch(16))                                  # nothing to pad
+            with pytest.raises(NotServed, match=words):
+                mine(**batch(11))
+            assert mine.training
+        return True
+
+    assert all(on_threads(2, body))
+
+
+def test_a_kind_of_call_is_tried_once_and_each_kind_by_itself():
+    model = bert()
+
+    def body(rank):
+        with InFloat64():
+            mine = autopar.autoparallelize(copy.deepcopy(model), text(16), mesh=2, parallel="dp", cluster=eager_links(), pad_to=8)
+            same(model, mine, text(11))
+            known = dict(mine._autopar.padding.known)
+            same(model, mine, text(6))
+            assert mine._autopar.padding.known == known
+            with pytest.raises(NotServed, match="depends on the padding"):     # the same model, without its mask
+                mine(**text(11, mask=False))
+        return True
+
+    assert all(on_threads(2, body))
+
+
+@pytest.mark.parametrize("wrong", [0, -8, 2.5, "8", True])
+def test_what_is_no_length_is_a_letter(wrong):
+    with pytest.raises(NotServed, match="no length"):
+        autopar.autoparallelize(nn.Linear(4, 4), {"input": torch.zeros(4, 4)}, mesh=DeviceMesh(1), pad_to=wrong)
