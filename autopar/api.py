@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,17 +49,20 @@ def plan(
     solver: str = "cbc",
     time_limit: float | None = None,
     gap: float = 0.0,
+    outputs: str | Sequence[str] = "auto",
 ) -> Plan:
     """The fastest plan found for one training step of `model` on `mesh`, with a bound on any: `plan.gap`. Needs no device, no process group and no weights.
 
     `meta_inputs` are example tensors (meta ones are enough) of the global shapes, as a dict or a tuple. `loss(outputs,
     inputs)` is planned with the model. `constraints` pin what they name. With `accumulation`, the inputs are one of so many
-    micro-batches of a step. After `time_limit` seconds a plan that was found is not improved. The model is not modified.
+    micro-batches of a step. `outputs` names those beside the loss that gradients arrive at, as autoparallelize is told. After `time_limit` seconds a plan that was found is not improved. The model is not modified.
     """
     started = time.monotonic()
     _refuse_parallel(model)
-    request = Request(mesh, cluster, memory_budget, optimizer, precision, recompute, loss, parallel, constraints, assume, strict, accumulation, kernels, solver, time_limit, gap)
-    return request.plan(request.trace(model, meta_inputs), started)
+    request = Request(mesh, cluster, memory_budget, optimizer, precision, recompute, loss, parallel, constraints, assume, strict, accumulation, kernels, solver, time_limit, gap, outputs)
+    graph = request.trace(model, meta_inputs)
+    _all_there(outputs, graph)
+    return request.plan(graph, started)
 
 
 def autoparallelize(
@@ -83,8 +85,8 @@ def autoparallelize(
     Runs on every rank (torchrun), or on one process. `meta_inputs` are of the batch of all ranks; with `inputs="local"` each rank then passes its own rows of it
     (`model.input_specs`, `model.sampler`), else all pass the same batch. Takes a `plan`, or any of `autopar.plan`'s arguments; then rank 0
     plans and the others receive. `sync` takes parameters and buffers from rank 0. A model on meta gets its values from its own
-    recipes (`init="module"`), or from the same ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever there in full. `outputs` beside a loss are DTensors where the plan cuts them; whole with "full" or by name,
-    all DTensors with "sharded". With `pad_to` calls of other lengths than `meta_inputs` run as those of the next multiple of it: fewer programs. With `compile`, what stands between collectives is given to torch.compile (True, or the name of a backend). No collective waits
+    recipes (`init="module"`), or from the same ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever there in full. `outputs` beside a loss are DTensors where the plan cuts them; whole with "full",
+    all DTensors with "sharded"; those that are named come whole, and may be given gradients. With `pad_to` calls of other lengths than `meta_inputs` run as those of the next multiple of it: fewer programs. With `compile`, what stands between collectives is given to torch.compile (True, or the name of a backend). No collective waits
     longer than `timeout_s` for another rank.
     """
     if pad_to is not None and (isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1):
@@ -103,10 +105,11 @@ def autoparallelize(
     if unknown := set(planning) - set(inspect.signature(Request).parameters):
         raise NotServed(f"autoparallelize knows no argument {', '.join(sorted(unknown))}", advice="its own, or those of autopar.plan")
     started, device = time.monotonic(), start_world(timeout_s)
-    request = Request(**{"mesh": world_size(), **planning}) if plan is None else Request.of(plan, **planning)
+    request = Request(**{"mesh": world_size(), **planning, "outputs": outputs}) if plan is None else Request.of(plan, **planning, outputs=outputs)
     graph = request.trace(model, meta_inputs)
+    _all_there(outputs, graph)
+    how = How(backend, outputs, (), inputs == "local", pad_to) if isinstance(outputs, str) else How(backend, "auto", tuple(outputs), inputs == "local", pad_to)
     chosen = plan if plan is not None else from_rank_0(lambda: request.plan(graph, started))
-    how = replace(_how(backend, outputs, inputs == "local", graph), pad_to=pad_to)
     mesh = chosen.mesh.to_torch(device)
     limit(mesh, timeout_s)
     rows = rows_of(graph, chosen) if inputs == "local" else WHOLE
@@ -122,16 +125,10 @@ def autoparallelize(
     return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init, weights, how)
 
 
-def _how(backend: str | None, outputs: Any, passes_rows: bool, graph: Graph) -> How:
-    """How the programs are run, once it is known what the model gives."""
-    if isinstance(outputs, str):
-        if outputs not in ("auto", "full", "sharded"):
-            raise NotServed(f"outputs={outputs!r} is not known", advice='"auto", "full", "sharded", or the names of outputs that come whole: outputs=("logits",)')
-        return How(backend, outputs, (), passes_rows)
-    if not isinstance(outputs, (tuple, list)) or (missing := [n for n in outputs if n not in graph.output_names]):
-        raise NotServed(f"outputs={outputs!r}: there is no output {missing[0]!r}" if isinstance(outputs, (tuple, list)) else f"outputs={outputs!r} is neither a word nor names", seen=f"outputs: {', '.join(graph.output_names)}",
-                        advice='outputs=("logits",)')
-    return How(backend, "auto", tuple(outputs), passes_rows)
+def _all_there(outputs: str | Sequence[str], graph: Graph) -> None:
+    """A letter where an output is named that the model does not have."""
+    if not isinstance(outputs, str) and (missing := [n for n in outputs if n not in graph.output_names]):
+        raise NotServed(f"outputs={outputs!r}: there is no output {missing[0]!r}", seen=f"outputs: {', '.join(graph.output_names)}", advice='outputs=("logits",)')
 
 
 def _refuse_parallel(model: Any) -> None:

@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from glob import escape
@@ -56,6 +56,7 @@ class Request:
     solver: str = "cbc"
     time_limit: float | None = None
     gap: float = 0.0
+    outputs: str | Sequence[str] = "auto"                      # how what is no loss leaves, or the names of what gradients arrive at
     hardware: Cluster = field(init=False)
     budget: float = field(init=False)                          # bytes; infinite where there is none
 
@@ -68,6 +69,8 @@ class Request:
                             advice='solver="cbc", loss=callable, assume=autopar.Assume(...)')
         if self.optimizer not in OPTIMIZERS if isinstance(self.optimizer, str) else isinstance(self.optimizer, bool) or not isinstance(self.optimizer, (int, float)) or not 0 <= self.optimizer < 1e6:
             raise NotServed(f"optimizer={self.optimizer!r} is not known", seen=f"known: {', '.join(OPTIMIZERS)}", advice="one of these, or the bytes of its states for each parameter: 8 for AdamW in float32")
+        if self.outputs not in ("auto", "full", "sharded") if isinstance(self.outputs, str) else not isinstance(self.outputs, (tuple, list)) or not all(isinstance(n, str) for n in self.outputs):
+            raise NotServed(f"outputs={self.outputs!r} is not known", advice='"auto", "full", "sharded", or the names of outputs that come whole and may be given gradients: outputs=("logits",)')
         if isinstance(self.accumulation, bool) or not isinstance(self.accumulation, int) or not 1 <= self.accumulation < 2**20:
             raise NotServed(f"accumulation={self.accumulation!r} is no number of micro-batches", advice="accumulation=4; meta_inputs are one micro-batch")
         if self.time_limit is not None and (isinstance(self.time_limit, bool) or not isinstance(self.time_limit, (int, float)) or not self.time_limit > 0):
@@ -78,18 +81,19 @@ class Request:
         object.__setattr__(self, "budget", _bytes(self.memory_budget, self.hardware))
 
     @staticmethod
-    def of(plan: Plan, loss: Callable[..., Any] | None = None, assume: Assume | None = None) -> Request:
+    def of(plan: Plan, loss: Callable[..., Any] | None = None, assume: Assume | None = None, outputs: str | Sequence[str] = "auto") -> Request:
         """The request that a plan answers, as far as the plan tells."""
         cluster: str | None = plan.cluster.partition(" ")[0]
         try:
             Cluster.of(cluster)
         except BadCluster:                                     # from a file that is elsewhere
             cluster = None
-        return Request(plan.mesh, cluster, plan.budget or math.inf, plan.optimizer, Precision(*plan.precision) if plan.precision else None, loss=loss, assume=assume, accumulation=plan.accumulation)
+        return Request(plan.mesh, cluster, plan.budget or math.inf, plan.optimizer, Precision(*plan.precision) if plan.precision else None, loss=loss, assume=assume, accumulation=plan.accumulation, outputs=outputs)
 
     @without_collections
     def trace(self, model: torch.nn.Module, meta_inputs: Any) -> Graph:
-        return ColoTracer().trace(model, meta_inputs, assume=self.assume, loss=self.loss, precision=self.precision)
+        graph = ColoTracer().trace(model, meta_inputs, assume=self.assume, loss=self.loss, precision=self.precision)
+        return graph if isinstance(self.outputs, str) or graph.loss is None else replace(graph, backward_from=tuple(n for n in graph.output_names if n in self.outputs))
 
     def plan(self, graph: Graph, started: float = math.inf) -> Plan:
         """The fastest plan found for a graph, on the mesh that is asked for or on the best one; `started` a time of the monotonic clock, from which the time limit counts."""

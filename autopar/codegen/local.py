@@ -52,7 +52,7 @@ def local_program(graph: Graph, plan: Plan, coordinate: Sequence[int], rows: Row
     """The program of the device at `coordinate`. Where every part is even, it is the same on every device. Inputs come whole, but for those of which ranks have their own rows."""
     if plan.digest != graph.digest:
         raise BadPlan("the plan was made for another graph", seen=f"plan {plan.digest}, model {graph.digest}",
-                      advice="plan again: the model, its inputs' shapes, or train and eval have changed")
+                      advice="plan again: the model, its inputs' shapes, train and eval, or the outputs that are named have changed")
     return Localiser(graph, plan, coordinate, rows).run()
 
 

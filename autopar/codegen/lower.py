@@ -28,10 +28,9 @@ class Lowered:
 def lower(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cpu", gradients: bool = True, rows: Rows = WHOLE) -> Lowered:
     """The program of the device at `coordinate` of the plan's mesh; without `gradients` its forward alone; `rows` say what ranks pass their own rows of."""
     program, reads = local_program(graph, plan, coordinate, rows), reads_of_parameters(graph, plan.window_bytes)
-    outputs = info(graph.output).outputs[:len(graph.output_names)]
     if changed := [name for kind, name in graph.updates if kind == "input"]:
         raise NotServed(f"the model writes to its input {', '.join(changed)}, and a parallel model leaves its inputs as they are", advice="a copy: x = x.clone()")
-    differentiable = [] if not gradients else [graph.loss] if graph.loss is not None else [i for i, t in enumerate(outputs) if t.requires_grad]
+    differentiable = graph.differentiable if gradients else ()
     return Lowered(graph, plan, program, lower_jointly(program, differentiable, [n for n in plan.regathered if n in reads and not reads[n].stays], plan.scattered, reads, device), rows)
 
 

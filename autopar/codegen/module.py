@@ -68,7 +68,7 @@ class Step(torch.autograd.Function):
         for i, tangent in enumerate(tangents):
             if tangent is not None and i not in joint.differentiable:
                 raise NotServed(f"a gradient arrives at the output {runner.graph.output_names[i]!r}, and backward was lowered for the loss",
-                                advice="compute with that output inside the model, or pass loss= to autoparallelize")
+                                advice=f"outputs=({runner.graph.output_names[i]!r},), or compute with that output inside the model, or in loss=")
         arrived = [tangents[i] for i in joint.differentiable]
         if all(t is None for t in arrived):
             return (None,) * (1 + runner.primal_count)

@@ -62,6 +62,7 @@ class _Builder:
     def __init__(self, graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Constraints, optimizer: str | float, strict: bool, regather: bool, accumulation: int, reduce: str, window_bytes: int) -> None:
         self.graph, self.mesh, self.cluster, self.constraints, self.optimizer, self.strict = graph, mesh, cluster, constraints, optimizer, strict
         self.accumulation, self.reduce, self.window_bytes, self.handed_on = accumulation, reduce, window_bytes, floating(graph)
+        self.differentiable = graph.differentiable
         self.regather = regather or constraints.speak_of_gathering
         self.conversions = self.reductions = ShapeConsistencyManager(mesh, cluster)
         if cluster.timed:                                      # gradients travel in buckets
@@ -291,12 +292,12 @@ class _Builder:
 
     def _arriving(self, i: int, type_: TensorType) -> TensorType:
         """An output beside a loss leaves without a gradient."""
-        return replace(type_, requires_grad=type_.requires_grad and self.graph.loss in (None, i) and i < len(self.graph.output_names))
+        return replace(type_, requires_grad=i in self.differentiable)
 
     def _output(self, i: int, name: str, type_: TensorType) -> Site:
-        """The loss, and everything where there is none, leaves whole; other outputs leave as they lie."""
+        """What gradients arrive at leaves whole, and everything where there is no loss; other outputs leave as they lie."""
         changes = i >= len(self.graph.output_names)            # the new value of a buffer, which is whole everywhere
-        free = self.graph.loss is not None and self.graph.loss != i and not changes
+        free = self.graph.loss is not None and i not in (self.graph.loss, *self.differentiable) and not changes
         stored = storage_strategies(type_.shape) if free else storage_strategies(())
         per_axis = tuple(Strategy(s.outputs, (), s.cut) for s in stored)
         choices = self._cross(per_axis, {f"dim{d}": n for d, n in enumerate(type_.shape)})

@@ -35,7 +35,7 @@ def to_json(graph: Graph) -> str:
         "input_spec": _spec(graph.input_spec), "input_leaves": [_value(v) for v in graph.input_leaves],
         "output_spec": _spec(graph.output_spec), "output_leaves": [_value(v) for v in graph.output_leaves],
         "output_names": graph.output_names, "updates": graph.updates, "assumptions": graph.assumptions, "training": graph.training,
-        "unread": [(name, t.shape, t.dtype, t.requires_grad) for name, t in graph.unread],
+        "unread": [(name, t.shape, t.dtype, t.requires_grad) for name, t in graph.unread], "backward_from": graph.backward_from,
     })
 
 
@@ -51,7 +51,7 @@ def from_json(text: str) -> Graph:
         return Graph(made, _read_spec(data["input_spec"]), tuple(_read(v, nodes) for v in data["input_leaves"]),
                      _read_spec(data["output_spec"]), tuple(_read(v, nodes) for v in data["output_leaves"]), tuple(data["output_names"]),
                      tuple((str(kind), str(name)) for kind, name in data["updates"]), tuple(map(str, data["assumptions"])), bool(data["training"]),
-                     tuple((str(name), TensorType(tuple(map(int, shape)), str(dtype), bool(wants))) for name, shape, dtype, wants in data["unread"]))
+                     tuple((str(name), TensorType(tuple(map(int, shape)), str(dtype), bool(wants))) for name, shape, dtype, wants in data["unread"]), tuple(map(str, data.get("backward_from", ()))))
     except BadGraph:
         raise
     except Exception as e:                                     # whatever is wrong with the text, it is the text

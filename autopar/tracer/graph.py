@@ -105,6 +105,7 @@ class Graph:
     assumptions: tuple[str, ...] = ()
     training: bool = True
     unread: tuple[tuple[str, TensorType], ...] = ()            # ("parameter name" or "buffer name", its type): what the model holds and no op reads
+    backward_from: tuple[str, ...] = ()                        # outputs beside the loss that gradients arrive at
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
@@ -135,6 +136,12 @@ class Graph:
         return named[0] if named else scalars[0] if len(scalars) == 1 else None
 
     @property
+    def differentiable(self) -> tuple[int, ...]:
+        """The outputs that gradients arrive at: the loss, and which are named; where there is no loss, all."""
+        types, loss = info(self.output).outputs, self.loss
+        return tuple(i for i, name in enumerate(self.output_names) if types[i].requires_grad and (loss in (None, i) or name in self.backward_from))
+
+    @property
     def is_random(self) -> bool:
         """Does it draw random numbers?"""
         return any(info(n).random >= 0 for n in self.nodes)
@@ -142,7 +149,8 @@ class Graph:
     @property
     def digest(self) -> str:
         """A fingerprint of the ops, shapes, names and structures: a plan belongs to the graphs that have it."""
-        return hashlib.sha256("\n".join((str(self), str(self.training), repr(self.input_leaves), repr(self.output_leaves), repr(self.output_names))).encode()).hexdigest()[:16]
+        said = (str(self), str(self.training), repr(self.input_leaves), repr(self.output_leaves), repr(self.output_names), *self.backward_from)
+        return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         results = list(self.output.args[0])                    # type: ignore[arg-type]

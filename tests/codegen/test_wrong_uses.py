@@ -84,7 +84,7 @@ WRONG = {
     "weights that are a number": (lambda: make(weights=3), BadWeights, "is no path"), "weights that are not there": (lambda: make(weights="/nowhere/model.safetensors"), BadWeights, "nowhere"),
     "no such initialisation": (lambda: make(init="zeros"), NotServed, "init"), "no such backend": (lambda: make(compile="nothing"), NotServed, "no backend"), "compile is a number": (lambda: make(compile=3), NotServed, "compile"),
     "no time at all": (lambda: make(timeout_s=-1), NotServed, "no number of seconds"), "no such inputs": (lambda: make(inputs="mine"), NotServed, "inputs"), "padding": (lambda: make(pad_to=0), NotServed, "no length"),
-    "no such word for outputs": (lambda: make(outputs="some"), NotServed, "not known"), "no such output": (lambda: make(outputs=("hidden",)), NotServed, "no output 'hidden'"), "outputs are a number": (lambda: make(outputs=3), NotServed, "neither"),
+    "no such word for outputs": (lambda: make(outputs="some"), NotServed, "not known"), "no such output": (lambda: make(outputs=("hidden",)), NotServed, "no output 'hidden'"), "outputs are a number": (lambda: make(outputs=3), NotServed, "not known"),
     "an argument that nobody knows": (lambda: make(devices=2), NotServed, "devices"), "a gradient of gradients": (twice_differentiated, NotServed, "gradient of gradients"),
     "a gradient beside the loss": (lambda: make()(X)["logits"].sum().backward(), NotServed, "lowered for the loss"),
     "a forward of the object": (lambda: autopar.autoparallelize(own_forward(), (X,), mesh=2), NotServed, "forward of its own"), "an attribute of that name": (lambda: make(Named()), NotServed, "'plan'"),
