@@ -10,6 +10,7 @@ import transformers
 
 import autopar
 from autopar.letters import BadPlan, NotServed
+from autopar.sharding.strategies import values
 from autopar.testing import on_threads
 from autopar.tracer import ColoTracer, Graph
 from tests.oracle import InFloat64
@@ -33,6 +34,7 @@ def test_gradients_arrive_at_named_outputs(parallel, mesh):
     model = llama()
     with InFloat64():
         plan = autopar.plan(model, BATCH, mesh=mesh, parallel=parallel, cluster="generic", outputs=("logits",))
+    assert all(p.is_replicated for p in values(plan.decisions["out.logits"].flows(0)).placements)      # gathered by the plan, which prices it
 
     def body(rank):
         with InFloat64():
