@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -385,6 +385,11 @@ class _State:
         else:
             with self.as_before(model), torch.inference_mode(False), torch.enable_grad():     # the graph is also that of a later call with gradients
                 graph, plan = self.again(model, call, self.first.plan)
+            for program in self.programs:
+                if program.lowered.graph.digest == graph.digest and replace(program.situation, said=situation.said) == situation:
+                    self.caller.forget(program.situation.said)         # modules say something else that their forward does not read
+                    graph, plan = program.lowered.graph, program.lowered.plan
+                    break
         rows = WHOLE
         if self.parts is not None:
             names = self.caller.names(situation.structure)
@@ -432,6 +437,7 @@ class _State:
         with self.as_before(model):
             made = _State(model, self.first, self.storage, self.mesh, self.device, self.again, self.how)
         made.parts, made.padding = self.parts, self.padding
+        made.caller.states, made.caller.latest = list(self.caller.states), self.caller.latest
         made.random, made.hooks = RandomState(self.random.seed, self.random.step), self.hooks
         made.programs = [_Program(p.situation, p.has_gradients, p.lowered, Runner(p.lowered, self.mesh, self.storage, self.device, made.waiting, self.how), p.places, p.calls) for p in self.programs]
         return made

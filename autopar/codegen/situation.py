@@ -6,18 +6,21 @@ import enum
 import inspect
 import pickle
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.letters import BadInput
+from autopar.letters import BadInput, NotServed
 from autopar.tracer.capture import Call
 from autopar.tracer.graph import Graph
 
+_MOST_STATES = 64                                              # that are remembered: one that comes back later is a new one
+_PLAIN = (int, float, str, bool, type(None))
 _SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.Enum, type(None))
 
 
@@ -30,6 +33,7 @@ class Situation:
     modes: tuple[bool, ...]                                    # of every module: does it train?
     trained: tuple[bool, ...]                                  # of every parameter
     autocast: tuple[tuple[str, torch.dtype], ...]              # of each kind of device for which it is on
+    said: int = 0                                              # which of the states its modules are in: what they say of themselves, and their hooks
 
     def differs(self, other: Situation) -> str:
         """In what it differs from another one, for a person."""
@@ -38,7 +42,7 @@ class Situation:
             said.append("arguments")
         elif self.leaves != other.leaves:
             said += sorted({_as_text(mine) for mine, theirs in zip(self.leaves, other.leaves, strict=True) if mine != theirs})
-        said += [name for name, mine, theirs in (("train and eval", self.modes, other.modes), ("parameters that train", self.trained, other.trained), ("autocast", self.autocast, other.autocast)) if mine != theirs]
+        said += [name for name, mine, theirs in (("train and eval", self.modes, other.modes), ("parameters that train", self.trained, other.trained), ("autocast", self.autocast, other.autocast), ("attributes or hooks of modules", self.said, other.said)) if mine != theirs]
         return ", ".join(said)
 
 
@@ -52,6 +56,10 @@ class Caller:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.name = model, type(model).__name__
         self.modules, self.parameters = list(model.modules()), list(model.parameters())
+        self.children = [tuple(m._modules.values()) for m in self.modules]
+        self._watch((of, [k for k, v in of.items() if isinstance(v, _PLAIN) and not k.startswith("_") and k != "training"]) for of in _with_attributes(self.modules))
+        self.states: list[tuple[Any, ...] | None] = [self._state()]
+        self.latest = 0                                        # of those, the one that they were last seen in
         try:
             self.signature: inspect.Signature | None = inspect.signature(model.forward)
         except (TypeError, ValueError):
@@ -68,12 +76,15 @@ class Caller:
         return pytree.tree_flatten({k: {name: named[k][name] for name in sorted(named[k])} if self.signature.parameters[k].kind is inspect.Parameter.VAR_KEYWORD else named[k] for k in sorted(named)})
 
     def call(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Call:
-        """The call that has these leaves."""
+        """The call that has these leaves; arguments by name, where they have one and nothing stands after them that has none."""
         given = pytree.tree_unflatten(list(leaves), structure)
         if self.signature is None:
             return Call(*given)
-        bound = inspect.BoundArguments(self.signature, OrderedDict(given))
-        return Call(bound.args, bound.kwargs)
+        kinds = {name: parameter.kind for name, parameter in self.signature.parameters.items()}
+        if any(kinds[name] in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY) for name in given):
+            bound = inspect.BoundArguments(self.signature, OrderedDict(given))
+            return Call(bound.args, bound.kwargs)
+        return Call((), {key: value for name, of_one in given.items() for key, value in (of_one.items() if kinds[name] is inspect.Parameter.VAR_KEYWORD else ((name, of_one),))})
 
     def situation(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Situation:
         """Of a call, now."""
@@ -81,8 +92,38 @@ class Caller:
         return Situation(
             tuple([(leaf.shape, leaf.dtype, grad and leaf.requires_grad) if isinstance(leaf, Tensor) else _said(leaf) for leaf in leaves]), structure,
             tuple([m.training for m in self.modules]), tuple([p.requires_grad for p in self.parameters]),
-            tuple([(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]),
+            tuple([(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]), self.said(),
         )
+
+    def said(self) -> int:
+        """Which of the states its modules are in that they have been in: their numbers, words and hooks. A letter where one was exchanged for another."""
+        now = self._state()
+        if now != self.states[self.latest]:
+            self.latest = next((i for i, known in enumerate(self.states) if known == now), len(self.states))
+            self.states += [now] if self.latest == len(self.states) else []
+            self.states[:-_MOST_STATES] = [None] * len(self.states[:-_MOST_STATES])
+        return self.latest
+
+    def forget(self, before: int) -> None:
+        """What differs between now and a state before made no difference: it is not watched any longer."""
+        if (then := self.states[before]) is not None:
+            self._watch([(of, [key for key, mine, theirs in zip(keys, a, b, strict=False) if mine == theirs]) for (of, keys, _), a, b in zip(self.watched, self._state()[0], then[0], strict=True)])
+            self.states = [None] * len(self.states)
+            self.states[self.latest] = self._state()
+
+    def _watch(self, attributes: Iterable[tuple[dict[str, Any], list[str]]]) -> None:
+        self.watched = [(of, keys, itemgetter(*keys, keys[0])) for of, keys in attributes if keys]     # of one key a getter gives no tuple
+
+    def _state(self) -> tuple[Any, ...]:
+        for module, children in zip(self.modules, self.children, strict=True):
+            if tuple(module._modules.values()) != children:
+                raise NotServed(f"the modules of a {type(module).__name__} were exchanged after autoparallelize", advice="exchange them before: what is emitted was traced from those that were there")
+        hooks = [(i, kind, *there.values()) for i, m in enumerate(self.modules) if i for kind, there in enumerate((m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks)) if there]
+        try:
+            return [get(of) for of, _, get in self.watched], hooks
+        except KeyError:                                       # one is gone
+            self._watch([(of, [key for key in keys if key in of]) for of, keys, _ in self.watched])
+            return self._state()
 
     def names(self, structure: pytree.TreeSpec) -> list[str]:
         """Of each leaf of a call what it is called: its argument, and its place in it."""
@@ -95,6 +136,12 @@ class Caller:
         order = self.arguments(args, kwargs)[0]
         at = {leaf: order.index(i) for i, leaf in enumerate(graph.input_leaves) if isinstance(leaf, str)}
         return [at[str(node.target)] for node in graph.inputs.values()]
+
+
+def _with_attributes(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """What modules hold, and their configurations, once each."""
+    held = {id(of): of for m in modules for of in (vars(m), getattr(vars(m).get("config"), "__dict__", None)) if of}
+    return list(held.values())
 
 
 def _said(value: Any) -> tuple[type, Any]:
