@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import time
 import weakref
@@ -269,6 +270,16 @@ class ParallelModule(nn.Module):
                 given[name] = nn.Parameter(parts[id(held[name])].take(value.to(self._own.device), False), held[name].requires_grad)
         given._metadata = getattr(state_dict, "_metadata", None)           # type: ignore[attr-defined]
         return super().load_state_dict(given, strict, assign)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As any module's; gradients are copied here, because torch would copy the storage of one that is a part of a message."""
+        memo.update({id(p.grad): p.grad.clone() for p in self.parameters() if p.grad is not None})
+        if (own := getattr(super(), "__deepcopy__", None)) is not None:
+            return own(memo)
+        make, given, state, *_ = tuple(self.__reduce_ex__(4))
+        made = memo[id(self)] = make(*given)
+        made.__setstate__(copy.deepcopy(state, memo))
+        return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._own

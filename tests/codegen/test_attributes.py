@@ -48,8 +48,9 @@ def test_what_is_changed_later_is_computed():
             torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=1e-14, msg=name)
             torch.testing.assert_close(mine.first.weight.grad.full_tensor(), theirs.first.weight.grad, rtol=1e-10, atol=1e-14, msg=name)
         assert len(mine._autopar.programs) == 5                # the first, one a change, and none for what came back
-        mine.zero_grad()
-        twin = copy.deepcopy(mine)
+        twin = copy.deepcopy(mine)                             # with its gradients, which are its own
+        torch.testing.assert_close(twin.first.weight.grad.full_tensor(), theirs.first.weight.grad)
+        assert twin.first.weight.grad is not mine.first.weight.grad
         torch.testing.assert_close(twin(x=X), theirs(X), rtol=1e-12, atol=1e-14)
         assert len(twin._own.programs) == 5
         return True
