@@ -78,16 +78,11 @@ class Padding:
         """Where a call belongs whose lengths are these; `least` are the shortest of all ranks."""
         own = {n: self.given[n] if len(self.given.get(n, ())) == len(shape) else (-1,) * len(shape) for n, shape in here.items()}
         lengths = {size for n, shape in here.items() if n in self.given for size, before in zip(shape[1:], own[n][1:], strict=True) if size != before}
-
-        def brought(name: str, more: int) -> tuple[int, ...]:
-            sizes = [(-(-size // self.to) * self.to if size in lengths and size != before else size) for size, before in zip(here[name], own[name], strict=True)]
-            is_moved = [d > 0 and least[name][d] != size for d, size in enumerate(sizes)]
-            return (*here[name][:1], *(size + more * (moved and size == now) for size, moved, now in list(zip(sizes, is_moved, here[name], strict=True))[1:]))
-
-        shapes = {n: brought(n, 0) for n in here}
+        shapes = {n: tuple(-(-size // self.to) * self.to if d and size in lengths and size != own[n][d] else size for d, size in enumerate(shape)) for n, shape in here.items()}
         moved = frozenset((n, d) for n, shape in shapes.items() for d, size in enumerate(shape) if d and size != least[n][d])
+        longer = {n: tuple(size + self.to if (n, d) in moved and size == here[n][d] else size for d, size in enumerate(shape)) for n, shape in shapes.items()}
         key = how, moved
-        return Bucket(here, shapes, {n: brought(n, self.to) for n in here}, moved, key, self.known.get(key, Kind({}, ())))
+        return Bucket(here, shapes, longer, moved, key, self.known.get(key, Kind({}, ())))
 
 
 def shapes_of(named: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

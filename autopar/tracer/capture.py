@@ -58,8 +58,7 @@ class ColoTracer(fx.Tracer):
         """The graph, and every tensor that was made on the way."""
         args, kwargs = as_call(meta_inputs)
         refuse_other_arguments(root, args, kwargs)
-        if not isinstance(meta_inputs, Call):                  # of a parallel model the hooks are on what it trains
-            refuse_hooks(root)
+        refuse_hooks(root, is_parallel=isinstance(meta_inputs, Call))
         refuse_lazy(root)
         refuse_shared_memory(root)
         learn_dataclasses((args, kwargs))
@@ -236,10 +235,10 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def refuse_hooks(root: torch.nn.Module) -> None:
-    """Forward hooks run while tracing and are captured; backward hooks would be lost."""
-    held = [n or "the model" for n, m in root.named_modules() if m._backward_hooks or m._backward_pre_hooks]
-    held += [n for n, p in root.named_parameters() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+def refuse_hooks(root: torch.nn.Module, is_parallel: bool = False) -> None:
+    """Forward hooks run while tracing and are captured; backward hooks would be lost, but those of a parallel model itself and of the parameters that it trains."""
+    held = [n or "the model" for n, m in root.named_modules() if (m._backward_hooks or m._backward_pre_hooks) and not (is_parallel and m is root)]
+    held += [n for n, p in root.named_parameters() if (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)) and not is_parallel]
     if held:
         raise NotCaptured(f"backward hooks are set on {', '.join(held[:5])}, and would be lost", advice="set them on the parallel model's parameters")
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.letters import NotServed
+from autopar.letters import NotCaptured, NotServed
 from autopar.testing import on_threads
 from tests.models import eager_links
 
@@ -20,12 +20,14 @@ X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.fl
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.first, self.drop, self.last = nn.Linear(6, 12), nn.Dropout(0.4), nn.Linear(12, 6)
         self.scale, self.step, self.gone = 2.0, 0, 1.0
 
     def forward(self, x):
         return (self.last(self.drop(F.gelu(self.first(x)))) * self.scale).square().mean()
+
+
+MODEL = Net().double()                                         # one for all ranks: threads share torch's generator
 
 
 def double(module, args, output):
@@ -40,7 +42,7 @@ CHANGES = {
 
 def test_what_is_changed_later_is_computed():
     def body(rank):
-        mine, theirs = autopar.autoparallelize(Net().double(), {"x": X}, mesh=2, parallel="dp", cluster=eager_links()), Net().double()
+        mine, theirs = autopar.autoparallelize(copy.deepcopy(MODEL), {"x": X}, mesh=2, parallel="dp", cluster=eager_links()), copy.deepcopy(MODEL)
         for name, change in CHANGES.items():
             change(mine), change(theirs)
             loss, expected = mine(x=X), theirs(X)
@@ -60,7 +62,7 @@ def test_what_is_changed_later_is_computed():
 
 def test_what_no_forward_reads_is_forgotten_after_one_look():
     def body(rank):
-        mine = autopar.autoparallelize(Net().double(), {"x": X}, mesh=2, parallel="dp", cluster=eager_links())
+        mine = autopar.autoparallelize(copy.deepcopy(MODEL), {"x": X}, mesh=2, parallel="dp", cluster=eager_links())
         for step in range(5):
             mine.step = step
             if step == 3:
@@ -80,9 +82,23 @@ def test_what_no_forward_reads_is_forgotten_after_one_look():
     assert all(on_threads(2, body))
 
 
+def test_a_backward_hook_set_later_on_a_part_is_a_letter_and_on_the_whole_fires():
+    def body(rank):
+        mine, fired = autopar.autoparallelize(copy.deepcopy(MODEL), {"x": X}, mesh=2, parallel="dp", cluster=eager_links()), []
+        mine.register_full_backward_hook(lambda *given: fired.append(given))
+        mine(x=X).backward()
+        assert len(fired) == 1
+        mine.first.register_full_backward_hook(lambda *given: None)
+        with pytest.raises(NotCaptured, match="backward hooks are set on first"):
+            mine(x=X)
+        return True
+
+    assert all(on_threads(2, body))
+
+
 def test_an_exchanged_module_is_a_letter():
     def body(rank):
-        mine = autopar.autoparallelize(Net().double(), {"x": X}, mesh=2, parallel="dp", cluster=eager_links())
+        mine = autopar.autoparallelize(copy.deepcopy(MODEL), {"x": X}, mesh=2, parallel="dp", cluster=eager_links())
         mine.last = nn.Linear(12, 6).double()
         with pytest.raises(NotServed, match="were exchanged after"):
             mine(x=X)
