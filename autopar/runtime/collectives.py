@@ -73,8 +73,13 @@ def finish(pending: Pending) -> list[Tensor]:
 
 def pack_all_reduce(xs: list[Tensor], axis: Axis) -> Message:
     flat = torch.cat([x.flatten() for x in xs]) if len(xs) > 1 else xs[0].clone(memory_format=torch.contiguous_format).view(-1)
-    shapes = [x.shape for x in xs]
-    return Message(flat, lambda y: [part.view(shape) for part, shape in zip(y.split([shape.numel() for shape in shapes]), shapes, strict=True)])
+    shapes, dtype = [x.shape for x in xs], xs[0].dtype
+    return Message(_summed(flat), lambda y: [part.view(shape) for part, shape in zip(y.to(dtype).split([shape.numel() for shape in shapes]), shapes, strict=True)])
+
+
+def _summed(flat: Tensor) -> Tensor:
+    """What can be added up: truth values as numbers."""
+    return flat.view(torch.uint8) if flat.dtype == torch.bool else flat
 
 
 def begin_all_reduce(message: Message, axis: Axis) -> Pending:
@@ -104,7 +109,7 @@ def pack_reduce_scatter(xs: list[Tensor], axis: Axis, dims: list[int], sizes: li
     steps = [-(-size // axis.size) for size in sizes]
     parts = [_padded(_by_parts(x, dim, axis.size, block), dim, axis.size * step).unflatten(dim, (axis.size, step)).movedim(dim, 0) for x, dim, block, step in zip(xs, dims, blocks, steps, strict=True)]
     shapes = [(*x.shape[:dim], step, *x.shape[dim + 1:]) for x, dim, step in zip(xs, dims, steps, strict=True)]
-    counts = [math.prod(shape) for shape in shapes]
+    counts, dtype = [math.prod(shape) for shape in shapes], xs[0].dtype
     if len(parts) > 1:
         flat = xs[0].new_empty(axis.size, sum(counts))
         for place, part in zip(flat.split(counts, 1), parts, strict=True):
@@ -113,9 +118,9 @@ def pack_reduce_scatter(xs: list[Tensor], axis: Axis, dims: list[int], sizes: li
         flat = parts[0].contiguous()
 
     def unpack(y: Tensor) -> list[Tensor]:
-        return [piece.view(shape).narrow(dim, 0, _length(size, axis)).contiguous() for piece, shape, dim, size in zip(y.split(counts), shapes, dims, sizes, strict=True)]
+        return [piece.view(shape).narrow(dim, 0, _length(size, axis)).contiguous() for piece, shape, dim, size in zip(y.to(dtype).split(counts), shapes, dims, sizes, strict=True)]
 
-    return Message(flat.view(-1), unpack)
+    return Message(_summed(flat.view(-1)), unpack)
 
 
 def begin_reduce_scatter(message: Message, axis: Axis) -> Pending:
@@ -179,7 +184,7 @@ def slice(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Te
 
 def lodge(x: Tensor, axis: Axis) -> Tensor:
     """R -> P(sum): the first rank keeps the value, the others hold zeros."""
-    return torch.where(torch.full((), axis.index, device=x.device) == 0, x, 0).contiguous()     # not a product: 0 times inf is nan
+    return torch.where(torch.full((), axis.index, device=x.device) == 0, x, x.new_zeros(())).contiguous()      # not a product: 0 times inf is nan
 
 
 def part_start(like: Tensor, axis: Axis, size: int, on_host: bool = False) -> Any:
