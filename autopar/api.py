@@ -117,8 +117,8 @@ def autoparallelize(
         raise NotServed(f'inputs="local", and the input {wants[0]} wants a gradient', advice='inputs="global"')
     lowered = lower(graph, chosen, coordinate(chosen.mesh), device, rows=rows)
 
-    def again(model: torch.nn.Module, call: Call, first: Plan) -> tuple[Graph, Plan]:
-        graph = request.trace(model, call)
+    def again(model: torch.nn.Module, call: Call, first: Plan, drops: bool) -> tuple[Graph, Plan]:
+        graph = request.trace(model, call) if drops else request.trace(model, call).without_dropout()
         all_ranks_hold("calls", graph.digest)
         return graph, from_rank_0(lambda: request.plan_again(graph, first))
 

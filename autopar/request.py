@@ -93,7 +93,7 @@ class Request:
     @without_collections
     def trace(self, model: torch.nn.Module, meta_inputs: Any) -> Graph:
         graph = ColoTracer().trace(model, meta_inputs, assume=self.assume, loss=self.loss, precision=self.precision)
-        return graph if isinstance(self.outputs, str) or graph.loss is None else replace(graph, backward_from=tuple(n for n in graph.output_names if n in self.outputs))
+        return graph if isinstance(self.outputs, str) or graph.loss is None else replace(graph, backward_from=tuple(n for i, n in enumerate(graph.output_names) if n in self.outputs and i != graph.loss))
 
     def plan(self, graph: Graph, started: float = math.inf) -> Plan:
         """The fastest plan found for a graph, on the mesh that is asked for or on the best one; `started` a time of the monotonic clock, from which the time limit counts."""

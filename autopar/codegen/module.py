@@ -23,10 +23,10 @@ from autopar.codegen.compiled import compile_between_collectives
 from autopar.codegen.emptied import from_a_list
 from autopar.codegen.joint import Joint, bind
 from autopar.codegen.lower import Lowered, lower
-from autopar.codegen.padding import Bucket, Kind, Padding, check, cut_back, cuts_of, filled, fills_of, shapes_of
-from autopar.codegen.parts import WHOLE, Parts
+from autopar.codegen.padding import Bucket, Kind, Padding, check, cut_back, cuts_of, filled, fills_of, gradients_of, shapes_of
+from autopar.codegen.parts import WHOLE, Parts, Rows, least_and_most
 from autopar.codegen.situation import Caller, Situation
-from autopar.letters import Consumed, NotServed
+from autopar.letters import Consumed, Disagreement, NotServed
 from autopar.runtime.checkpoint import read, teach_dtensor, whole_state
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.faults import naming_the_lost
@@ -292,8 +292,6 @@ class ParallelModule(nn.Module):
                 state.check(inputs, program)
         program.calls += 1
         graph = program.runner.graph
-        if bucket is not None and graph.updates:
-            raise NotServed(f"with pad_to the padding would enter the buffer {graph.updates[0][1]}, which the model writes", advice="pad_to=None")
         outputs, changed = program.run(self, inputs, state.random)
         for (_, name), value in zip(graph.updates, changed, strict=True):
             write_buffer(self, name, value)
@@ -303,7 +301,7 @@ class ParallelModule(nn.Module):
 _CHECKED_CALLS = 2
 _MOST_PROGRAMS = 16                                            # that a model keeps: what was not called for longest goes first
 
-Again = Callable[[nn.Module, Call, Plan], tuple[Graph, Plan]]  # traces the model as it was before on a call, and plans that: on rank 0 for all
+Again = Callable[[nn.Module, Call, Plan, bool], tuple[Graph, Plan]]       # traces the model as it was before on a call, with its dropout or without, and plans that: on rank 0 for all
 
 
 @dataclass(slots=True, eq=False)
@@ -342,10 +340,7 @@ class _State:
 
     def program(self, model: nn.Module, leaves: list[Any], structure: Any) -> _Program:
         """What runs this call: one that is there, or a new one."""
-        cut: Collection[str] = ()
-        if self.parts is not None:                             # what ranks pass is rows of a batch: the situation is that of the batch
-            whole, cut = self.parts.whole(dict(zip(self.caller.names(structure), leaves, strict=True)), structure)
-            leaves = list(whole.values())
+        leaves, cut = self.of_all(leaves, structure)           # what ranks pass may be rows of a batch: the situation is that of the batch
         situation, grad = self.caller.situation(leaves, structure), torch.is_grad_enabled()
         for i, program in enumerate(self.programs):
             if program.has_gradients == grad and program.situation == situation:
@@ -357,8 +352,10 @@ class _State:
         """The leaves of a call with its lengths brought to the next multiple; None where they are there already."""
         named = dict(zip(self.caller.names(structure), leaves, strict=True))
         shapes = shapes_of(named)
-        least, most = (shapes, shapes) if self.parts is None else self.parts.least_and_most(shapes)
-        bucket = padding.bucket(least, most, (structure, tuple(m.training for m in self.caller.modules)))
+        least, most = least_and_most(shapes, self.device)
+        if self.parts is None and least != most:
+            raise Disagreement("ranks pass sequences of different lengths", seen=f"here {shapes}", advice='the same batch on every rank, or inputs="local"')
+        bucket = padding.bucket(least, most, self.caller.situation(leaves, structure).kind(self.parts is None))
         if not bucket.moved:
             return leaves, None
         if bucket.key not in padding.known or bucket.is_ambiguous:
@@ -367,25 +364,45 @@ class _State:
         return filled(named, bucket.shapes, bucket.kind.fills), bucket
 
     def tried(self, model: nn.Module, named: dict[str, Any], structure: Any, bucket: Bucket) -> Kind:
-        """Run a call as it is and as it is padded: both must give the same."""
-        training = [(m, m.training) for m in self.caller.modules]
-        try:
-            model.eval()
-            with torch.no_grad():
-                exact = self.program(model, filled(named, bucket.here, {}), structure)
-                names = list(named)
-                fills = fills_of(exact.lowered.graph, {key: names[place] for key, place in zip(exact.lowered.graph.inputs, exact.places, strict=True)})
-                padded = self.program(model, filled(named, bucket.longer, fills), structure)
-                cuts = cuts_of(exact.lowered.graph, padded.lowered.graph, bucket)
-                outputs = []
-                for program, shapes in ((exact, bucket.here), (padded, bucket.longer)):
-                    given = filled(named, shapes, fills)
-                    outputs.append(program.run(model, [given[place] for place in program.places], self.random)[0])
-                check(exact.lowered.graph.output_names, outputs[0], cut_back(outputs[1], cuts, bucket.here))
-        finally:
-            for module, mode in training:
-                module.training = mode
+        """Run a call as it is and as it is padded, forward and backward, where dropout drops nothing: both must give the same."""
+        waiting, names = Waiting(model, self.storage), list(named)
+        with torch.inference_mode(False), torch.enable_grad():
+            programs = []
+            for shapes in (bucket.here, bucket.longer):
+                leaves, cut = self.of_all(filled(named, shapes, {}), structure)
+                with self.as_before(model):
+                    graph, plan = self.again(model, self.caller.call(leaves, structure), self.first.plan, False)
+                lowered = lower(graph, plan, self.mesh.get_coordinate(), self.device.type, True, self.rows(graph, structure, cut))
+                all_ranks_hold("programs", (plan.digest, plan.mesh, lowered.joint.collectives))
+                runner = Runner(lowered, self.mesh, self.storage, self.device, waiting, replace(self.how, backend=None))
+                programs.append(_Program(self.caller.situation(leaves, structure), True, lowered, runner, self.caller.places(graph)))
+            exact, longer = (p.lowered.graph for p in programs)
+            if exact.updates:
+                raise NotServed(f"with pad_to the padding would enter the buffer {exact.updates[0][1]}, which the model writes", advice="pad_to=None")
+            fills = fills_of(exact, {key: names[place] for key, place in zip(exact.inputs, programs[0].places, strict=True)})
+            cuts = cuts_of(exact, longer, bucket)
+            trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+            results = []
+            for program, shapes, back in zip(programs, (bucket.here, bucket.longer), ((), cuts), strict=True):
+                given = [t.clone() if isinstance(t, Tensor) and t.is_inference() else t for t in filled(named, shapes, fills)]
+                outputs = cut_back(program.run(model, [given[place] for place in program.places], RandomState(0))[0], back, bucket.here)
+                results.append((outputs, gradients_of([outputs[i] for i in exact.differentiable], trained)))
+        check(exact, results[0], results[1], self.device)
         return Kind(fills, cuts)
+
+    def of_all(self, leaves: list[Any], structure: Any) -> tuple[list[Any], Collection[str]]:
+        """The leaves of the call of all ranks from those of this one's, and which are rows of it."""
+        if self.parts is None:
+            return leaves, ()
+        whole, cut = self.parts.whole(dict(zip(self.caller.names(structure), leaves, strict=True)), structure)
+        return list(whole.values()), cut
+
+    def rows(self, graph: Graph, structure: Any, cut: Collection[str]) -> Rows:
+        """Of what inputs of a graph ranks pass rows."""
+        if self.parts is None:
+            return WHOLE
+        names = self.caller.names(structure)
+        return self.parts.axes, frozenset(key for key, place in zip(graph.inputs, self.caller.places(graph), strict=True) if names[place] in cut)
 
     def made_for(self, model: nn.Module, situation: Situation, grad: bool, call: Call, cut: Collection[str] = ()) -> _Program:
         """Lower for a new situation. The storage of the parameters stays."""
@@ -395,17 +412,13 @@ class _State:
             graph, plan = known.lowered.graph, known.lowered.plan
         else:
             with self.as_before(model), torch.inference_mode(False), torch.enable_grad():     # the graph is also that of a later call with gradients
-                graph, plan = self.again(model, call, self.first.plan)
+                graph, plan = self.again(model, call, self.first.plan, True)
             for program in self.programs:
                 if program.lowered.graph.digest == graph.digest and replace(program.situation, said=situation.said) == situation:
                     self.caller.forget(program.situation.said)         # modules say something else that their forward does not read
                     graph, plan = program.lowered.graph, program.lowered.plan
                     break
-        rows = WHOLE
-        if self.parts is not None:
-            names = self.caller.names(situation.structure)
-            rows = self.parts.axes, frozenset(key for key, place in zip(graph.inputs, self.caller.places(graph), strict=True) if names[place] in cut)
-        lowered = lower(graph, plan, self.mesh.get_coordinate(), self.device.type, grad, rows)
+        lowered = lower(graph, plan, self.mesh.get_coordinate(), self.device.type, grad, self.rows(graph, situation.structure, cut))
         program = self.keep(situation, grad, lowered)
         if known is None:
             log.warning("autopar planned and lowered %s again (%s), for %s: %.1f s", self.original.__name__, f"{plan.step_time_s * 1e3:.3g} ms a step by its figures", situation.differs(before.situation), time.perf_counter() - start)

@@ -3,7 +3,7 @@
     lengths     every dim but the first that is of another size than in meta_inputs; where ranks pass their own rows, the longest of all ranks
     filled      with 0: ids, masks, numbers; targets of a cross entropy with the index that it ignores
     cut         outputs, where they follow a length
-    checked     the first call of a kind runs as it is, too, and must give the same: whether a model sees its padding only it knows. Both run as eval() does, because padding moves the places by which dropout draws
+    tried       the first call of a kind also runs as it is, and with more padding than any will have, and must give the same outputs and gradients: whether a model sees its padding only it knows
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -21,7 +22,8 @@ from autopar.letters import NotServed
 from autopar.tracer.graph import Graph, info, op_name, type_of
 
 Shapes = Mapping[str, tuple[int, ...]]
-_ROUNDING, _MOST = 1e3, 0.05                                   # times what the dtype can tell: sums over another length are added in another order; and as a share of a result
+_ROUNDING = {8: 1e-10, 4: 3e-4, 2: 0.05}                       # by the coarsest dtype that is computed in: sums over another length are added in another order
+_NOISE = 1e-2                                                  # a gradient less than this share of all is rounding, a key's bias say
 _SHOWN_AS_IT_IS = frozenset({"identity", "to", "view", "narrow", "pad", "transpose", "permute", "contiguous", "select", "split", "unsqueeze", "squeeze", "clone"})
 
 
@@ -53,7 +55,7 @@ class Bucket:
 
     here: Shapes                                               # as it is, or as the longest of all ranks is
     shapes: Shapes                                             # as it runs
-    longer: Shapes                                             # the same, but longer than `here` wherever anybody's is padded
+    longer: Shapes                                             # longer still wherever anybody's is padded
     moved: frozenset[tuple[str, int]]                          # the inputs and dims of which that is so
     key: Any
     kind: Kind
@@ -80,7 +82,7 @@ class Padding:
         lengths = {size for n, shape in here.items() if n in self.given for size, before in zip(shape[1:], own[n][1:], strict=True) if size != before}
         shapes = {n: tuple(-(-size // self.to) * self.to if d and size in lengths and size != own[n][d] else size for d, size in enumerate(shape)) for n, shape in here.items()}
         moved = frozenset((n, d) for n, shape in shapes.items() for d, size in enumerate(shape) if d and size != least[n][d])
-        longer = {n: tuple(size + self.to if (n, d) in moved and size == here[n][d] else size for d, size in enumerate(shape)) for n, shape in shapes.items()}
+        longer = {n: tuple(size + self.to if (n, d) in moved else size for d, size in enumerate(shape)) for n, shape in shapes.items()}
         key = how, moved
         return Bucket(here, shapes, longer, moved, key, self.known.get(key, Kind({}, ())))
 
@@ -156,11 +158,36 @@ def cuts_of(exact: Graph, padded: Graph, bucket: Bucket) -> tuple[Follows, ...]:
     return tuple(found)
 
 
-def check(names: Sequence[str], exact: Sequence[Any], cut: Sequence[Any]) -> None:
-    """Does the model compute the same of padded sequences? Raises a letter that names the output which differs."""
-    for name, one, other in zip(names, exact, cut, strict=True):
-        a, b = (t.full_tensor() if isinstance(t, DTensor) else t for t in (one, other))
-        x, y = (t.detach().double().nan_to_num() for t in (a, b))
-        allowed = min(_MOST, _ROUNDING * torch.finfo(a.dtype).eps) if a.is_floating_point() else 0.0
-        if not float((x - y).norm()) <= allowed * float(x.norm()):
-            raise NotServed(f"with pad_to the model would compute something else: output {name!r} depends on the padding", advice="a mask among the inputs, and targets beside them that are ignored where nothing is; or pad_to=None")
+def gradients_of(outputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a sum of outputs in which each number has a weight of its own."""
+    sums = [(o * torch.cos(torch.arange(o.numel(), device=o.device, dtype=torch.float64)).view(o.shape).to(o.dtype)).sum() for o in outputs]
+    if not sums or not parameters or not any(s.requires_grad for s in sums):
+        return {}
+    found = torch.autograd.grad(sums, list(parameters.values()), allow_unused=True)
+    return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+
+
+Results = tuple[Sequence[Any], Mapping[str, Tensor]]           # outputs, and gradients of parameters
+
+
+def check(graph: Graph, exact: Results, padded: Results, device: torch.device) -> None:
+    """Does the model compute the same of padded sequences? Raises a letter, the same on all ranks, that names what differs."""
+    named = [(f"output {name!r}", *(t.full_tensor() if isinstance(t, DTensor) else t for t in pair)) for name, *pair in zip(graph.output_names, exact[0], padded[0], strict=True)]      # two plans may lay it out in two ways
+    count = len(named)
+    named += [(f"the gradient of {name}", one, padded[1].get(name, torch.zeros_like(one))) for name, one in exact[1].items()]
+    numbers = torch.stack([_apart(*(t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in pair)) for _, *pair in named]).to(device)
+    if dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        dist.all_reduce(numbers)
+    rows = numbers.sqrt().tolist()
+    of_all = sum(all_of_it**2 for *_, all_of_it in rows[count:]) ** 0.5
+    allowed = _ROUNDING[min((t.itemsize for n in graph.nodes for t in info(n).outputs if t.torch_dtype.is_floating_point), default=8)]
+    for i, ((what, *_), (apart, beside, _)) in enumerate(zip(named, rows, strict=True)):
+        if not apart <= allowed * (beside if i < count else max(beside, _NOISE * of_all)):
+            raise NotServed(f"with pad_to the model would compute something else: {what} depends on the padding", advice="a mask among the inputs whose 0 means hidden, and targets beside them that are ignored where nothing is; or pad_to=None")
+
+
+def _apart(one: Tensor, other: Tensor) -> Tensor:
+    """Squares: how far apart they are, how large those numbers are that differ, and how large all are."""
+    a, b = one.double(), other.double()
+    differ = (a != b) & ~(a.isnan() & b.isnan())
+    return torch.stack([torch.where(differ, a - b, 0.0).square().sum(), torch.where(differ, a, 0.0).square().sum(), torch.where(a.isfinite(), a, 0.0).square().sum()])

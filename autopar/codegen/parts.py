@@ -64,6 +64,31 @@ def sharding_of_rows(axes: Sequence[int], mesh: DeviceMesh) -> Sharding:
     return Sharding(tuple(S(0) if a in axes else R for a in range(len(mesh.shape))), (*axes, *(a for a in range(len(mesh.shape)) if a not in axes)))
 
 
+def exchanged(numbers: list[int], device: torch.device) -> list[list[int]]:
+    """The numbers of every rank."""
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return [numbers]
+    everyone = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.int64, device=device)
+    gather_into(everyone, torch.tensor(numbers, device=device))
+    return everyone.view(-1, len(numbers)).tolist()
+
+
+def least_and_most(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, tuple[int, ...]]]:
+    """The shapes of a call with every dim but the rows as short, and as long, as that of any rank. A letter where ranks pass other inputs."""
+    sizes = [n for shape in shapes.values() for n in shape[1:]]
+    kinds = int.from_bytes(hashlib.sha256(repr([(n, len(shape)) for n, shape in shapes.items()]).encode()).digest()[:7], "big")
+    answers = exchanged([kinds], device)
+    if others := [r for r, theirs in enumerate(answers) if theirs != answers[0]]:
+        raise Disagreement(f"ranks call the model with different inputs: {others} differ from rank 0", seen=f"here {dict(shapes)}", advice="the same inputs on every rank")
+    of_all = list(zip(*exchanged(sizes, device), strict=True)) if sizes else []
+
+    def each(choose: Callable[[tuple[int, ...]], int]) -> dict[str, tuple[int, ...]]:
+        chosen = iter([choose(of_one) for of_one in of_all])
+        return {n: (*shape[:1], *(next(chosen) for _ in shape[1:])) for n, shape in shapes.items()}
+
+    return each(min), each(max)
+
+
 class Parts:
     """What ranks pass of each input, and how a call of one rank becomes that of all."""
 
@@ -97,7 +122,7 @@ class Parts:
         wants = frozenset(n for n, t in tensors.items() if t.requires_grad and torch.is_grad_enabled())
         said = [(n, t.shape[n in cut:], t.dtype, n in wants) if isinstance(t, Tensor) else (n, type(t)) for n, t in named.items()]
         digest = int.from_bytes(hashlib.sha256(repr((said, structure)).encode()).digest()[:7], "big")
-        answers = self._exchanged([rows, digest])
+        answers = exchanged([rows, digest], self.device)
         if others := [r for r, (_, theirs) in enumerate(answers) if theirs != answers[0][1]]:
             raise Disagreement(f"ranks call the model with different inputs: {others} differ from rank 0", seen=f"here {said}", advice="the same inputs on every rank, of equal sizes but for the rows")
         if wants & cut:
@@ -110,27 +135,6 @@ class Parts:
         if self.axes and (counts != due or 0 in counts):
             raise BadInput(f"ranks pass {counts} rows, which are no parts of one batch", seen=f"{self.text} of {total} rows", advice="some for every rank" if 0 in due else f"{due}, as torch.chunk and model.sampler give them")
         return {n: torch.empty((total, *t.shape[1:]), dtype=t.dtype, device="meta") if n in cut else t for n, t in named.items()}, cut
-
-    def least_and_most(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, tuple[int, ...]]]:
-        """The shapes of a call with every dim but the rows as short, and as long, as that of any rank; as they are where the ranks' calls do not go together."""
-        sizes = [n for shape in shapes.values() for n in shape[1:]]
-        kinds = int.from_bytes(hashlib.sha256(repr([(n, len(shape)) for n, shape in shapes.items()]).encode()).digest()[:7], "big")
-        if len({kind for kind, in self._exchanged([kinds])}) > 1 or not sizes:
-            return shapes, shapes
-        of_all = list(zip(*self._exchanged(sizes), strict=True))
-
-        def each(choose: Callable[[tuple[int, ...]], int]) -> dict[str, tuple[int, ...]]:
-            chosen = iter([choose(of_one) for of_one in of_all])
-            return {n: (*shape[:1], *(next(chosen) for _ in shape[1:])) for n, shape in shapes.items()}
-
-        return each(min), each(max)
-
-    def _exchanged(self, numbers: list[int]) -> list[list[int]]:
-        if dist.get_world_size() == 1:
-            return [numbers]
-        everyone = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.int64, device=self.device)
-        gather_into(everyone, torch.tensor(numbers, device=self.device))
-        return everyone.view(-1, len(numbers)).tolist()
 
     def all_hold(self, named: Mapping[str, Any], cut: Collection[str]) -> None:
         """Compare hashes of values: ranks of the same part hold the same rows, and all the same of what is whole."""

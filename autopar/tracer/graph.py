@@ -146,6 +146,19 @@ class Graph:
         """Does it draw random numbers?"""
         return any(info(n).random >= 0 for n in self.nodes)
 
+    def without_dropout(self) -> Graph:
+        """The same, where dropout drops nothing.
+
+        before    y = dropout(x, p=0.1)
+        after     y = dropout(x, p=0.0)
+        """
+        for node in self.nodes:
+            if info(node).kind == "op" and info(node).random >= 0:
+                node.kwargs = {k: 0.0 if k in ("p", "dropout_p") else v for k, v in node.kwargs.items()}
+                if "dropout" in op_name(node) and "p" not in node.kwargs:
+                    node.kwargs = {**node.kwargs, "p": 0.0}    # its default is a half
+        return self
+
     @property
     def digest(self) -> str:
         """A fingerprint of the ops, shapes, names and structures: a plan belongs to the graphs that have it."""
