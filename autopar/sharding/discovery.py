@@ -169,11 +169,12 @@ def _part_shape(shape: tuple[int, ...], placement: Placement, n: int, i: int) ->
 def discovered(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any]) -> tuple[tuple[Strategy, ...], dict[str, int]] | None:
     """The strategies of one call of an op without a rule, and the sizes of what they cut; None where it cannot be run small. `arguments` have types in the places of tensors.
 
-    The op runs on small tensors, in which every larger size of the call is another multiple of six; numbers among its arguments that are such sizes follow. Dims are cut evenly.
+    The op runs on small tensors, in which every larger size of the call is another odd multiple of six, so that parts are odd and even; numbers among its arguments that are such sizes follow, and what comes out has to be as small.
+    An op that is told places in a dim cannot be run on another size. Dims are cut evenly.
     Values are drawn at three scales: what clips at a hundred is linear below it.
     """
     assignments = math.prod(len(t.shape) + 2 for t in (*types, *outputs))
-    if assignments > MOST or any("complex" in t.dtype for t in (*types, *outputs)):
+    if assignments > MOST or any("complex" in t.dtype for t in (*types, *outputs)) or _says_places(arguments):
         return None
     key = (op, repr(arguments), tuple(types), tuple(outputs))
     if key not in _KNOWN:
@@ -195,13 +196,20 @@ def discovered(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs
     return tuple(strategies), sizes
 
 
+def _says_places(value: Any) -> bool:
+    """Is there a slice of a dim in it?"""
+    if isinstance(value, slice):
+        return value != slice(None)
+    return any(map(_says_places, value.values() if isinstance(value, dict) else value)) if isinstance(value, (dict, list, tuple)) else False
+
+
 _KNOWN: dict[Any, set[Strategy] | None] = {}
 
 
 def _small(sizes: Sequence[int]) -> dict[int, int]:
-    """Another small size for each: what is at most six stays, others are multiples of six."""
+    """Another small size for each: what is at most six stays, others are odd multiples of six."""
     larger = sorted({n for n in sizes if n > 6})
-    return {n: 6 * (i + 1) if n > 6 else n for i, n in enumerate(larger)} | {n: n for n in sizes if n <= 6}
+    return {n: 6 * (2 * i + 1) if n > 6 else n for i, n in enumerate(larger)} | {n: n for n in sizes if n <= 6}
 
 
 def _drawn(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any], small: dict[int, int], scale: float) -> set[Strategy] | None:
@@ -230,7 +238,9 @@ def _drawn(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Se
     call = Call(operands, lambda tensors: op.run({k: fill(v, it) for it in [iter(tensors)] for k, v in arguments.items()}))
     try:
         first = _tuple(call.run(operands))
-        if [r.dim() for r in first] != [len(t.shape) for t in outputs] or [r.requires_grad for r in first] != [t.requires_grad for t in outputs]:
+        if [r.dim() for r in first] != [len(t.shape) for t in outputs] or any(n != small.get(m, max(n, 1) if m > 6 else m) for r, t in zip(first, outputs, strict=True) for n, m in zip(r.shape, t.shape, strict=True)):
+            return None
+        if [r.requires_grad for r in first] != [t.requires_grad for t in outputs]:
             return None
         return universe(call)
     except Exception:                                          # it does not run small

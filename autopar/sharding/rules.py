@@ -599,7 +599,9 @@ def nll_loss(arguments: Mapping[str, Any]) -> Rule | None:
 
 @rule_for("index")
 def index(arguments: Mapping[str, Any]) -> Rule | None:
-    """x[:, i]: dims that are looked into stay whole, those beside them and those of the indices may be cut."""
+    """x[:, i] and x[:, ::2]: dims that are looked into stay whole, those beside them and those of the indices may be cut."""
+    if (places := _stepped(arguments["input"], arguments["index"])) is not None:
+        return parse(f"{', '.join(map(' '.join, places[:-1]))} -> {' '.join(places[-1])}", linear="x")
     found = _looked_into(arguments["input"], arguments["index"], "")
     if found is None or found[3] == "bool":
         return None
@@ -618,6 +620,24 @@ def setitem(arguments: Mapping[str, Any]) -> Rule | None:
     if value is not None and len(value) > len(out):
         return None
     return parse(f"{' '.join(left)}, {operands}, {' '.join(out[len(out) - len(value):]) if value else ''} -> {' '.join(left)}", linear="" if value is None else f"x+{NAMES[2 + operands.count(',')]}")
+
+
+def _stepped(tensor: Any, index: Any) -> list[list[str]] | None:
+    """Of x[:, 1::2, 3, None] without a tensor: the dims of x, nothing for each entry of the index, and the dims that are left."""
+    entries = list(index) if isinstance(index, (tuple, list)) else [index]
+    if any(hasattr(e, "dtype") or isinstance(e, (bool, list, tuple)) for e in entries):
+        return None
+    missing = [slice(None)] * (len(tensor.shape) - sum(e is not None and e is not ... for e in entries))
+    at = entries.index(...) if ... in entries else len(entries)
+    left, out = list[str](), list[str]()
+    for k, e in enumerate([*entries[:at], *missing, *entries[at + 1:]]):
+        if e is None:
+            out.append(f"new{k}!")
+            continue
+        left.append(f"a{k}" if e == slice(None) else f"in{k}!")
+        if isinstance(e, slice):
+            out.append(left[-1] if e == slice(None) else f"out{k}!")
+    return [left, *([] for _ in entries), out]
 
 
 def _looked_into(tensor: Any, index: Any, mark: str) -> tuple[list[str], str, list[str], str] | None:

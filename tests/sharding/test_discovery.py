@@ -59,6 +59,30 @@ clipped.register_fake(torch.empty_like)
 clipped.register_autograd(lambda ctx, g: g * (ctx.saved_tensors[0].abs() < 100), setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]))
 
 
+@torch.library.custom_op("autopar_tests::every_second", mutates_args=())
+def every_second(x: torch.Tensor) -> torch.Tensor:
+    return x[::2].clone()
+
+
+@torch.library.custom_op("autopar_tests::the_rest", mutates_args=())
+def the_rest(x: torch.Tensor) -> torch.Tensor:
+    return x[:, 9:].clone()
+
+
+every_second.register_fake(lambda x: x.new_empty((x.shape[0] + 1) // 2, *x.shape[1:]))
+the_rest.register_fake(lambda x: x.new_empty(x.shape[0], max(x.shape[1] - 9, 0)))
+
+
+def test_what_depends_on_places_is_not_right_by_chance():
+    """Parts of even size would do for one, and parts of which nothing is left for the other."""
+    for op, name, wrong, right in ((every_second, "every_second", "S(0)", "S(1)"), (the_rest, "the_rest", "S(1)", "S(0)")):
+        site = site_of(lambda m, x, op=op: op(x) @ m.weight[: op(x).shape[1]], f"ops.autopar_tests.{name}.default")
+        said = {repr(c) for c in site.choices}
+        assert not any(wrong in c for c in said) and (not site.has_rule or any(right in c for c in said))
+    stepped = {repr(c) for c in site_of(lambda m, x: (x @ m.weight)[9::2], "index").choices}
+    assert "S(1) -> S(1)" in stepped and not any("S(0)" in c for c in stepped)         # it has a rule
+
+
 def test_what_is_linear_below_a_hundred_is_not_linear():
     site = site_of(lambda m, x: clipped(x @ m.weight), "ops.autopar_tests.clipped.default")
     assert {repr(c) for c in site.choices} == {"R -> R", "R/P(sum) -> R/P(sum)", "S(0) -> S(0)", "S(1) -> S(1)"}
