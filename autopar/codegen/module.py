@@ -26,12 +26,13 @@ from autopar.codegen.lower import Lowered, lower
 from autopar.codegen.padding import Bucket, Kind, Padding, check, cut_back, cuts_of, filled, fills_of, gradients_of, shapes_of
 from autopar.codegen.parts import WHOLE, Parts, Rows, least_and_most
 from autopar.codegen.situation import Caller, Situation
+from autopar.codegen.waiting import Waiting, let_optimizers_forget
 from autopar.letters import Consumed, Disagreement, NotServed
 from autopar.runtime.checkpoint import read, teach_dtensor, whole_state
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.faults import naming_the_lost
 from autopar.runtime.init import initialise, initialise_by_position, is_on_meta
-from autopar.runtime.private import let_go, skip_together
+from autopar.runtime.private import inside_backward, let_go, skip_together
 from autopar.runtime.random import RandomState
 from autopar.runtime.storage import Storage, dtensor_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
@@ -84,35 +85,6 @@ class Step(torch.autograd.Function):
             if gradient is not None:
                 gradients[i] = runner.as_gradient(i, gradient)
         return (None, *gradients)
-
-
-class Waiting:
-    """Gradients of micro-batches that are not reduced yet, by the program that made them."""
-
-    def __init__(self, model: nn.Module, storage: dict[str, Storage]) -> None:
-        self.on = False                                        # does what runs now add to them?
-        self.of: dict[Runner, list[Tensor]] = {}
-        self.model, self.storage = weakref.ref(model), storage
-
-    def add(self, runner: Runner, fresh: list[Tensor]) -> None:
-        """Add to what waits, in the wider of the dtypes in which a gradient waits and in which it is stored."""
-        if runner not in self.of:
-            self.of[runner] = [t.to(dtype) for t, dtype in zip(fresh, runner.waiting_dtypes, strict=True)]
-        else:
-            for total, t in zip(self.of[runner], fresh, strict=True):
-                total += t
-
-    def deliver(self, name: str, gradient: Tensor) -> None:
-        """Add to the `.grad` of a parameter."""
-        parameter, wrapped = self.model().get_parameter(name), self.storage[name].wrap(gradient)     # type: ignore[union-attr]
-        parameter.grad = wrapped if parameter.grad is None else parameter.grad + wrapped
-
-    def settled(self, runner: Runner) -> list[Tensor]:
-        """Reduce what waits of a program."""
-        totals = self.of.pop(runner)
-        given = [totals[k].to(dtype) for k, dtype in zip(runner.joint.settled_from, runner.settled_dtypes, strict=True)]
-        del totals
-        return list(runner.settle(given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +155,8 @@ class Runner:
 
     def __call__(self, inputs: list[Tensor], parameters: list[Tensor], buffers: list[Tensor], random: RandomState) -> tuple[list[Any], tuple[Tensor, ...]]:
         """The outputs, and the new values of the buffers that change."""
+        if self.program.is_random and inside_backward():
+            raise NotServed("the model runs a second time, inside a backward, and would draw other random numbers than the first time", advice="torch.utils.checkpoint inside the model, which is traced, instead of around the parallel one")
         key = [torch.tensor(random.next_key(), device=self.device)] if self.program.is_random else []
         outputs = Step.apply(self, *inputs, *parameters, *buffers, *key)
         kept = []
@@ -248,7 +222,7 @@ class ParallelModule(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Of what runs inside, gradients of parameters are not reduced: they wait, `.grad` stays as it is, and the next backward of a forward outside adds them and reduces. `model.zero_grad()` forgets them."""
+        """Of what runs inside, gradients of parameters are not reduced: they wait, `.grad` stays as it is, and the next backward of a forward outside adds them and reduces. `zero_grad()` of the model or of an optimizer forgets them."""
         waiting = self._own.waiting
         before, waiting.on = waiting.on, True
         try:
@@ -258,7 +232,7 @@ class ParallelModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._own.waiting.of.clear()
+        self._own.waiting.forget(self.parameters())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As any module's; a whole tensor is as good as a DTensor: this rank takes its part."""
@@ -346,7 +320,8 @@ class _State:
             if program.has_gradients == grad and program.situation == situation:
                 self.programs.append(self.programs.pop(i))     # the latest stands last
                 return program
-        return self.made_for(model, situation, grad, self.caller.call(leaves, structure), cut)
+        with _unwatched():
+            return self.made_for(model, situation, grad, self.caller.call(leaves, structure), cut)
 
     def padded(self, model: nn.Module, padding: Padding, leaves: list[Any], structure: Any) -> tuple[list[Any], Bucket | None]:
         """The leaves of a call with its lengths brought to the next multiple; None where they are there already."""
@@ -359,7 +334,8 @@ class _State:
         if not bucket.moved:
             return leaves, None
         if bucket.key not in padding.known or bucket.is_ambiguous:
-            padding.known[bucket.key] = self.tried(model, named, structure, bucket)
+            with _unwatched():
+                padding.known[bucket.key] = self.tried(model, named, structure, bucket)
         bucket.kind = padding.known[bucket.key]
         return filled(named, bucket.shapes, bucket.kind.fills), bucket
 
@@ -484,6 +460,7 @@ def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again
     _refuse_steps_on(old)
     teach_dtensor()
     skip_together()
+    let_optimizers_forget()
     state = _State(model, lowered, storage, mesh, device, again, how)
     with torch.enable_grad():
         state.keep(state.caller.situation(*state.caller.arguments(call.args, call.kwargs)), True, lowered)
@@ -550,6 +527,13 @@ def _store(model: nn.Module, plan: Plan, mesh: Any, device: torch.device, sync: 
             if isinstance(held, Tensor):
                 vars(module)[name] = Storage.of(held, None, mesh).spread(held.to(device), sync)
     return storage
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """What autograd saves inside is not seen by hooks of the caller's: a checkpoint counts it."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        yield
 
 
 _hooked = False

@@ -9,6 +9,7 @@
     set_timeout         how long a group's collectives wait
     job_store           the key-value store that the ranks of a job share
     let_go              what an autograd node has saved ends before its backward does
+    inside_backward     a checkpoint around a model runs it again there
     skip_together       torch asks the first gradient alone over which ranks an inf is made known; it must be known to all
 
 The tracer and the joint trace also use `torch._subclasses.fake_tensor`, `torch.fx.experimental.proxy_tensor` and
@@ -107,3 +108,8 @@ def __getattr__(name: str) -> Any:
 def let_go(ctx: Any) -> None:
     """Give up what an autograd node has saved, unless its graph is kept for another backward. A second backward is torch's own error, as without this."""
     ctx.maybe_clear_saved_tensors()
+
+
+def inside_backward() -> bool:
+    """Is this thread inside a backward?"""
+    return torch._C._current_graph_task_id() != -1

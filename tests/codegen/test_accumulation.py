@@ -66,15 +66,36 @@ def test_nothing_is_reduced_while_gradients_wait():
             loss = mine(**batch)
         loss.backward()                                        # the forward was inside
         assert all(p.grad is None for p in mine.parameters())
-        mine.zero_grad()                                       # and is forgotten
-        mine(**batch).backward()
-        return count, {n: whole(p.grad) for n, p in mine.named_parameters()}
+        return count
 
-    own = copy.deepcopy(model)
-    own(**batch).backward()
-    for count, gradients in on_threads(2, body):
+    for count in on_threads(2, body):
         assert count["hold"] == 0 and count["backward"] == count["settle"] > 0
-        Equality.in_float64("gradients", gradients, {n: p.grad for n, p in own.named_parameters()}, 1e-9).check()
+
+
+def test_zero_grad_forgets_what_waits():
+    """Of the model, of an optimizer of all parameters, and of one that has some of them: their gradients begin anew, those of the others go on."""
+    model, batch = mlp_case()
+    once = copy.deepcopy(model)
+    once(**batch).backward()
+    once = {n: p.grad for n, p in once.named_parameters()}
+    some = [n for n in once if "weight" in n]
+    assert 0 < len(some) < len(once)
+
+    def body(rank):
+        mine, found = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", cluster=eager_links()), []
+        for forgets in (mine, torch.optim.SGD(mine.parameters(), 0.1), torch.optim.AdamW([mine.get_parameter(n) for n in some])):
+            mine.zero_grad()
+            with mine.no_sync():
+                mine(**batch).backward()
+            forgets.zero_grad()
+            mine(**batch).backward()
+            found.append({n: whole(p.grad) for n, p in mine.named_parameters()})
+        return found
+
+    for of_model, of_all, of_some in on_threads(2, body):
+        Equality.in_float64("gradients", of_model, once, 1e-9).check()
+        Equality.in_float64("gradients", of_all, once, 1e-9).check()
+        Equality.in_float64("gradients", of_some, {n: g if n in some else 2 * g for n, g in once.items()}, 1e-9).check()
 
 
 def test_what_only_an_earlier_micro_batch_reached_has_its_gradient():

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 import autopar
@@ -55,6 +56,11 @@ def own_forward():
     return model
 
 
+def checkpointed(**how):
+    """A drawn model that backward runs again."""
+    torch.utils.checkpoint.checkpoint(make(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))), X.clone().requires_grad_(), **how).sum().backward()
+
+
 def on_meta(build):
     with torch.device("meta"):
         return build()
@@ -86,6 +92,7 @@ WRONG = {
     "no time at all": (lambda: make(timeout_s=-1), NotServed, "no number of seconds"), "no such inputs": (lambda: make(inputs="mine"), NotServed, "inputs"), "padding": (lambda: make(pad_to=0), NotServed, "no length"),
     "no such word for outputs": (lambda: make(outputs="some"), NotServed, "not known"), "no such output": (lambda: make(outputs=("hidden",)), NotServed, "no output 'hidden'"), "outputs are a number": (lambda: make(outputs=3), NotServed, "not known"),
     "an argument that nobody knows": (lambda: make(devices=2), NotServed, "devices"), "a gradient of gradients": (twice_differentiated, NotServed, "gradient of gradients"),
+    "a checkpoint around what draws": (lambda: checkpointed(use_reentrant=False), NotServed, "a second time"), "the older kind of it": (lambda: checkpointed(use_reentrant=True), NotServed, "a second time"),
     "a gradient beside the loss": (lambda: make()(X)["logits"].sum().backward(), NotServed, "lowered for the loss"),
     "a forward of the object": (lambda: autopar.autoparallelize(own_forward(), (X,), mesh=2), NotServed, "forward of its own"), "an attribute of that name": (lambda: make(Named()), NotServed, "'plan'"),
     "an optimizer of before": (stepped_before, Consumed, "optimizer"), "nothing says how it begins": (lambda: make(on_meta(Unmade)), NotServed, "weight"),
