@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.letters import NotCaptured, NotServed
@@ -22,9 +24,12 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.drop, self.last = nn.Linear(6, 12), nn.Dropout(0.4), nn.Linear(12, 6)
         self.scale, self.step, self.gone = 2.0, 0, 1.0
+        self._power, self.weights, self.rates, self.told, self.act, self.seen = 2, [1.0, (2.0, [3.0])], {"of": {"all": 0.5}}, types.SimpleNamespace(shift=0.25), F.gelu, None
 
     def forward(self, x):
-        return (self.last(self.drop(F.gelu(self.first(x)))) * self.scale).square().mean()
+        x = self.last(self.drop(self.act(self.first(x)))) * self.scale
+        self.seen = x                                          # is put back after capture
+        return (x * self.weights[0] + self.weights[1][1][0] + self.told.shift).pow(self._power).mean() * self.rates["of"]["all"]
 
 
 MODEL = Net().double()                                         # one for all ranks: threads share torch's generator
@@ -37,6 +42,8 @@ def double(module, args, output):
 CHANGES = {
     "no dropout": lambda m: setattr(m.drop, "p", 0.0), "a scale": lambda m: setattr(m, "scale", 3.0), "a hook": lambda m: m.first.register_forward_hook(double),
     "nothing left": lambda m: setattr(m.drop, "p", 1.0), "back again": lambda m: setattr(m.drop, "p", 0.0),
+    "in a list": lambda m: m.weights.__setitem__(0, 4.0), "in a list in a list": lambda m: m.weights[1][1].append(m.weights[1][1].pop() + 1), "in a dict": lambda m: m.rates["of"].update(all=0.7), "of settings": lambda m: setattr(m.told, "shift", 1.0),
+    "a private one": lambda m: setattr(m, "_power", 4), "a function": lambda m: setattr(m, "act", torch.tanh), "nothing at all": lambda m: m.rates["of"].update(all=0.7),
 }
 
 
@@ -49,12 +56,12 @@ def test_what_is_changed_later_is_computed():
             loss.backward(), expected.backward()
             torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=1e-14, msg=name)
             torch.testing.assert_close(mine.first.weight.grad.full_tensor(), theirs.first.weight.grad, rtol=1e-10, atol=1e-14, msg=name)
-        assert len(mine._autopar.programs) == 5                # the first, one a change, and none for what came back
+        assert len(mine._autopar.programs) == 11               # the first, one a change, and none for what came back or for nothing
         twin = copy.deepcopy(mine)                             # with its gradients, which are its own
         torch.testing.assert_close(twin.first.weight.grad.full_tensor(), theirs.first.weight.grad)
         assert twin.first.weight.grad is not mine.first.weight.grad
         torch.testing.assert_close(twin(x=X), theirs(X), rtol=1e-12, atol=1e-14)
-        assert len(twin._own.programs) == 5
+        assert len(twin._own.programs) == 11
         return True
 
     assert all(on_threads(2, body))
@@ -67,16 +74,20 @@ def test_what_no_forward_reads_is_forgotten_after_one_look():
             mine.step = step
             if step == 3:
                 del mine.gone
+            if step > 1:
+                mine.seen = torch.randn(4)                     # what was a plain thing may be any later
             mine(x=X)
-        assert len(mine._autopar.programs) <= 3                # one look for the step, one for what is gone
+        assert len(mine._autopar.programs) <= 4                # one look for the step, one for what was seen, one for what is gone
         before = len(mine._autopar.programs)
         for step in range(100):
             mine.step = step
             mine(x=X)
         assert len(mine._autopar.programs) == before and len(mine._autopar.caller.states) < 100
-        mine.scale = 5.0                                       # the rest is watched still
+        mine.scale, mine.weights[0] = 5.0, 3.0                 # the rest is watched still, on both sides of what is gone
         mine(x=X)
-        assert len(mine._autopar.programs) == before + 1
+        mine.weights[0] = 1.0
+        mine(x=X)
+        assert len(mine._autopar.programs) == before + 2
         return True
 
     assert all(on_threads(2, body))
@@ -94,6 +105,15 @@ def test_a_backward_hook_set_later_on_a_part_is_a_letter_and_on_the_whole_fires(
         return True
 
     assert all(on_threads(2, body))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_what_draws_nothing(reentrant):
+    """It counts what autograd saves: not what lowering does, which its first call may start."""
+    mine, theirs = autopar.autoparallelize(copy.deepcopy(MODEL), {"x": X}, mesh=1), copy.deepcopy(MODEL)
+    mine.drop.p = theirs.drop.p = 0.0
+    checkpoint(mine, X.clone().requires_grad_(), use_reentrant=reentrant).backward(), theirs(X).backward()
+    torch.testing.assert_close(mine.first.weight.grad.full_tensor(), theirs.first.weight.grad, rtol=1e-10, atol=1e-14)
 
 
 def test_an_exchanged_module_is_a_letter():
