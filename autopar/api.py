@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from autopar.codegen import How, ParallelModule, lower, parallelise
 from autopar.codegen.parts import WHOLE, rows_of
@@ -134,3 +135,10 @@ def _all_there(outputs: str | Sequence[str], graph: Graph) -> None:
 def _refuse_parallel(model: Any) -> None:
     if isinstance(model, ParallelModule):
         raise Consumed(f"this {type(model).__name__} is parallel already", seen=f"mesh {model.plan.mesh}", advice="model.plan, or the model as it was before autoparallelize")
+    if (kind := type(model).__name__) in _AROUND:
+        raise Consumed(f"the model stands inside a wrapper, {kind}", advice=_AROUND[kind])
+    if isinstance(model, torch.nn.Module) and (spread := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]):
+        raise Consumed(f"parameters of this {kind} are spread over devices already", seen=", ".join(spread[:3]), advice="the model as it was before")
+
+
+_AROUND = {"OptimizedModule": "the model itself, with compile=True", **dict.fromkeys(("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"), "model.module, which is inside")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import time
 import weakref
@@ -250,10 +251,18 @@ class ParallelModule(nn.Module):
         memo.update({id(p.grad): p.grad.clone() for p in self.parameters() if p.grad is not None})
         if (own := getattr(super(), "__deepcopy__", None)) is not None:
             return own(memo)
-        make, given, state, *_ = tuple(self.__reduce_ex__(4))
-        made = memo[id(self)] = make(*given)
-        made.__setstate__(copy.deepcopy(state, memo))
+        made = memo[id(self)] = self.__copy__()
+        made.__setstate__(copy.deepcopy(vars(self), memo))
         return made
+
+    def __copy__(self) -> Any:
+        make, given, state, *_ = tuple(super().__reduce_ex__(4))
+        made = make(*given)
+        made.__setstate__(copy.copy(state))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotServed("a parallel model is not written whole: its programs belong to the processes that run them", advice="torch.save(model.state_dict()) or torch.distributed.checkpoint, and autoparallelize again where it is read")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._own
@@ -470,10 +479,19 @@ def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again
         leaves, structure = state.caller.arguments(call.args, call.kwargs)
         state.padding = Padding(how.pad_to, dict(zip(state.caller.names(structure), leaves, strict=True)))
     cls, names = type(model), {"__module__": type(model).__module__, "__doc__": type(model).__doc__}
-    model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {**names, **({"save_pretrained": _save_pretrained} if hasattr(cls, "save_pretrained") else {})})
+    model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {**names, "forward": _forward_of(cls), **({"save_pretrained": _save_pretrained} if hasattr(cls, "save_pretrained") else {})})
     model._forward_pre_hooks, model._forward_hooks = OrderedDict(), OrderedDict()
     model._autopar = state                                     # type: ignore[assignment]
     return model
+
+
+def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of the parallel model, which says of itself what the model's own does - trainers read its signature - and which a torch.compile around the model runs as it is."""
+    @functools.wraps(cls.forward)
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return ParallelModule.forward(self, *args, **kwargs)
+
+    return torch.compiler.disable(forward, reason="its programs are compiled where autoparallelize is told to: compile=True")
 
 
 def _save_pretrained(self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **how: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
+import torch
 
 import autopar
 from autopar.letters import NotServed
@@ -35,6 +37,15 @@ def test_compiled_halves_compute_the_same(parallel):
     for rank in on_processes(2, run, model, batch, "aot_eager", parallel):
         for ours, theirs in zip(rank, expected, strict=True):
             Equality.in_float64(parallel, ours, theirs, 1e-9).check()
+
+
+def test_a_compiler_around_the_model_runs_it_as_it_is():
+    """Trainers compile what they are given, and read what its forward takes."""
+    model, batch = mlp_case()
+    expected = results(own := copy.deepcopy(model), own(**batch))
+    mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=1)
+    Equality.in_float64("compiled around", results(mine, torch.compile(mine, backend="eager")(**batch)), expected, 1e-9).check()
+    assert inspect.signature(mine.forward) == inspect.signature(model.forward)
 
 
 @pytest.mark.nightly

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
+from torch.distributed.tensor import distribute_module, init_device_mesh
 
 import autopar
 from autopar.letters import BadInput, BadPlan, BadWeights, Consumed, Disagreement, NotCaptured, NotServed
@@ -73,6 +75,10 @@ def stepped_before():
     stepper.step()
 
 
+def spread_before():
+    other_plan(model=distribute_module(Net(), init_device_mesh("cpu", (2,))))
+
+
 def twice_differentiated():
     model = make()
     loss = model(X)["loss"]
@@ -83,7 +89,8 @@ WRONG = {
     "an input is missing": (lambda: make()(), BadInput, "missing"), "one has another name": (lambda: make()(y=X), BadInput, "missing"), "one too many": (lambda: make()(X, 1.0, 2.0), BadInput, "too many"),
     "the width is wrong": (lambda: make()(X[:, :3]), NotCaptured, "raises RuntimeError"), "text for a tensor": (lambda: make()("text"), NotCaptured, "raises TypeError"),
     "an argument of which nothing can be said": (lambda: make()(X, scale=lambda: 1), BadInput, "cannot be said"),
-    "parallel twice": (lambda: make(make()), Consumed, "parallel already"), "planned when parallel": (lambda: other_plan(model=make()), Consumed, "parallel already"),
+    "parallel twice": (lambda: make(make()), Consumed, "parallel already"), "parallel by another hand": (spread_before, Consumed, "spread over devices already"), "in a wrapper": (lambda: make(nn.DataParallel(Net())), Consumed, "inside a wrapper"),
+    "written whole": (lambda: pickle.dumps(make()), NotServed, "not written whole"), "planned when parallel": (lambda: other_plan(model=make()), Consumed, "parallel already"),
     "a path for a plan": (lambda: make(plan="plan.json"), BadPlan, "is no Plan"), "a plan and a mesh": (lambda: make(plan=other_plan(), mesh=2), BadPlan, "mesh"),
     "a plan of another model": (lambda: make(plan=other_plan(model=nn.Linear(4, 2))), BadPlan, "another graph"), "a plan of other sizes": (lambda: make(plan=other_plan(model=Net(4), meta_inputs=(X[:4],))), BadPlan, "another graph"),
     "a plan of another mesh": (lambda: make(plan=other_plan(mesh=4)), Disagreement, "2 ranks"), "a mesh of too many": (lambda: make(mesh=4), Disagreement, "2 ranks"),
