@@ -33,7 +33,7 @@ from autopar.runtime.checkpoint import read, teach_dtensor, whole_state
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.faults import naming_the_lost
 from autopar.runtime.init import initialise, initialise_by_position, is_on_meta
-from autopar.runtime.private import inside_backward, let_go, skip_together
+from autopar.runtime.private import inside_backward, let_go, skip_together, unwatched
 from autopar.runtime.random import RandomState
 from autopar.runtime.storage import Storage, dtensor_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
@@ -329,7 +329,7 @@ class _State:
             if program.has_gradients == grad and program.situation == situation:
                 self.programs.append(self.programs.pop(i))     # the latest stands last
                 return program
-        with _unwatched():
+        with unwatched():
             return self.made_for(model, situation, grad, self.caller.call(leaves, structure), cut)
 
     def padded(self, model: nn.Module, padding: Padding, leaves: list[Any], structure: Any) -> tuple[list[Any], Bucket | None]:
@@ -343,7 +343,7 @@ class _State:
         if not bucket.moved:
             return leaves, None
         if bucket.key not in padding.known or bucket.is_ambiguous:
-            with _unwatched():
+            with unwatched():
                 padding.known[bucket.key] = self.tried(model, named, structure, bucket)
         bucket.kind = padding.known[bucket.key]
         return filled(named, bucket.shapes, bucket.kind.fills), bucket
@@ -545,13 +545,6 @@ def _store(model: nn.Module, plan: Plan, mesh: Any, device: torch.device, sync: 
             if isinstance(held, Tensor):
                 vars(module)[name] = Storage.of(held, None, mesh).spread(held.to(device), sync)
     return storage
-
-
-@contextlib.contextmanager
-def _unwatched() -> Iterator[None]:
-    """What autograd saves inside is not seen by hooks of the caller's: a checkpoint counts it."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
-        yield
 
 
 _hooked = False

@@ -1,6 +1,7 @@
 """The private parts of torch that autopar cannot do without, in one place. Tried on torch 2.11.0 and 2.13.0.
 
     clean_room          tracing must not be seen by modes that happen to be active around it
+    unwatched           nor by hooks on what autograd saves
     ThreadedRanks       ranks as threads (torch's own tests use it)
     LocalTensorMode     one process that plays all ranks
     FakeStore           the store of the fake process group
@@ -32,6 +33,20 @@ def clean_room() -> Iterator[None]:
     """No dispatch mode of the caller's is active inside."""
     with _disable_current_modes():
         yield
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """What autograd saves inside is not seen by hooks of the caller's: a checkpoint counts it. (Hooks that do nothing would do, and make tracing ten times slower.)"""
+    held = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        held.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(held):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 class ThreadedRanks:
