@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
+from autopar.codegen.attributes import Attributes
 from autopar.codegen.compiled import compile_between_collectives
 from autopar.codegen.emptied import from_a_list
 from autopar.codegen.joint import Joint, bind
@@ -400,7 +401,7 @@ class _State:
                 graph, plan = self.again(model, call, self.first.plan, True)
             for program in self.programs:
                 if program.lowered.graph.digest == graph.digest and replace(program.situation, said=situation.said) == situation:
-                    self.caller.forget(program.situation.said)         # modules say something else that their forward does not read
+                    self.caller.attributes.forget(program.situation.said)         # modules say something else that their forward does not read
                     graph, plan = program.lowered.graph, program.lowered.plan
                     break
         lowered = lower(graph, plan, self.mesh.get_coordinate(), self.device.type, grad, self.rows(graph, situation.structure, cut))
@@ -446,7 +447,7 @@ class _State:
         with self.as_before(model):
             made = _State(model, self.first, self.storage, self.mesh, self.device, self.again, self.how)
         made.parts, made.padding = self.parts, self.padding
-        made.caller.states, made.caller.latest = list(self.caller.states), self.caller.latest
+        made.caller.attributes = Attributes(made.caller.modules, self.caller.attributes)
         made.random, made.hooks = RandomState(self.random.seed, self.random.step), self.hooks
         made.programs = [_Program(p.situation, p.has_gradients, p.lowered, Runner(p.lowered, self.mesh, self.storage, self.device, made.waiting, self.how), p.places, p.calls) for p in self.programs]
         return made

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import enum
-import functools
 import inspect
-import math
 import pickle
-import types
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, is_dataclass
-from operator import itemgetter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.letters import BadInput, NotServed
+from autopar.codegen.attributes import Attributes
+from autopar.letters import BadInput
 from autopar.tracer.capture import Call
 from autopar.tracer.graph import Graph
 
-_MOST_STATES = 64                                              # that are remembered: one that comes back later is a new one
-_MOST_ENTRIES = 256                                            # of a list or dict that is watched: tables are longer, and would be looked at in every call
-_ATOMS = frozenset({int, float, str, bool, type(None)})
 _SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.Enum, type(None))
-_LASTING = (*_SAID, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)      # which nobody changes in place
-_GONE = object()
-_OF_MODULES = frozenset(vars(nn.Module()))                     # hooks, modules and parameters are looked at by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +59,7 @@ class Caller:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.name = model, type(model).__name__
         self.modules, self.parameters = list(model.modules()), list(model.parameters())
-        self.children = [tuple(m._modules.values()) for m in self.modules]
-        self._watch([(of, [k for k, v in of.items() if k not in _OF_MODULES and _entries(v) <= _MOST_ENTRIES]) for of in _with_attributes(self.modules)])
-        self.states: list[tuple[Any, ...] | None] = [self._state()]
-        self.latest = 0                                        # of those, the one that they were last seen in
+        self.attributes = Attributes(self.modules)
         try:
             self.signature: inspect.Signature | None = inspect.signature(model.forward)
         except (TypeError, ValueError):
@@ -105,38 +92,8 @@ class Caller:
         return Situation(
             tuple([(leaf.shape, leaf.dtype, grad and leaf.requires_grad) if isinstance(leaf, Tensor) else _said(leaf) for leaf in leaves]), structure,
             tuple([m.training for m in self.modules]), tuple([p.requires_grad for p in self.parameters]),
-            tuple([(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]), self.said(),
+            tuple([(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]), self.attributes.state(),
         )
-
-    def said(self) -> int:
-        """Which of the states its modules are in that they have been in: their numbers, words and hooks. A letter where one was exchanged for another."""
-        now = self._state()
-        if now != self.states[self.latest]:
-            self.latest = next((i for i, known in enumerate(self.states) if known == now), len(self.states))
-            self.states += [now] if self.latest == len(self.states) else []
-            self.states[:-_MOST_STATES] = [None] * len(self.states[:-_MOST_STATES])
-        return self.latest
-
-    def forget(self, before: int) -> None:
-        """What differs between now and a state before made no difference: it is not watched any longer."""
-        if (then := self.states[before]) is not None:
-            self._watch([(of, [key for key, mine, theirs in zip(keys, a, b, strict=False) if mine == theirs]) for (of, keys, _), a, b in zip(self.watched, self._state()[0], then[0], strict=True)])
-            self.states = [None] * len(self.states)
-            self.states[self.latest] = self._state()
-
-    def _watch(self, attributes: Iterable[tuple[dict[str, Any], list[str]]]) -> None:
-        self.watched = [(of, keys, itemgetter(*keys, keys[0])) for of, keys in attributes if keys]     # of one key a getter gives no tuple
-
-    def _state(self) -> tuple[Any, ...]:
-        for module, children in zip(self.modules, self.children, strict=True):
-            if tuple(module._modules.values()) != children:
-                raise NotServed(f"the modules of a {type(module).__name__} were exchanged after autoparallelize", advice="exchange them before: what is emitted was traced from those that were there")
-        hooks = [(i, kind, *there.values()) for i, m in enumerate(self.modules) if i for kind, there in enumerate((m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks)) if there]
-        try:
-            held = [get(of) for of, _, get in self.watched]
-        except KeyError:                                       # one is gone
-            held = [[of.get(key, _GONE) for key in (*keys, keys[0])] for of, keys, _ in self.watched]
-        return [[v if type(v) in _ATOMS else _now(v) for v in values] for values in held], hooks
 
     def names(self, structure: pytree.TreeSpec) -> list[str]:
         """Of each leaf of a call what it is called: its argument, and its place in it."""
@@ -149,41 +106,6 @@ class Caller:
         order = self.arguments(args, kwargs)[0]
         at = {leaf: order.index(i) for i, leaf in enumerate(graph.input_leaves) if isinstance(leaf, str)}
         return [at[str(node.target)] for node in graph.inputs.values()]
-
-
-def _with_attributes(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """What modules hold, and their settings, once each."""
-    held = {id(of): of for m in modules for of in (vars(m), *(vars(v) for k, v in vars(m).items() if _are_settings(k, v))) if of}
-    return list(held.values())
-
-
-def _are_settings(name: str, value: Any) -> bool:
-    """A configuration, by its name or as what holds nothing but what it was told."""
-    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, *_LASTING)) and (name == "config" or is_dataclass(value) or isinstance(value, (types.SimpleNamespace, argparse.Namespace)))
-
-
-def _is_lasting(value: Any) -> bool:
-    return isinstance(value, _LASTING) or (isinstance(value, tuple) and all(map(_is_lasting, value)))
-
-
-def _entries(value: Any) -> float:
-    """Of how many lasting things it consists; infinitely many where there is anything else."""
-    if _is_lasting(value):
-        return 1
-    if not isinstance(value, (list, tuple, set, dict)) or len(value) > _MOST_ENTRIES:
-        return math.inf
-    return 1 + sum(map(_entries, value.values() if isinstance(value, dict) else value))
-
-
-def _now(value: Any) -> Any:
-    """What a list or dict holds now, for it may be changed in place; of a tensor, whose values are read in every call, its type; of anything else which one it is."""
-    if isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
-        return [*value], [_now(v) for v in value.values()]
-    if isinstance(value, (list, set)) and len(value) <= _MOST_ENTRIES:
-        return type(value), [_now(v) for v in value]
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype
-    return tuple(map(_now, value)) if isinstance(value, tuple) else value if _is_lasting(value) else id(value)
 
 
 def _said(value: Any) -> tuple[type, Any]:

@@ -43,6 +43,7 @@ CHANGES = {
     "no dropout": lambda m: setattr(m.drop, "p", 0.0), "a scale": lambda m: setattr(m, "scale", 3.0), "a hook": lambda m: m.first.register_forward_hook(double),
     "nothing left": lambda m: setattr(m.drop, "p", 1.0), "back again": lambda m: setattr(m.drop, "p", 0.0),
     "in a list": lambda m: m.weights.__setitem__(0, 4.0), "in a list in a list": lambda m: m.weights[1][1].append(m.weights[1][1].pop() + 1), "in a dict": lambda m: m.rates["of"].update(all=0.7), "of settings": lambda m: setattr(m.told, "shift", 1.0),
+    "other settings": lambda m: setattr(m, "told", types.SimpleNamespace(shift=2.0)), "of those": lambda m: setattr(m.told, "shift", 3.0),
     "a private one": lambda m: setattr(m, "_power", 4), "a function": lambda m: setattr(m, "act", torch.tanh), "nothing at all": lambda m: m.rates["of"].update(all=0.7),
 }
 
@@ -56,15 +57,21 @@ def test_what_is_changed_later_is_computed():
             loss.backward(), expected.backward()
             torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=1e-14, msg=name)
             torch.testing.assert_close(mine.first.weight.grad.full_tensor(), theirs.first.weight.grad, rtol=1e-10, atol=1e-14, msg=name)
-        assert len(mine._autopar.programs) == 11               # the first, one a change, and none for what came back or for nothing
+        assert len(mine._autopar.programs) == 13               # the first, one a change, and none for what came back or for nothing
         twin = copy.deepcopy(mine)                             # with its gradients, which are its own
         torch.testing.assert_close(twin.first.weight.grad.full_tensor(), theirs.first.weight.grad)
         assert twin.first.weight.grad is not mine.first.weight.grad
         torch.testing.assert_close(twin(x=X), theirs(X), rtol=1e-12, atol=1e-14)
-        assert len(twin._own.programs) == 11
+        assert len(twin._own.programs) == 13
         return True
 
     assert all(on_threads(2, body))
+
+
+def theirs_with(**attributes):
+    model = copy.deepcopy(MODEL)
+    vars(model).update(attributes)
+    return model
 
 
 def test_what_no_forward_reads_is_forgotten_after_one_look():
@@ -82,12 +89,17 @@ def test_what_no_forward_reads_is_forgotten_after_one_look():
         for step in range(100):
             mine.step = step
             mine(x=X)
-        assert len(mine._autopar.programs) == before and len(mine._autopar.caller.states) < 100
+        assert len(mine._autopar.programs) == before and len(mine._autopar.caller.attributes.states) < 100
         mine.scale, mine.weights[0] = 5.0, 3.0                 # the rest is watched still, on both sides of what is gone
         mine(x=X)
         mine.weights[0] = 1.0
         mine(x=X)
         assert len(mine._autopar.programs) == before + 2
+        twin = copy.deepcopy(mine)                             # watches what it did
+        twin.step, twin.scale = 1000, 7.0
+        torch.testing.assert_close(twin.eval()(x=X), theirs_with(scale=7.0).eval()(X), rtol=1e-12, atol=1e-14)
+        twin.weights[0] = 9.0
+        torch.testing.assert_close(twin(x=X), theirs_with(scale=7.0, weights=[9.0, twin.weights[1]]).eval()(X), rtol=1e-12, atol=1e-14)
         return True
 
     assert all(on_threads(2, body))
