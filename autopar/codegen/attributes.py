@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import enum
 import functools
-import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
@@ -30,7 +29,7 @@ _ATOMS = frozenset({int, float, str, bool, type(None)})
 _GONE = object()
 _LASTING = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.Enum, type(None),       # which nobody changes in place
             types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
-_OF_MODULES = frozenset(vars(nn.Module()))                     # hooks, modules and parameters are looked at by themselves
+_OF_MODULES = frozenset((*vars(nn.Module()), "_autopar"))      # hooks, modules and parameters are looked at by themselves
 
 
 class Attributes:
@@ -38,6 +37,8 @@ class Attributes:
 
     def __init__(self, modules: Sequence[nn.Module], like: Attributes | None = None) -> None:
         self.modules = modules
+        self.hooks = [*((i, m._forward_pre_hooks, m._forward_hooks) for i, m in enumerate(modules)),           # those that the whole model had before it was parallel
+                      *((i, m._backward_pre_hooks, m._backward_hooks) for i, m in enumerate(modules) if i)]
         self.children = [tuple(m._modules.values()) for m in modules]
         if like is None:
             self._watch_all()
@@ -71,7 +72,7 @@ class Attributes:
         for i, module in enumerate(self.modules):
             for name in ("", *(k for k, v in vars(module).items() if _are_settings(k, v))):
                 places.setdefault(id(self._held((i, name))), (i, name))
-        self._watch({place: [k for k, v in self._held(place).items() if k not in _OF_MODULES and _entries(v) <= _MOST_ENTRIES] for place in places.values()})
+        self._watch({place: [k for k, v in self._held(place).items() if k not in _OF_MODULES and not _are_settings(k, v)] for place in places.values()})
 
     def _watch(self, keys: Mapping[Place, list[str]]) -> None:
         self.keys = {place: of_one for place, of_one in keys.items() if of_one}
@@ -86,7 +87,7 @@ class Attributes:
         for module, children in zip(self.modules, self.children, strict=True):
             if tuple(module._modules.values()) != children:
                 raise NotServed(f"the modules of a {type(module).__name__} were exchanged after autoparallelize", advice="exchange them before: what is emitted was traced from those that were there")
-        hooks = [(i, kind, *there.values()) for i, m in enumerate(self.modules) if i for kind, there in enumerate((m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks)) if there]
+        hooks = [(i, *before.values(), _GONE, *after.values()) for i, before, after in self.hooks if before or after]
         try:
             held = [get(of) for of, get in self.readers]
         except KeyError:                                       # one is gone
@@ -101,15 +102,6 @@ def _are_settings(name: str, value: Any) -> bool:
 
 def _is_lasting(value: Any) -> bool:
     return isinstance(value, _LASTING) or (isinstance(value, tuple) and all(map(_is_lasting, value)))
-
-
-def _entries(value: Any) -> float:
-    """Of how many lasting things it consists; infinitely many where there is anything else."""
-    if _is_lasting(value):
-        return 1
-    if not isinstance(value, (list, tuple, set, dict)) or len(value) > _MOST_ENTRIES:
-        return math.inf
-    return 1 + sum(map(_entries, value.values() if isinstance(value, dict) else value))
 
 
 def _as_it_is(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
@@ -29,7 +29,7 @@ from autopar.codegen.padding import Bucket, Kind, Padding, check, cut_back, cuts
 from autopar.codegen.parts import WHOLE, Parts, Rows, least_and_most
 from autopar.codegen.situation import Caller, Situation
 from autopar.codegen.waiting import Waiting, let_optimizers_forget
-from autopar.letters import Consumed, Disagreement, NotServed
+from autopar.letters import BadInput, Consumed, Disagreement, NotServed
 from autopar.runtime.checkpoint import read, teach_dtensor, whole_state
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.faults import naming_the_lost
@@ -53,7 +53,7 @@ class Step(torch.autograd.Function):
         with naming_the_lost("forward"):
             results = runner.forward(*(p.to_local() if isinstance(p, DTensor) else p for p in primals))
         count = runner.joint.outputs
-        ctx.runner, ctx.waits = runner, runner.waiting.on
+        ctx.runner, ctx.waits, ctx.spread = runner, runner.waiting.on, [isinstance(p, DTensor) for p in primals]
         ctx.save_for_backward(*results[count:])
         ctx.set_materialize_grads(False)
         outputs: list[Tensor] = []
@@ -85,7 +85,7 @@ class Step(torch.autograd.Function):
             found = runner.gradients(given, ctx.waits)
         for i, gradient in zip(joint.gradients, found, strict=True):
             if gradient is not None:
-                gradients[i] = runner.as_gradient(i, gradient)
+                gradients[i] = runner.as_gradient(i, gradient) if ctx.spread[i] else gradient
         return (None, *gradients)
 
 
@@ -119,8 +119,10 @@ class Runner:
         waits = [list(joint.hold.output_node().args[0])[i].meta["val"].dtype for i in joint.waits]   # type: ignore[arg-type]
         self.waiting_dtypes = [torch.promote_types(a, n.meta["val"].dtype) for a, n in zip(waits, ends, strict=True)]
         self.names = dict(enumerate(lowered.program.parameters, len(lowered.program.inputs)))
+        self.names_that_wait = [self.names[joint.gradients[i]] for i in joint.waits]
         self.primal_count = len(lowered.program.inputs) + len(lowered.program.parameters) + len(lowered.program.buffers) + lowered.program.is_random
         self.storages = [None] * len(lowered.program.inputs) + [storage[n] for n in lowered.program.parameters] + [None] * (len(lowered.program.buffers) + 1)
+        self.lies = [storage[n].placements for n in lowered.program.parameters]
         results = list(lowered.joint.forward.output_node().args[0])   # type: ignore[arg-type]
         self.tangent_types = [(results[i].meta["val"].shape, results[i].meta["val"].dtype) for i in lowered.joint.differentiable]   # type: ignore[union-attr]
         self.mesh = mesh
@@ -142,7 +144,8 @@ class Runner:
                     found[i] = gradient
         if not waits:
             for other in list(self.waiting.of):                # micro-batches of other shapes
-                theirs = {other.names[other.joint.gradients[i]]: g for i, g in zip(other.joint.waits, self.waiting.settled(other), strict=True)}
+                forgotten = self.waiting.forgotten.pop(other, set())
+                theirs = {name: g for name, g in zip(other.names_that_wait, self.waiting.settled(other), strict=True) if name not in forgotten}
                 for k, i in enumerate(joint.gradients):
                     if i in self.names and self.names[i] in theirs:
                         found[k] = found[k] + theirs.pop(self.names[i])
@@ -157,6 +160,10 @@ class Runner:
 
     def __call__(self, inputs: list[Tensor], parameters: list[Tensor], buffers: list[Tensor], random: RandomState) -> tuple[list[Any], tuple[Tensor, ...]]:
         """The outputs, and the new values of the buffers that change."""
+        whole = (Replicate(),) * self.mesh.ndim
+        for name, parameter, lies in zip(self.program.parameters, parameters, self.lies, strict=True):
+            if (there := parameter.placements if isinstance(parameter, DTensor) else whole) != lies:
+                raise NotServed(f"the parameter {name} lies as {there} on the mesh, and the program reads it as {lies}", advice="model.load_state_dict, or parameter.copy_: what is put in its place has to lie as it did")
         if self.program.is_random and inside_backward():
             raise NotServed("the model runs a second time, inside a backward, and would draw other random numbers than the first time", advice="torch.utils.checkpoint inside the model, which is traced, instead of around the parallel one")
         key = [torch.tensor(random.next_key(), device=self.device)] if self.program.is_random else []
@@ -248,8 +255,8 @@ class ParallelModule(nn.Module):
         return super().load_state_dict(given, strict, assign)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """As any module's; gradients are copied here, because torch would copy the storage of one that is a part of a message."""
-        memo.update({id(p.grad): p.grad.clone() for p in self.parameters() if p.grad is not None})
+        """As any module's, whose copy has no gradients: torch would copy those of DTensors."""
+        memo.update({id(p.grad): None for p in self.parameters() if p.grad is not None})
         if (own := getattr(super(), "__deepcopy__", None)) is not None:
             return own(memo)
         made = memo[id(self)] = self.__copy__()
@@ -269,6 +276,9 @@ class ParallelModule(nn.Module):
         state = self._own
         with naming_the_lost("its call"):
             leaves, structure = state.caller.arguments(args, kwargs)
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, DTensor):
+                    raise BadInput(f"the input {state.caller.names(structure)[i]} is a DTensor", advice="x.full_tensor(), or with inputs=\"local\" x.to_local() where it lies as model.input_specs says")
             leaves, bucket = (leaves, None) if state.padding is None else state.padded(self, state.padding, leaves, structure)
             program = state.program(self, leaves, structure)
             inputs = [leaves[i] for i in program.places]
@@ -306,7 +316,7 @@ class _Program:
         with contextlib.ExitStack() as off:
             for kind, _ in self.situation.autocast:            # its casts are in the graph
                 off.enter_context(torch.autocast(kind, enabled=False))
-            return self.runner(inputs, [model.get_parameter(n) for n in names.parameters], buffers, random)
+            return self.runner(inputs, [tensor_of(model, n) for n in names.parameters], buffers, random)
 
 
 class _State:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.codegen.attributes import Attributes
 from autopar.letters import BadInput
-from autopar.tracer.capture import Call
+from autopar.tracer.capture import Call, learn_dataclasses
 from autopar.tracer.graph import Graph
 
 _SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.Enum, type(None))
@@ -73,6 +73,7 @@ class Caller:
             named = self.signature.bind(*args, **kwargs).arguments
         except TypeError as e:
             raise BadInput(f"{self.name}.forward does not take these inputs: {e}", seen=f"forward{self.signature}", advice="the arguments of the model's own forward") from e
+        learn_dataclasses(named)
         return pytree.tree_flatten({k: {name: named[k][name] for name in sorted(named[k])} if self.signature.parameters[k].kind is inspect.Parameter.VAR_KEYWORD else named[k] for k in sorted(named)})
 
     def call(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Call:

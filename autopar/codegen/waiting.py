@@ -22,11 +22,13 @@ class Waiting:
     def __init__(self, model: nn.Module, storage: dict[str, Storage]) -> None:
         self.on = False                                        # does what runs now add to them?
         self.of: dict[Runner, list[Tensor]] = {}
+        self.forgotten: dict[Runner, set[str]] = {}            # parameters for which nothing waits, where for others something does
         self.model, self.storage = weakref.ref(model), storage
         _ALL[:] = [ref for ref in (*_ALL, weakref.ref(self)) if ref() is not None]
 
     def add(self, runner: Runner, fresh: list[Tensor]) -> None:
         """Add to what waits, in the wider of the dtypes in which a gradient waits and in which it is stored."""
+        self.forgotten.pop(runner, None)
         if runner not in self.of:
             self.of[runner] = [t.to(dtype) for t, dtype in zip(fresh, runner.waiting_dtypes, strict=True)]
         else:
@@ -53,10 +55,11 @@ class Waiting:
         ids = {id(p) for p in parameters}
         forgotten = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in ids}
         for runner, totals in list(self.of.items()) if forgotten else ():
-            names = [runner.names[runner.joint.gradients[i]] for i in runner.joint.waits]
-            if forgotten.issuperset(names):
-                del self.of[runner]
-            for total, name in zip(totals, names, strict=True):
+            all_of_it = self.forgotten.setdefault(runner, set())
+            all_of_it |= forgotten
+            if all_of_it.issuperset(runner.names_that_wait):
+                del self.of[runner], self.forgotten[runner]
+            for total, name in zip(totals, runner.names_that_wait, strict=True):
                 if name in forgotten:
                     total.zero_()
 

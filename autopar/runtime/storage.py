@@ -30,6 +30,11 @@ class Storage:
         whole = Sharding((R,) * mesh.ndim)
         return Storage(mesh, sharding or whole, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride())
 
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """As torch says it."""
+        return tuple(map(_torch_placement, self.sharding.placements))
+
     def take(self, whole: Tensor, sync: bool) -> DTensor:
         """This rank's part of rank 0's tensor, as a DTensor."""
         whole = self.spread(whole, sync)

@@ -336,3 +336,25 @@ def test_backward_lets_go_of_what_forward_saved_after_its_last_use():
     (changes,) = on_threads(1, body)
     last = max(i for i, n in enumerate(changes) if n > 0)
     assert sum(n > 0 for n in changes) >= 12 and len(changes[last:]) <= 6      # were all of it held to the end, a dozen would be freed there
+
+
+def test_other_parameters_for_one_call():
+    """Plain ones where they are whole, and what they are made of gets its gradient."""
+    model, batch = mlp_case()
+    factor = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+
+    def grown(model, factor):
+        return torch.func.functional_call(model, {n: whole(p.detach()) * factor for n, p in model.named_parameters()}, (), batch)
+
+    loss = grown(model, factor)
+    (expected,) = torch.autograd.grad(loss, factor)
+
+    def body(rank):
+        mine, own = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", cluster=eager_links()), factor.detach().clone().requires_grad_()
+        found = grown(mine, own)
+        found.backward()
+        torch.testing.assert_close((found.detach(), own.grad), (loss.detach(), expected), rtol=1e-10, atol=0)
+        assert all(p.grad is None for p in mine.parameters())
+        return True
+
+    assert all(on_threads(2, body))

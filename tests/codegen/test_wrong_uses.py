@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
-from torch.distributed.tensor import distribute_module, init_device_mesh
+from torch.distributed.tensor import distribute_module, distribute_tensor, init_device_mesh
 
 import autopar
 from autopar.letters import BadInput, BadPlan, BadWeights, Consumed, Disagreement, NotCaptured, NotServed
@@ -75,6 +75,12 @@ def stepped_before():
     stepper.step()
 
 
+def other_parameters(shape):
+    """In the place of those that are cut."""
+    model = make(parallel="zero3")
+    return torch.func.functional_call(model, {"first.weight": torch.zeros(shape)}, (X,))
+
+
 def spread_before():
     other_plan(model=distribute_module(Net(), init_device_mesh("cpu", (2,))))
 
@@ -90,6 +96,7 @@ WRONG = {
     "the width is wrong": (lambda: make()(X[:, :3]), NotCaptured, "raises RuntimeError"), "text for a tensor": (lambda: make()("text"), NotCaptured, "raises TypeError"),
     "an argument of which nothing can be said": (lambda: make()(X, scale=lambda: 1), BadInput, "cannot be said"),
     "parallel twice": (lambda: make(make()), Consumed, "parallel already"), "parallel by another hand": (spread_before, Consumed, "spread over devices already"), "in a wrapper": (lambda: make(nn.DataParallel(Net())), Consumed, "inside a wrapper"),
+    "a parameter that lies elsewhere": (lambda: other_parameters((8, 4)), NotServed, "the parameter first.weight lies as"), "an input that is spread": (lambda: make()(distribute_tensor(X, init_device_mesh("cpu", (2,)))), BadInput, "is a DTensor"),
     "written whole": (lambda: pickle.dumps(make()), NotServed, "not written whole"), "planned when parallel": (lambda: other_plan(model=make()), Consumed, "parallel already"),
     "a path for a plan": (lambda: make(plan="plan.json"), BadPlan, "is no Plan"), "a plan and a mesh": (lambda: make(plan=other_plan(), mesh=2), BadPlan, "mesh"),
     "a plan of another model": (lambda: make(plan=other_plan(model=nn.Linear(4, 2))), BadPlan, "another graph"), "a plan of other sizes": (lambda: make(plan=other_plan(model=Net(4), meta_inputs=(X[:4],))), BadPlan, "another graph"),
