@@ -45,6 +45,8 @@ class Attributes:
             self.states: list[tuple[Any, ...] | None] = [self._now()]
             self.latest = 0                                    # of those, the one that they were last seen in
         else:
+            if len(modules) != len(like.modules):
+                raise NotServed(f"a copy of a parallel {type(modules[0]).__name__} has {len(modules)} modules, and what it was copied from {len(like.modules)}", advice="exchange them before autoparallelize: what is emitted was traced from those that were there")
             self._watch(like.keys)
             self.states, self.latest = list(like.states), like.latest
 
@@ -92,7 +94,7 @@ class Attributes:
             held = [get(of) for of, get in self.readers]
         except KeyError:                                       # one is gone
             held = [[of.get(key, _GONE) for key in (*keys, keys[0])] for (of, _), keys in zip(self.readers, self.keys.values(), strict=True)]
-        return [[v if type(v) in _ATOMS else _as_it_is(v) for v in values] for values in held], hooks
+        return [[v if type(v) in _ATOMS else _as_it_is(v) for v in values] for values in held], hooks, [type(m) for m in self.modules[1:]]
 
 
 def _are_settings(name: str, value: Any) -> bool:

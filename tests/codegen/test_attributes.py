@@ -15,6 +15,7 @@ import autopar
 from autopar.letters import NotCaptured, NotServed
 from autopar.testing import on_threads
 from tests.models import eager_links
+from tests.training import whole
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -102,6 +103,18 @@ def test_what_no_forward_reads_is_forgotten_after_one_look():
         return True
 
     assert all(on_threads(2, body))
+
+
+def test_what_is_exchanged_on_a_fresh_copy_is_seen():
+    mine, theirs = autopar.autoparallelize(nn.Sequential(nn.Linear(6, 6), nn.GELU()).double(), (X,), mesh=1), nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double()
+    twin = copy.deepcopy(mine)
+    twin[1] = nn.Tanh()
+    theirs[0].weight.data, theirs[0].bias.data = whole(mine[0].weight.data), whole(mine[0].bias.data)
+    torch.testing.assert_close(twin(X), theirs(X))
+    other = copy.deepcopy(mine)
+    other.append(nn.Tanh())
+    with pytest.raises(NotServed, match="has 4 modules"):
+        other(X)
 
 
 def test_hooks_of_the_whole_model_from_before_may_be_removed():
