@@ -1,17 +1,20 @@
-"""What the modules of a model say of themselves - numbers, words, flags, functions, lists and dicts of them, settings, hooks - on which what their forward computes may depend.
+"""What the modules of a model say of themselves - numbers, words, flags, functions, lists and dicts of them, settings, hooks, which parameters are there and tied - on which what their forward computes may depend.
 
-    states       each that they have been in has a number, which is part of a situation: a change of it is looked at once, by capturing again
-    forgotten    what changed and made no difference to the graph is not watched any longer: a counter of steps
-    settings     objects that hold nothing but what they were told: `config`, dataclasses, namespaces; watched as modules are
+    states       each that they have been in has a number, which is part of a situation: a change of it is looked at by capturing again
+    unread       what a capture did not read cannot have mattered to it, whatever it says later: a counter of steps
+    settings     objects that hold nothing but what they were told: `config`, dataclasses, namespaces; watched as modules are, and taken as read
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import functools
+import numbers
+import threading
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from operator import itemgetter
 from typing import Any
@@ -21,13 +24,15 @@ from torch import Tensor, nn
 
 from autopar.letters import NotServed
 
+State = tuple[Any, ...]
+Unread = frozenset[tuple[int, int]]
 Place = tuple[int, str]                                        # a module, by its number, and which of its attributes are settings; "" for its own
 
-_MOST_STATES = 64                                              # that are remembered: one that comes back later is a new one
+_MOST_STATES = 16                                              # that are remembered: one that comes back later is a new one
 _MOST_ENTRIES = 256                                            # of a list or dict that is watched: tables are longer, and would be looked at in every call
 _ATOMS = frozenset({int, float, str, bool, type(None)})
 _GONE = object()
-_LASTING = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.Enum, type(None),       # which nobody changes in place
+_LASTING = (numbers.Number, str, bytes, frozenset, torch.dtype, torch.device, enum.Enum, type(None),       # which nobody changes in place
             types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
 _OF_MODULES = frozenset((*vars(nn.Module()), "_autopar"))      # hooks, modules and parameters are looked at by themselves
 
@@ -41,33 +46,61 @@ class Attributes:
                       *((i, m._backward_pre_hooks, m._backward_hooks) for i, m in enumerate(modules) if i)]
         self.children = [tuple(m._modules.values()) for m in modules]
         if like is None:
+            self.layout = 0                                    # counts how often what is watched was chosen anew
             self._watch_all()
-            self.states: list[tuple[Any, ...] | None] = [self._now()]
-            self.latest = 0                                    # of those, the one that they were last seen in
+            self.states: dict[int, State] = {0: self._now()}   # by number, of the latest
+            self.latest = self.newest = 0                      # the one that they were last seen in, and the last number
         else:
             if len(modules) != len(like.modules):
                 raise NotServed(f"a copy of a parallel {type(modules[0]).__name__} has {len(modules)} modules, and what it was copied from {len(like.modules)}", advice="exchange them before autoparallelize: what is emitted was traced from those that were there")
+            self.layout = like.layout
             self._watch(like.keys)
-            self.states, self.latest = list(like.states), like.latest
+            self.states, self.latest, self.newest = dict(like.states), like.latest, like.newest
 
     def state(self) -> int:
         """Which of the states they are in that they have been in. A letter where a module was exchanged for another."""
         if any(of.get(key) is not one for of, key, one in self.settings):      # others: what was known of them says nothing
+            self.layout += 1
             self._watch_all()
-            self.states = [None] * len(self.states)
         now = self._now()
         if now != self.states[self.latest]:
-            self.latest = next((i for i, known in enumerate(self.states) if known == now), len(self.states))
-            self.states += [now] if self.latest == len(self.states) else []
-            self.states[:-_MOST_STATES] = [None] * len(self.states[:-_MOST_STATES])
+            self.latest = next((i for i, known in self.states.items() if known == now), self.newest + 1)
+            if self.latest > self.newest:
+                self.newest, self.states[self.latest] = self.latest, now
+                self.states.pop(self.latest - _MOST_STATES, None)
         return self.latest
 
-    def forget(self, before: int) -> None:
-        """What differs between now and a state before made no difference: it is not watched any longer."""
-        if (then := self.states[before]) is not None:
-            self._watch({place: [key for key, mine, theirs in zip(keys, a, b, strict=False) if mine == theirs] for (place, keys), a, b in zip(self.keys.items(), self._now()[0], then[0], strict=True)})
-            self.states = [None] * len(self.states)
-            self.states[self.latest] = self._now()
+    def now(self) -> State:
+        """The state that they were last seen in."""
+        return self.states[self.latest]
+
+    @contextlib.contextmanager
+    def reads(self) -> Iterator[set[tuple[int, str]]]:
+        """Which attributes of modules this thread reads inside."""
+        found = set[tuple[int, str]]()
+        with _LOCK:
+            _READERS[threading.get_ident()] = {id(m): i for i, m in enumerate(self.modules)}, found
+            nn.Module.__getattribute__ = _noted                # type: ignore[method-assign]
+        try:
+            yield found
+        finally:
+            with _LOCK:
+                del _READERS[threading.get_ident()]
+                if not _READERS:
+                    del nn.Module.__getattribute__
+
+    def unread(self, read: set[tuple[int, str]]) -> Unread:
+        """Where in a state those stand that were not read."""
+        return frozenset((h, k) for h, ((i, name), keys) in enumerate(self.keys.items()) if not name for k, key in enumerate(keys) if (i, key) not in read)
+
+    def same_but(self, then: State, unread: Unread) -> bool:
+        """Is all as it was, but for what is not read?"""
+        now = self.now()
+        if now[2:] != then[2:]:
+            return False
+        pairs = zip(now[0], now[1], then[0], then[1], strict=True)
+        return all((h, k) in unread or k == len(mine) - 1 for h, (mine, kinds, theirs, others) in enumerate(pairs) if mine != theirs or kinds != others
+                   for k, (x, y, a, b) in enumerate(zip(mine, theirs, kinds, others, strict=True)) if a is not b or x != y)
 
     def _watch_all(self) -> None:
         places: dict[int, Place] = {}                          # once each: many modules hold one configuration
@@ -85,7 +118,7 @@ class Attributes:
         held = vars(self.modules[place[0]])
         return getattr(held.get(place[1]), "__dict__", {}) if place[1] else held
 
-    def _now(self) -> tuple[Any, ...]:
+    def _now(self) -> State:
         for module, children in zip(self.modules, self.children, strict=True):
             if tuple(module._modules.values()) != children:
                 raise NotServed(f"the modules of a {type(module).__name__} were exchanged after autoparallelize", advice="exchange them before: what is emitted was traced from those that were there")
@@ -94,7 +127,10 @@ class Attributes:
             held = [get(of) for of, get in self.readers]
         except KeyError:                                       # one is gone
             held = [[of.get(key, _GONE) for key in (*keys, keys[0])] for (of, _), keys in zip(self.readers, self.keys.values(), strict=True)]
-        return [[v if type(v) in _ATOMS else _as_it_is(v) for v in values] for values in held], hooks, [type(m) for m in self.modules[1:]]
+        first = dict[int, int]()                               # of each parameter, whichever comes: ties are seen
+        parameters = [None if p is None else (first.setdefault(id(p), len(first)), p.requires_grad, p.dtype) for m in self.modules for p in m._parameters.values()]
+        buffers = [None if b is None else (b.shape, b.dtype, b.requires_grad) for m in self.modules for b in m._buffers.values()]
+        return [[v if type(v) in _ATOMS else _as_it_is(v) for v in values] for values in held], [[*map(type, values)] for values in held], self.layout, hooks, [type(m) for m in self.modules[1:]], parameters, buffers
 
 
 def _are_settings(name: str, value: Any) -> bool:
@@ -113,5 +149,30 @@ def _as_it_is(value: Any) -> Any:
     if isinstance(value, (list, set)) and len(value) <= _MOST_ENTRIES:
         return type(value), [_as_it_is(v) for v in value]
     if isinstance(value, Tensor):
-        return value.shape, value.dtype
-    return tuple(map(_as_it_is, value)) if isinstance(value, tuple) else value if _is_lasting(value) else id(value)
+        return value.shape, value.dtype, value.requires_grad
+    return tuple(map(_as_it_is, value)) if isinstance(value, tuple) else value if _is_lasting(value) else _Itself(value)
+
+
+class _Itself:
+    """Equal to itself alone, and held: the place of what is gone may be another's."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.held is other.held
+
+    __hash__ = None                                            # type: ignore[assignment]
+
+
+_LOCK = threading.Lock()
+_READERS: dict[int, tuple[dict[int, int], set[tuple[int, str]]]] = {}      # by thread: its modules, and what it has read
+
+
+def _noted(module: nn.Module, name: str) -> Any:
+    modules, found = _READERS.get(threading.get_ident(), ({}, set()))
+    if (i := modules.get(id(module))) is not None:
+        found.add((i, name))
+    return object.__getattribute__(module, name)

@@ -30,6 +30,8 @@ def lower(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cp
     program, reads = local_program(graph, plan, coordinate, rows), reads_of_parameters(graph, plan.window_bytes)
     if changed := [name for kind, name in graph.updates if kind == "input"]:
         raise NotServed(f"the model writes to its input {', '.join(changed)}, and a parallel model leaves its inputs as they are", advice="a copy: x = x.clone()")
+    if wants := [info(n).key for n in graph.nodes if info(n).kind == "buffer" and type_of(n).requires_grad]:
+        raise NotServed(f"the buffer {wants[0]} wants a gradient, and only parameters and inputs receive one", advice="a parameter, or an input of forward")
     differentiable = graph.differentiable if gradients else ()
     return Lowered(graph, plan, program, lower_jointly(program, differentiable, [n for n in plan.regathered if n in reads and not reads[n].stays], plan.scattered, reads, device), rows)
 

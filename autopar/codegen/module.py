@@ -15,18 +15,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.fx as fx
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
-from autopar.codegen.attributes import Attributes
+from autopar.codegen.attributes import Attributes, State, Unread
 from autopar.codegen.compiled import compile_between_collectives
 from autopar.codegen.emptied import from_a_list
 from autopar.codegen.joint import Joint, bind
 from autopar.codegen.lower import Lowered, lower
 from autopar.codegen.padding import Bucket, Kind, Padding, check, cut_back, cuts_of, filled, fills_of, gradients_of, shapes_of
 from autopar.codegen.parts import WHOLE, Parts, Rows, least_and_most
+from autopar.codegen.schedule import is_view
 from autopar.codegen.situation import Caller, Situation
 from autopar.codegen.waiting import Waiting, let_optimizers_forget
 from autopar.letters import BadInput, Consumed, Disagreement, NotServed
@@ -54,6 +56,7 @@ class Step(torch.autograd.Function):
             results = runner.forward(*(p.to_local() if isinstance(p, DTensor) else p for p in primals))
         count = runner.joint.outputs
         ctx.runner, ctx.waits, ctx.spread = runner, runner.waiting.on, [isinstance(p, DTensor) for p in primals]
+        ctx.kept = [(i, primals[i], primals[i]._version) for i in runner.kept]
         ctx.save_for_backward(*results[count:])
         ctx.set_materialize_grads(False)
         outputs: list[Tensor] = []
@@ -73,6 +76,8 @@ class Step(torch.autograd.Function):
             if tangent is not None and i not in joint.differentiable:
                 raise NotServed(f"a gradient arrives at the output {runner.graph.output_names[i]!r}, and backward was lowered for the loss",
                                 advice=f"outputs=({runner.graph.output_names[i]!r},), or compute with that output inside the model, or in loss=")
+        if changed := [runner.names[i] for i, parameter, version in ctx.kept if parameter._version != version]:
+            raise NotServed(f"the parameter {changed[0]} was modified in place between forward and backward, which needs it as it was", advice="backward before optimizer.step() and load_state_dict()")
         arrived = [tangents[i] for i in joint.differentiable]
         if all(t is None for t in arrived):
             return (None,) * (1 + runner.primal_count)
@@ -122,6 +127,7 @@ class Runner:
         self.names_that_wait = [self.names[joint.gradients[i]] for i in joint.waits]
         self.primal_count = len(lowered.program.inputs) + len(lowered.program.parameters) + len(lowered.program.buffers) + lowered.program.is_random
         self.storages = [None] * len(lowered.program.inputs) + [storage[n] for n in lowered.program.parameters] + [None] * (len(lowered.program.buffers) + 1)
+        self.kept = sorted(i for i in _kept_by(joint) if i in self.names)
         self.lies = [storage[n].placements for n in lowered.program.parameters]
         results = list(lowered.joint.forward.output_node().args[0])   # type: ignore[arg-type]
         self.tangent_types = [(results[i].meta["val"].shape, results[i].meta["val"].dtype) for i in lowered.joint.differentiable]   # type: ignore[union-attr]
@@ -179,6 +185,17 @@ class Runner:
                     output = output.full_tensor()
             kept.append(output)
         return kept, outputs[count:]
+
+
+def _kept_by(joint: Joint) -> set[int]:
+    """The primals whose memory forward keeps for backward."""
+    places = {node: i for i, node in enumerate(joint.forward.find_nodes(op="placeholder"))}
+    found = set[int]()
+    for node in list(joint.forward.output_node().args[0])[joint.outputs:]:       # type: ignore[arg-type]
+        while isinstance(node, fx.Node) and node not in places and is_view(node):
+            node = node.args[0]
+        found |= {places[node]} if node in places else set()   # type: ignore[index]
+    return found
 
 
 class ParallelModule(nn.Module):
@@ -307,6 +324,8 @@ class _Program:
     lowered: Lowered
     runner: Runner
     places: list[int]                                          # of each input: which leaf of the call
+    seen: State                                                # what its modules said of themselves when it was captured,
+    unread: Unread                                             # and what of that was not read
     calls: int = 0
 
     def run(self, model: nn.Module, inputs: list[Tensor], random: RandomState) -> tuple[list[Any], tuple[Tensor, ...]]:
@@ -337,11 +356,17 @@ class _State:
         leaves, cut = self.of_all(leaves, structure)           # what ranks pass may be rows of a batch: the situation is that of the batch
         situation, grad = self.caller.situation(leaves, structure), torch.is_grad_enabled()
         for i, program in enumerate(self.programs):
-            if program.has_gradients == grad and program.situation == situation:
+            if program.has_gradients == grad and self.fits(program, situation):
                 self.programs.append(self.programs.pop(i))     # the latest stands last
                 return program
         with unwatched():
             return self.made_for(model, situation, grad, self.caller.call(leaves, structure), cut)
+
+    def fits(self, program: _Program, situation: Situation) -> bool:
+        """Was it made for this situation, or for one that differs in what is not read?"""
+        if program.situation != situation and replace(program.situation, said=situation.said) == situation and self.caller.attributes.same_but(program.seen, program.unread):
+            program.situation = situation
+        return program.situation == situation
 
     def padded(self, model: nn.Module, padding: Padding, leaves: list[Any], structure: Any) -> tuple[list[Any], Bucket | None]:
         """The leaves of a call with its lengths brought to the next multiple; None where they are there already."""
@@ -353,9 +378,10 @@ class _State:
         bucket = padding.bucket(least, most, self.caller.situation(leaves, structure).kind(self.parts is None))
         if not bucket.moved:
             return leaves, None
-        if bucket.key not in padding.known or bucket.is_ambiguous:
-            with unwatched():
-                padding.known[bucket.key] = self.tried(model, named, structure, bucket)
+        if bucket.key not in padding.known or bucket.is_ambiguous or not self.caller.attributes.same_but(bucket.kind.seen, bucket.kind.unread):
+            with unwatched(), self.caller.attributes.reads() as read:
+                kind = self.tried(model, named, structure, bucket)
+            padding.known[bucket.key] = replace(kind, seen=self.caller.attributes.now(), unread=self.caller.attributes.unread(read))
         bucket.kind = padding.known[bucket.key]
         return filled(named, bucket.shapes, bucket.kind.fills), bucket
 
@@ -371,7 +397,7 @@ class _State:
                 lowered = lower(graph, plan, self.mesh.get_coordinate(), self.device.type, True, self.rows(graph, structure, cut))
                 all_ranks_hold("programs", (plan.digest, plan.mesh, lowered.joint.collectives))
                 runner = Runner(lowered, self.mesh, self.storage, self.device, waiting, replace(self.how, backend=None))
-                programs.append(_Program(self.caller.situation(leaves, structure), True, lowered, runner, self.caller.places(graph)))
+                programs.append(_Program(self.caller.situation(leaves, structure), True, lowered, runner, self.caller.places(graph), self.caller.attributes.now(), frozenset()))
             exact, longer = (p.lowered.graph for p in programs)
             if exact.updates:
                 raise NotServed(f"with pad_to the padding would enter the buffer {exact.updates[0][1]}, which the model writes", advice="pad_to=None")
@@ -403,29 +429,34 @@ class _State:
     def made_for(self, model: nn.Module, situation: Situation, grad: bool, call: Call, cut: Collection[str] = ()) -> _Program:
         """Lower for a new situation. The storage of the parameters stays."""
         start, before = time.perf_counter(), self.programs[-1]
-        known = next((p for p in self.programs if p.situation == situation), None)
+        known = next((p for p in self.programs if self.fits(p, situation)), None)
         if known is not None:                                  # the same graph, the other half
-            graph, plan = known.lowered.graph, known.lowered.plan
+            graph, plan, seen, unread = known.lowered.graph, known.lowered.plan, known.seen, known.unread
         else:
-            with self.as_before(model), torch.inference_mode(False), torch.enable_grad():     # the graph is also that of a later call with gradients
+            with self.caller.attributes.reads() as read, self.as_before(model), torch.inference_mode(False), torch.enable_grad():     # the graph is also that of a later call with gradients
                 graph, plan = self.again(model, call, self.first.plan, True)
+            seen, unread = self.caller.attributes.now(), self.caller.attributes.unread(read)
             for program in self.programs:
-                if program.lowered.graph.digest == graph.digest and replace(program.situation, said=situation.said) == situation:
-                    self.caller.attributes.forget(program.situation.said)         # modules say something else that their forward does not read
+                if program.lowered.graph.digest == graph.digest and replace(program.situation, said=situation.said) == situation:     # what has changed made no difference
+                    program.situation, program.seen, program.unread = situation, seen, unread
                     graph, plan = program.lowered.graph, program.lowered.plan
-                    break
+                    if program.has_gradients == grad:
+                        return program
+        if late := [name for name in graph.parameters if name not in self.storage]:
+            raise NotServed(f"the parameter {late[0]} was not there when the model was made parallel", advice="parameters that are there, and tied, as they were: autoparallelize after they are set")
         lowered = lower(graph, plan, self.mesh.get_coordinate(), self.device.type, grad, self.rows(graph, situation.structure, cut))
-        program = self.keep(situation, grad, lowered)
+        program = self.keep(situation, grad, lowered, seen, unread)
         if known is None:
             log.warning("autopar planned and lowered %s again (%s), for %s: %.1f s", self.original.__name__, f"{plan.step_time_s * 1e3:.3g} ms a step by its figures", situation.differs(before.situation), time.perf_counter() - start)
         return program
 
-    def keep(self, situation: Situation, grad: bool, lowered: Lowered) -> _Program:
+    def keep(self, situation: Situation, grad: bool, lowered: Lowered, seen: State, unread: Unread = frozenset()) -> _Program:
         """Bind a lowered program to this rank, once all ranks have the same."""
         all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, lowered.joint.collectives))
         if lowered.program.is_random and self.random.seed < 0:
             self.random.seed = from_rank_0(lambda: int(torch.randint(0, 2**62, ())))
-        self.programs = [*self.programs[-_MOST_PROGRAMS + 1:], _Program(situation, grad, lowered, Runner(lowered, self.mesh, self.storage, self.device, self.waiting, self.how), self.caller.places(lowered.graph))]
+        runner = Runner(lowered, self.mesh, self.storage, self.device, self.waiting, self.how)
+        self.programs = [*self.programs[-_MOST_PROGRAMS + 1:], _Program(situation, grad, lowered, runner, self.caller.places(lowered.graph), seen, unread)]
         return self.programs[-1]
 
     def passes_parts(self) -> None:
@@ -459,7 +490,7 @@ class _State:
         made.parts, made.padding = self.parts, self.padding
         made.caller.attributes = Attributes(made.caller.modules, self.caller.attributes)
         made.random, made.hooks = RandomState(self.random.seed, self.random.step), self.hooks
-        made.programs = [_Program(p.situation, p.has_gradients, p.lowered, Runner(p.lowered, self.mesh, self.storage, self.device, made.waiting, self.how), p.places, p.calls) for p in self.programs]
+        made.programs = [_Program(p.situation, p.has_gradients, p.lowered, Runner(p.lowered, self.mesh, self.storage, self.device, made.waiting, self.how), p.places, p.seen, p.unread, p.calls) for p in self.programs]
         return made
 
     def __deepcopy__(self, memo: Any) -> _State:
@@ -483,14 +514,14 @@ def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again
     let_optimizers_forget()
     state = _State(model, lowered, storage, mesh, device, again, how)
     with torch.enable_grad():
-        state.keep(state.caller.situation(*state.caller.arguments(call.args, call.kwargs)), True, lowered)
+        state.keep(state.caller.situation(*state.caller.arguments(call.args, call.kwargs)), True, lowered, state.caller.attributes.now())
     if how.passes_rows:
         state.passes_parts()
     if how.pad_to is not None:
         leaves, structure = state.caller.arguments(call.args, call.kwargs)
         state.padding = Padding(how.pad_to, dict(zip(state.caller.names(structure), leaves, strict=True)))
     cls, names = type(model), {"__module__": type(model).__module__, "__doc__": type(model).__doc__}
-    model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {**names, "forward": _forward_of(cls), **({"save_pretrained": _save_pretrained} if hasattr(cls, "save_pretrained") else {})})
+    model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {**names, "forward": _forward_of(cls), "__call__": nn.Module.__call__, **({"save_pretrained": _save_pretrained} if hasattr(cls, "save_pretrained") else {})})
     model._forward_pre_hooks, model._forward_hooks = OrderedDict(), OrderedDict()
     model._autopar = state                                     # type: ignore[assignment]
     return model

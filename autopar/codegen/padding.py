@@ -47,6 +47,8 @@ class Kind:
 
     fills: Mapping[str, float]
     cuts: tuple[Follows, ...]
+    seen: Any = None                                           # what the modules said of themselves,
+    unread: frozenset[tuple[int, int]] = frozenset()           # and what of that was not read
 
 
 @dataclass(slots=True, eq=False)

@@ -34,9 +34,9 @@ class Situation:
     said: int = 0                                              # which of the states its modules are in: what they say of themselves, and their hooks
 
     def kind(self, with_rows: bool) -> tuple[Any, ...]:
-        """All of it but how long things are; with how many rows there are, or without."""
+        """All of it but how long things are, and what modules say of themselves; with how many rows there are, or without."""
         leaves = tuple([(len(leaf[0]), *(leaf[0][:1] if with_rows else ()), *leaf[1:]) if isinstance(leaf[0], torch.Size) else leaf for leaf in self.leaves])
-        return leaves, self.structure, self.modes, self.trained, self.autocast, self.said
+        return leaves, self.structure, self.modes, self.trained, self.autocast
 
     def differs(self, other: Situation) -> str:
         """In what it differs from another one, for a person."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,7 +75,7 @@ def theirs_with(**attributes):
     return model
 
 
-def test_what_no_forward_reads_is_forgotten_after_one_look():
+def test_what_no_forward_reads_is_looked_at_once():
     def body(rank):
         mine = autopar.autoparallelize(copy.deepcopy(MODEL), {"x": X}, mesh=2, parallel="dp", cluster=eager_links())
         for step in range(5):
@@ -84,17 +85,18 @@ def test_what_no_forward_reads_is_forgotten_after_one_look():
             if step > 1:
                 mine.seen = torch.randn(4)                     # what was a plain thing may be any later
             mine(x=X)
-        assert len(mine._autopar.programs) <= 4                # one look for the step, one for what was seen, one for what is gone
-        before = len(mine._autopar.programs)
+        assert len(mine._autopar.programs) == 1                # one look for the step, one for what was seen, one for what is gone; nothing was lowered again
+        looks = list[int]()
+        mine._autopar.again = lambda *given, again=mine._autopar.again: looks.append(1) or again(*given)
         for step in range(100):
             mine.step = step
             mine(x=X)
-        assert len(mine._autopar.programs) == before and len(mine._autopar.caller.attributes.states) < 100
-        mine.scale, mine.weights[0] = 5.0, 3.0                 # the rest is watched still, on both sides of what is gone
+        assert not looks and len(mine._autopar.caller.attributes.states) < 20
+        mine.scale, mine.weights[0] = 5.0, 3.0                 # what is read
         mine(x=X)
         mine.weights[0] = 1.0
         mine(x=X)
-        assert len(mine._autopar.programs) == before + 2
+        assert len(mine._autopar.programs) == 3 and len(looks) == 2
         twin = copy.deepcopy(mine)                             # watches what it did
         twin.step, twin.scale = 1000, 7.0
         torch.testing.assert_close(twin.eval()(x=X), theirs_with(scale=7.0).eval()(X), rtol=1e-12, atol=1e-14)
@@ -138,6 +140,86 @@ def test_a_backward_hook_set_later_on_a_part_is_a_letter_and_on_the_whole_fires(
         mine.first.register_full_backward_hook(lambda *given: None)
         with pytest.raises(NotCaptured, match="backward hooks are set on first"):
             mine(x=X)
+        return True
+
+    assert all(on_threads(2, body))
+
+
+class Warm(nn.Module):
+    """Reads its step, which makes a difference late, and other things in other calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.drop, self.step, self.alpha, self.kind = nn.Linear(6, 6), nn.Dropout(0.0), 0, 0.0, True
+
+    def forward(self, x, target=None):
+        y = self.drop(self.lin(x)) * min(1.0, max(0, self.step - 2) / 4) * (3.0 if self.kind is True else 1.0)
+        return y.mean() if target is None else F.cross_entropy(y, target, label_smoothing=self.alpha)
+
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs) * 2
+
+
+def test_what_made_no_difference_once_is_not_forgotten():
+    theirs, target = Warm().double(), torch.arange(8) % 6
+    mine = autopar.autoparallelize(copy.deepcopy(theirs), {"x": X}, mesh=1)
+    for step in range(7):
+        for model in (mine, theirs):
+            model.step, model.alpha, model.kind = step, step / 10, (True, 1, 1.0, True, 1, True, 1.0)[step]
+            model.seen = np.float32(step)                      # nobody's
+        for given in ({}, {"target": target}):
+            torch.testing.assert_close(mine(x=X, **given), theirs(X, **given), rtol=1e-12, atol=1e-14)
+    for p in (0.0, 1.0, 0.0):
+        mine.drop.p = theirs.drop.p = p
+        for train in (False, True):
+            torch.testing.assert_close(mine.train(train)(x=X), theirs.train(train)(X), rtol=1e-12, atol=1e-14)
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    model[1].weight = model[0].weight
+    return model
+
+
+def set_to(model, name, value):
+    setattr(model[1], name, value)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda m: set_to(m, "weight", nn.Parameter(torch.ones(6, 6, dtype=torch.float64))), "1.weight was not there"),
+    (lambda m: set_to(m, "scale", torch.ones(6, dtype=torch.float64, requires_grad=True)), "the buffer 1.scale wants a gradient"),
+], ids=["untied", "a buffer that wants a gradient"])
+def test_what_came_later_and_trains_is_a_letter(change, words):
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 6)
+            self.scale = torch.ones(6)
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    model = tied()
+    model[1] = Scaled().double()
+    model[1].weight, model[1].scale = model[0].weight, torch.ones(6, dtype=torch.float64)
+    mine = autopar.autoparallelize(model, (X,), mesh=1)
+    mine(X)
+    change(mine)
+    with pytest.raises(NotServed, match=words):
+        mine(X)
+
+
+def test_a_parameter_that_is_changed_before_backward_is_a_letter():
+    def body(rank):
+        for parallel in ("dp", "zero3"):
+            mine = autopar.autoparallelize(copy.deepcopy(MODEL), {"x": X}, mesh=2, parallel=parallel, cluster=eager_links())
+            loss = mine(x=X)
+            with torch.no_grad():
+                mine.last.bias.mul_(2.0)                       # which backward does not need
+            loss.backward()
+            loss = mine(x=X)
+            torch.optim.SGD(mine.parameters(), 0.1).step()
+            with pytest.raises(NotServed, match="modified in place between forward and backward"):
+                loss.backward()
         return True
 
     assert all(on_threads(2, body))
