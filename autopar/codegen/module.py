@@ -441,6 +441,7 @@ class _State:
                     program.situation, program.seen, program.unread = situation, seen, unread
                     graph, plan = program.lowered.graph, program.lowered.plan
                     if program.has_gradients == grad:
+                        log.warning("autopar looked at %s again, whose modules say something else, and it made no difference: %.1f s", self.original.__name__, time.perf_counter() - start)
                         return program
         if late := [name for name in graph.parameters if name not in self.storage]:
             raise NotServed(f"the parameter {late[0]} was not there when the model was made parallel", advice="parameters that are there, and tied, as they were: autoparallelize after they are set")
