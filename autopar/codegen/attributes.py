@@ -91,7 +91,7 @@ class Attributes:
 
     def unread(self, read: set[tuple[int, str]]) -> Unread:
         """Where in a state those stand that were not read."""
-        return frozenset((h, k) for h, ((i, name), keys) in enumerate(self.keys.items()) if not name for k, key in enumerate(keys) if (i, key) not in read)
+        return frozenset((h, k) for h, ((i, name), keys) in enumerate(self.keys.items()) if not name and not _reads_by_itself(self.modules[i]) for k, key in enumerate(keys) if (i, key) not in read)
 
     def same_but(self, then: State, unread: Unread) -> bool:
         """Is all as it was, but for what is not read?"""
@@ -151,6 +151,11 @@ def _as_it_is(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.requires_grad
     return tuple(map(_as_it_is, value)) if isinstance(value, tuple) else value if _is_lasting(value) else _Itself(value)
+
+
+def _reads_by_itself(module: nn.Module) -> bool:
+    """Does its class read attributes in a way of its own, which cannot be noted?"""
+    return any("__getattribute__" in vars(cls) for cls in type(module).__mro__ if cls not in (nn.Module, object))
 
 
 class _Itself:

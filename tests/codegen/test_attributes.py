@@ -160,8 +160,16 @@ class Warm(nn.Module):
         return super().__call__(*args, **kwargs) * 2
 
 
-def test_what_made_no_difference_once_is_not_forgotten():
-    theirs, target = Warm().double(), torch.arange(8) % 6
+class Own(Warm):
+    """Reads attributes in a way of its own."""
+
+    def __getattribute__(self, name):
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize("cls", [Warm, Own])
+def test_what_made_no_difference_once_is_not_forgotten(cls):
+    theirs, target = cls().double(), torch.arange(8) % 6
     mine = autopar.autoparallelize(copy.deepcopy(theirs), {"x": X}, mesh=1)
     for step in range(7):
         for model in (mine, theirs):
