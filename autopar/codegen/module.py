@@ -276,8 +276,9 @@ class ParallelModule(nn.Module):
         memo.update({id(p.grad): None for p in self.parameters() if p.grad is not None})
         if (own := getattr(super(), "__deepcopy__", None)) is not None:
             return own(memo)
-        made = memo[id(self)] = self.__copy__()
-        made.__setstate__(copy.deepcopy(vars(self), memo))
+        make, given, state, *_ = tuple(super().__reduce_ex__(4))
+        made = memo[id(self)] = make(*given)
+        made.__setstate__(copy.deepcopy(state, memo))
         return made
 
     def __copy__(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import types
 
 import numpy as np
@@ -105,6 +106,23 @@ def test_what_no_forward_reads_is_looked_at_once():
         return True
 
     assert all(on_threads(2, body))
+
+
+class Locked(nn.Linear):
+    """Holds what cannot be copied, and says so."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {k: v for k, v in vars(self).items() if k != "lock"}
+
+
+def test_a_copy_is_what_the_model_says_of_its_state():
+    mine = autopar.autoparallelize(Locked(), (X.float(),), mesh=1)
+    for twin in (copy.deepcopy(mine), copy.copy(mine)):
+        assert not hasattr(twin, "lock") and torch.equal(twin(X.float()), mine(X.float()))
 
 
 def test_what_is_exchanged_on_a_fresh_copy_is_seen():
