@@ -84,7 +84,7 @@ def test_it_computes_what_the_op_computes(name, mesh, threads):
         loss.backward()
         return {"loss": loss.detach(), "weight": whole(mine.weight.grad)}, mine.code
 
-    for seed in range(2):
+    for seed in range(2 if mesh.size == 2 else 1):             # on two axes planning takes ten times as long
         for result, code in threads(mesh.size, body, cut_plan(model, batch, mesh, op, operand, placement, seed)):
             Equality.in_float64(f"{name} on {mesh}, plan {seed}", result, expected, 1e-9).check()
             assert "_part(" in code

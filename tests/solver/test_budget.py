@@ -110,7 +110,7 @@ def convolutions():
 MODELS = {"gpt2": gpt2, "mlp": mlp_case, "llama": llama, "convolutions": convolutions}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n == "llama" else n for n in MODELS])
 def test_more_memory_is_never_slower(name):
     model, batch = MODELS[name]()
     how = {"mesh": (2,) if name == "llama" else (2, 2), "loss": (lambda out, inputs: out.square().mean()) if name == "convolutions" else None}
