@@ -180,4 +180,4 @@ def _noted(module: nn.Module, name: str) -> Any:
     modules, found = _READERS.get(threading.get_ident(), ({}, set()))
     if (i := modules.get(id(module))) is not None:
         found.add((i, name))
-    return object.__getattribute__(module, name)
+    return super(nn.Module, module).__getattribute__(name)     # of whatever stands behind it
