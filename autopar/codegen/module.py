@@ -365,9 +365,7 @@ class _State:
 
     def fits(self, program: _Program, situation: Situation) -> bool:
         """Was it made for this situation, or for one that differs in what is not read?"""
-        if program.situation != situation and replace(program.situation, said=situation.said) == situation and self.caller.attributes.same_but(program.seen, program.unread):
-            program.situation = situation
-        return program.situation == situation
+        return program.situation == situation or (replace(program.situation, said=situation.said) == situation and self.caller.attributes.same_but(program.seen, program.unread))
 
     def padded(self, model: nn.Module, padding: Padding, leaves: list[Any], structure: Any) -> tuple[list[Any], Bucket | None]:
         """The leaves of a call with its lengths brought to the next multiple; None where they are there already."""
