@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,11 +18,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.codegen import How, ParallelModule, lower, parallelise
+from autopar.codegen.attributes import Reads, reads_of
+from autopar.codegen.checked import check_plan
 from autopar.codegen.parts import WHOLE, rows_of
 from autopar.letters import BadPlan, Consumed, NotServed
 from autopar.request import Request, refuse_unserved
 from autopar.runtime.faults import limit
-from autopar.runtime.world import all_ranks_hold, coordinate, from_rank_0, start_world, world_size
+from autopar.runtime.world import all_ranks_hold, coordinate, digest_of, from_rank_0, once_all_have, start_world, world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
@@ -90,29 +93,41 @@ def autoparallelize(
     all DTensors with "sharded"; those that are named come whole, and may be given gradients. With `pad_to` calls of other lengths than `meta_inputs` run as those of the next multiple of it: fewer programs. With `compile`, what stands between collectives is given to torch.compile (True, or the name of a backend). No collective waits
     longer than `timeout_s` for another rank.
     """
-    if pad_to is not None and (isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1):
-        raise NotServed(f"pad_to={pad_to!r} is no length", advice="pad_to=64: sequences are padded to the next multiple of it")
-    refuse_unserved(inputs=(inputs, ("global", "local")), init=(init, ("module", "counter")))
-    _refuse_parallel(model)
-    if plan is not None and not isinstance(plan, Plan):
-        raise BadPlan(f"plan={plan!r} is no Plan", advice='autopar.Plan.load("plan.json")')
-    backend = compile if isinstance(compile, str) else "inductor" if compile is True else None
-    if not isinstance(compile, (bool, str)) or (backend is not None and backend not in torch.compiler.list_backends(exclude_tags=())):
-        raise NotServed(f"compile={compile!r} is no backend of torch.compile", seen=", ".join(torch.compiler.list_backends(exclude_tags=())), advice="compile=True")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e7:
-        raise NotServed(f"timeout_s={timeout_s!r} is no number of seconds", advice="timeout_s=600.0")
-    if plan is not None and set(planning) - {"loss", "assume"}:
-        raise BadPlan(f"plan= is given, and so is {', '.join(sorted(set(planning) - {'loss', 'assume'}))}", advice="one or the other: a plan already decides it")
-    if unknown := set(planning) - set(inspect.signature(Request).parameters):
-        raise NotServed(f"autoparallelize knows no argument {', '.join(sorted(unknown))}", advice="its own, or those of autopar.plan")
-    started, device = time.monotonic(), start_world(timeout_s)
-    request = Request(**{"mesh": world_size(), **planning, "outputs": outputs}) if plan is None else Request.of(plan, **planning, outputs=outputs)
-    graph = request.trace(model, meta_inputs)
-    _all_there(outputs, graph)
-    how = How(backend, outputs, (), inputs == "local", pad_to) if isinstance(outputs, str) else How(backend, "auto", tuple(outputs), inputs == "local", pad_to)
+    started = time.monotonic()
+
+    def asked() -> tuple[tuple[str, Request, Graph, How, Reads], dict[str, str]]:
+        """The caller's arguments, read; and in words, by which ranks see that they were given the same."""
+        if pad_to is not None and (isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1):
+            raise NotServed(f"pad_to={pad_to!r} is no length", advice="pad_to=64: sequences are padded to the next multiple of it")
+        refuse_unserved(inputs=(inputs, ("global", "local")), init=(init, ("module", "counter")))
+        _refuse_parallel(model)
+        if plan is not None and not isinstance(plan, Plan):
+            raise BadPlan(f"plan={plan!r} is no Plan", advice='autopar.Plan.load("plan.json")')
+        backend = compile if isinstance(compile, str) else "inductor" if compile is True else None
+        if not isinstance(compile, (bool, str)) or (backend is not None and backend not in torch.compiler.list_backends(exclude_tags=())):
+            raise NotServed(f"compile={compile!r} is no backend of torch.compile", seen=", ".join(torch.compiler.list_backends(exclude_tags=())), advice="compile=True")
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e7:
+            raise NotServed(f"timeout_s={timeout_s!r} is no number of seconds", advice="timeout_s=600.0")
+        if plan is not None and set(planning) - {"loss", "assume"}:
+            raise BadPlan(f"plan= is given, and so is {', '.join(sorted(set(planning) - {'loss', 'assume'}))}", advice="one or the other: a plan already decides it")
+        if unknown := set(planning) - set(inspect.signature(Request).parameters):
+            raise NotServed(f"autoparallelize knows no argument {', '.join(sorted(unknown))}", advice="its own, or those of autopar.plan")
+        device = start_world(timeout_s)
+        request = Request(**{"mesh": world_size(), **planning, "outputs": outputs}) if plan is None else Request.of(plan, **planning, outputs=outputs)
+        with reads_of(model) as read:
+            graph = request.trace(model, meta_inputs)
+        _all_there(outputs, graph)
+        how = How(backend, outputs, (), inputs == "local", pad_to) if isinstance(outputs, str) else How(backend, "auto", tuple(outputs), inputs == "local", pad_to)
+        own = {"inputs": inputs, "outputs": outputs, "compile": compile, "sync": sync, "pad_to": pad_to, "init": init}
+        words = {f"{name}=": _in_words(value) for name, value in (own | planning | {"plan": plan}).items()}
+        return (device, request, graph, how, read), words | {"models or meta_inputs": graph.digest}
+
+    device, request, graph, how, read = once_all_have(asked)
     chosen = plan if plan is not None else from_rank_0(lambda: request.plan(graph, started))
     mesh = chosen.mesh.to_torch(device)
     limit(mesh, timeout_s)
+    if plan is not None:
+        check_plan(graph, plan)
     rows = rows_of(graph, chosen) if inputs == "local" else WHOLE
     if rows[1] and (wants := [name for name, node in graph.inputs.items() if type_of(node).requires_grad]):
         raise NotServed(f'inputs="local", and the input {wants[0]} wants a gradient', advice='inputs="global"')
@@ -123,7 +138,18 @@ def autoparallelize(
         all_ranks_hold("calls", graph.digest)
         return graph, from_rank_0(lambda: request.plan_again(graph, first))
 
-    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init, weights, how)
+    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init, weights, how, read)
+
+
+def _in_words(value: Any) -> str:
+    """An argument as text that is the same for the same argument in another process."""
+    if isinstance(value, Plan):
+        whole = json.dumps(value.to_dict(), sort_keys=True, default=str)
+        return f"a plan on mesh {value.mesh}, {digest_of(whole)[:16]}"
+    if isinstance(value, Mapping):
+        return ", ".join(sorted(f"{key}: {_in_words(of_one)}" for key, of_one in value.items()))
+    text = repr(value)
+    return getattr(value, "__qualname__", type(value).__name__) if " at 0x" in text else text
 
 
 def _all_there(outputs: str | Sequence[str], graph: Graph) -> None:

@@ -77,11 +77,22 @@ class BadPlan(Letter):
 
 
 class Infeasible(Letter):
-    """No plan satisfies what was asked."""
+    """No plan satisfies what was asked. Of a budget: the bytes that any plan needs, and those of the smallest plan that was found."""
+
+    needs: float = 0.0
+    smallest: float = 0.0
+
+    def of_bytes(self, needs: float, smallest: float) -> Infeasible:
+        self.needs, self.smallest = needs, smallest
+        return self
 
 
 class Lost(Letter):
     """Another rank hangs, has ended, or has raised."""
+
+
+class Anomaly(Letter):
+    """A gradient is not a number, and torch.autograd.detect_anomaly asks to be told."""
 
 
 class BadWeights(Letter):

@@ -21,7 +21,7 @@ from autopar.runtime.world import world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import OPTIMIZERS
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.presets import constraints_of, habits_of, window_of
+from autopar.sharding.presets import constraints_of, habits_of, said_of, window_of
 from autopar.sharding.shardings import shardings
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
@@ -127,7 +127,7 @@ class Request:
         except Infeasible as e:
             if (self.parallel is None and not self.constraints) or math.isinf(self.budget):
                 raise
-            raise Infeasible(e.what, at=e.at, seen=f"{e.seen}; {self._in_the_way(graph, mesh, until)}", advice=e.advice) from e
+            raise Infeasible(e.what, at=e.at, seen=f"{e.seen}; {self._in_the_way(graph, mesh, until)}", advice=e.advice).of_bytes(e.needs, e.smallest) from e
 
     def _in_the_way(self, graph: Graph, mesh: DeviceMesh, until: float) -> str:
         """Which constraints a budget breaks on: without which of them there is a plan."""
@@ -151,13 +151,17 @@ class Request:
             return self._solved(graph, mesh, known, until, self._defaults())
         expert = {"preset": constraints_of(self.parallel, graph, mesh), "window_bytes": window_of(self.parallel, mesh)}
         habits = habits_of(self.parallel, mesh)
+        def solved(defaults: list[tuple[str, str]], **how: Any) -> Plan:
+            plan = self._solved(graph, mesh, known, until, defaults, **how, **expert)
+            return replace(plan, defaults=(*said_of(self.parallel, mesh, plan), *plan.defaults))
+
         try:
-            return self._solved(graph, mesh, known, until, self._defaults(), habits=habits, **expert)
+            return solved(self._defaults(), habits=habits)
         except (BadConstraint, Infeasible):
             if not habits:
                 raise
             broken = ("parallel", f"{self.parallel!r} is not kept to everywhere: {', '.join(f'{habit} along {mesh.axes[a]}' for a, habit in habits)} leaves no plan")
-            return self._solved(graph, mesh, known, until, [broken, *self._defaults()], **expert)
+            return solved([broken, *self._defaults()])
 
     def _solved(self, graph: Graph, mesh: DeviceMesh, known: float, until: float, defaults: list[tuple[str, str]], **expert: Any) -> Plan:
         space_with = functools.partial(shardings, graph, mesh, self.hardware, self.constraints, self.optimizer, self.strict, accumulation=self.accumulation,

@@ -164,6 +164,28 @@ def llama(layers: int = 4, batch: int = 16, **how: Any) -> Case:
     return _text(transformers.LlamaForCausalLM(config), batch, 128, 2048, assume=autopar.Assume(no_padding=True), **how)
 
 
+def long_llama(length: int, **how: Any) -> Case:
+    config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=2, num_key_value_heads=2, vocab_size=256, max_position_embeddings=length)
+    return _text(transformers.LlamaForCausalLM(config), 1, length, 256, assume=autopar.Assume(no_padding=True), **how)
+
+
+class Attends(torch.nn.Module):
+    """Attention of grouped heads with next to nothing around it: its own backward is the fullest moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(64, width, bias=False) for width in (128, 32, 32, 128))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        q, k, v = (m(x).unflatten(-1, (-1, 32)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        h = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        return transformers.modeling_outputs.CausalLMOutput(loss=torch.nn.functional.mse_loss(h @ self.o.weight, y))    # type: ignore[arg-type]
+
+
+def attends(length: int, **how: Any) -> Case:
+    return Attends().train(), {"x": torch.randn(1, length, 64), "y": torch.randn(1, length, 64)}, how
+
+
 def bert(dropout: float = 0.1, layers: int = 4, batch: int = 16, **how: Any) -> Case:
     config = transformers.BertConfig(num_hidden_layers=layers, hidden_size=256, intermediate_size=1024, num_attention_heads=4, vocab_size=2048, max_position_embeddings=128, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
     return _text(transformers.BertForMaskedLM(config), batch, 128, 2048, assume=autopar.Assume(no_padding=True), **how)
@@ -198,9 +220,12 @@ class Pair:
     how: dict[str, Any] = field(default_factory=dict)
     share: float | None = None
     given: dict[str, Any] = field(default_factory=dict)
+    rank: int = 0                                              # whose program runs
 
 
 BFLOAT16 = {"precision": autopar.Precision(param="bfloat16", reduce="float32")}
+ALONG = {"constraints": {"input_ids": "S(1)@0", "model.layers.*.input_layernorm": "S(1)@0", "model.layers.*.self_attn.o_proj": "S(1)@0", "model.layers.*.mlp": "S(1)@0"}}    # queries cut: the sequence
+ALONE = {"constraints": dict.fromkeys(("x", "y", "q", "k", "v"), "S(1)@0")}
 PAIRS: dict[str, Pair] = {
     "gpt2 free": Pair(gpt2, (4,)),
     "gpt2 tight": Pair(gpt2, (4,), share=0.8),
@@ -230,6 +255,11 @@ PAIRS: dict[str, Pair] = {
     "vit zero3": Pair(vit, (8,), {"parallel": "zero3"}),
     "convnext free": Pair(convnext, (4,)),
     "resnet dp": Pair(resnet, (4,), {"parallel": "dp"}),
+    "llama of 8,192 tokens, queries cut": Pair(long_llama, (4,), ALONG, given={"length": 8192}),
+    "llama of 8,192 tokens, queries cut, last rank": Pair(long_llama, (4,), ALONG, given={"length": 8192}, rank=3),
+    "llama of 32,768 tokens, queries cut": Pair(long_llama, (4,), ALONG, given={"length": 32768}),
+    "llama of 32,768 tokens, queries cut, last rank": Pair(long_llama, (4,), ALONG, given={"length": 32768}, rank=3),
+    "attention alone of 8,192 tokens, queries cut, last rank": Pair(attends, (4,), ALONE, given={"length": 8192}, rank=3),
 }
 
 
@@ -251,7 +281,7 @@ def planned(pair: Pair) -> tuple[autopar.Plan, Any, dict[str, Any], dict[str, An
 
 def run_pair(pair: Pair, makers: bool = False, by_tracker: bool = False) -> tuple[autopar.Plan, Any]:
     plan, model, batch, about = planned(pair)
-    with fake_world(plan.mesh.size):
+    with fake_world(plan.mesh.size, pair.rank):
         parallel = autopar.autoparallelize(model, batch, plan=plan, **about)
         one_step(parallel, batch, torch.optim.SGD(parallel.parameters(), lr=0.0), 1, lambda name: None)     # what only a first call makes
         parallel.zero_grad()
@@ -266,7 +296,7 @@ def off(ratio: float) -> bool:
 
 def main(names: list[str]) -> None:
     chosen = {n: p for n, p in PAIRS.items() if not names or n in names}
-    print(f"torch {torch.__version__}; MiB of rank 0; optimizer adamw unless the name says another\n")
+    print(f"torch {torch.__version__}; MiB of rank 0 where no other is named; optimizer adamw unless the name says another\n")
     print("| model and plan | mesh | step 1: predicted | measured | MemTracker | ratio | step 3: predicted | measured | MemTracker | ratio | the plan's peak is at |\n|---|---|---|---|---|---|---|---|---|---|---|")
     missed, apart = [], []
     for name, pair in chosen.items():

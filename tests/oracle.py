@@ -63,6 +63,71 @@ class ByPosition(TorchFunctionMode):
         self.op += 1
         return drawn
 
+    def drawn(self, kind, shape, a=0.0, b=1.0):
+        """Numbers of a distribution, one random op."""
+        def uniform(stream=0):
+            return bits(self.seed, self.step, self.op + (stream << 24), tuple(shape)) / 2.0**32
+
+        def normal(stream=0):
+            return np.sqrt(-2 * np.log1p(-uniform(stream))) * np.cos(2 * np.pi * uniform(stream + 1))
+
+        def gamma(alpha):
+            """The first of twelve tries that Marsaglia and Tsang's squeeze keeps; below one, of one more and brought down."""
+            tries = [(normal(3 * k), 1 - uniform(3 * k + 2)) for k in range(12)]
+            made = np.empty(alpha.shape)
+            for at in np.ndindex(alpha.shape):
+                d = (alpha[at] + 1 if alpha[at] < 1 else alpha[at]) - 1 / 3
+                made[at] = d
+                for x, u in ((x[at], u[at]) for x, u in tries):
+                    v = (1 + x / math.sqrt(9 * d)) ** 3
+                    if v > 0 and math.log(u) < 0.5 * x * x + d - d * v + d * math.log(v):
+                        made[at] = d * v
+                        break
+            return np.where(alpha < 1, made * (1 - uniform(36)) ** (1 / alpha), made)
+
+        def poisson(rate):
+            """The least count up to which the probabilities add up to more than a uniform draw."""
+            made, draw = np.zeros(rate.shape), uniform()
+            for at in np.ndindex(rate.shape):
+                probability = total = math.exp(-rate[at])
+                while total <= draw[at] and rate[at]:
+                    made[at] += 1
+                    probability *= rate[at] / made[at]
+                    total += probability
+            return made
+
+        def permutation():
+            first, second = (bits(self.seed, self.step, self.op + (k << 24), tuple(shape)).astype(np.int64) for k in (0, 1))
+            return np.lexsort((second, np.where(first >= 2**31, first - 2**32, first)))
+
+        kinds = {"uniform": lambda: uniform() * (b - a) + a, "normal": lambda: normal() * b + a, "exponential": lambda: -np.log1p(-uniform()) / a,
+                 "whole": lambda: np.floor(uniform() * (b - a)) + a, "gamma": lambda: gamma(a), "poisson": lambda: poisson(a), "permutation": permutation}
+        made = torch.from_numpy(np.asarray(kinds[kind]()))
+        self.op += 1
+        return made
+
+    def categories(self, weights, draws):
+        """Of each row so many, with replacement."""
+        edges = weights.double().numpy().cumsum(-1)
+        places = self.uniform((*weights.shape[:-1], draws)).numpy() * edges[..., -1:]
+        return torch.from_numpy((edges[..., None, :] <= places[..., :, None]).sum(-1))
+
+    def normal(self, mean=0.0, std=1.0, size=None, **how):
+        shape = size if size is not None else torch.broadcast_shapes(*(x.shape for x in (mean, std) if isinstance(x, torch.Tensor)))
+        a, b = (x.detach().numpy() if isinstance(x, torch.Tensor) else x for x in (mean, std))
+        return self.drawn("normal", shape, a, b)
+
+    def recurrent(self, function, input, hx, params, biases, layers, dropout, train, both, batch_first):
+        """A layer at a time; between them time comes first, then the batch."""
+        states, many = (hx, True) if isinstance(hx, (tuple, list)) else ((hx,), False)
+        x, each, ends = input.transpose(0, 1) if batch_first else input, len(params) // layers, []
+        for layer in range(layers):
+            here = tuple(s.chunk(layers)[layer].contiguous() for s in states)
+            x, *after = function(x.contiguous(), here if many else here[0], params[layer * each:][:each], biases, 1, 0.0, train, both, False)
+            ends.append(after)
+            x = self.drop(x, dropout) if layer + 1 < layers else x
+        return (x.transpose(0, 1) if batch_first else x), *map(torch.cat, zip(*ends))
+
     def attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         if enable_gqa:
             groups = query.shape[-3] // key.shape[-3]
@@ -88,7 +153,48 @@ class ByPosition(TorchFunctionMode):
             return self.uniform(args[0] if isinstance(args[0], (tuple, list)) else args)
         if function is torch.Tensor.bernoulli_:
             return args[0].copy_(self.uniform(args[0].shape) < args[1])
+        if function is torch.randn:
+            return self.drawn("normal", args[0] if isinstance(args[0], (tuple, list)) else args)
+        if function is torch.normal:
+            return self.normal(*args, **kwargs)
+        if function in (torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.exponential_):
+            name, numbers = function.__name__.strip("_"), (*args[1:], *kwargs.values())
+            return args[0].copy_(self.drawn(name, args[0].shape, *(numbers or ((1.0,) if name == "exponential" else ()))))
+        if function is torch.bernoulli:
+            return (self.uniform(args[0].shape) < args[0].detach()).to(args[0].dtype)
+        if function is torch.multinomial:
+            return self.categories(args[0].detach(), args[1])
+        if function in (torch.randint, torch.randint_like):
+            *bounds, size = (*args, *(kwargs[k] for k in ("size",) if k in kwargs)) if function is torch.randint else (*args[1:], args[0].shape)
+            low, high = bounds if len(bounds) == 2 else (0, bounds[0])
+            return self.drawn("whole", size, low, high).to(args[0].dtype if function is torch.randint_like else torch.int64)
+        if function is torch.randperm:
+            return self.drawn("permutation", (args[0],))
+        if function is torch.poisson:
+            return self.drawn("poisson", args[0].shape, args[0].detach().numpy())
+        if function is F.rrelu and kwargs["training"]:
+            return args[0] * torch.where(args[0] > 0, 1.0, self.drawn("uniform", args[0].shape, kwargs["lower"], kwargs["upper"]))
+        if function is torch._standard_gamma:
+            return Sampled.apply(args[0], self.drawn("gamma", args[0].shape, args[0].detach().numpy()))
+        if function is torch._sample_dirichlet:
+            parts = self.drawn("gamma", args[0].shape, args[0].detach().numpy())
+            return parts / parts.sum(-1, keepdim=True)
+        if function in (torch.lstm, torch.gru) and args[5] and args[6]:
+            return self.recurrent(function, *args)
         return function(*args, **kwargs)
+
+
+class Sampled(torch.autograd.Function):
+    """A gamma variate, with the gradient that torch gives it."""
+
+    @staticmethod
+    def forward(ctx, alpha, sample):
+        ctx.save_for_backward(alpha, sample)
+        return sample.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch._standard_gamma_grad(*ctx.saved_tensors), None
 
 
 class PermutedSums(TorchFunctionMode):

@@ -2,7 +2,7 @@
 
     states       each that they have been in has a number, which is part of a situation: a change of it is looked at by capturing again
     unread       what a capture did not read cannot have mattered to it, whatever it says later: a counter of steps
-    settings     objects that hold nothing but what they were told: `config`, dataclasses, namespaces; watched as modules are, and taken as read
+    settings     objects that hold nothing but what they were told: `config`, dataclasses, namespaces; watched as modules are, and their reads noted, too, where their class allows that
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import argparse
 import contextlib
 import enum
 import functools
+import inspect
 import numbers
 import threading
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -26,6 +27,7 @@ from autopar.letters import NotServed
 
 State = tuple[Any, ...]
 Unread = frozenset[tuple[int, int]]
+Reads = set[tuple[int, str, str]]                              # a place, and an attribute of what stands there
 Place = tuple[int, str]                                        # a module, by its number, and which of its attributes are settings; "" for its own
 
 _MOST_STATES = 16                                              # that are remembered: one that comes back later is a new one
@@ -34,7 +36,17 @@ _ATOMS = frozenset({int, float, str, bool, type(None)})
 _GONE = object()
 _LASTING = (numbers.Number, str, bytes, frozenset, torch.dtype, torch.device, enum.Enum, type(None),       # which nobody changes in place
             types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
-_OF_MODULES = frozenset((*vars(nn.Module()), "_autopar"))      # hooks, modules and parameters are looked at by themselves
+_OF_MODULES = frozenset((*vars(nn.Module()), "_autopar", "_compiled_call_impl"))      # hooks, modules and parameters are looked at by themselves
+
+
+@contextlib.contextmanager
+def reads_of(model: Any) -> Iterator[Reads]:
+    """What is read inside of what the modules of a model say of themselves."""
+    if not isinstance(model, nn.Module):                       # a letter, soon
+        yield set()
+        return
+    with Attributes(list(model.modules())).reads() as read:
+        yield read
 
 
 class Attributes:
@@ -75,23 +87,35 @@ class Attributes:
         return self.states[self.latest]
 
     @contextlib.contextmanager
-    def reads(self) -> Iterator[set[tuple[int, str]]]:
-        """Which attributes of modules this thread reads inside."""
-        found = set[tuple[int, str]]()
+    def reads(self) -> Iterator[Reads]:
+        """Which attributes of modules and of settings this thread reads inside."""
+        found: Reads = set()
+        places: dict[int, Place] = {id(m): (i, "") for i, m in enumerate(self.modules)}
+        told = [(place, vars(self.modules[place[0]])[place[1]]) for place in self.keys if place[1]]
+        places |= {id(settings): place for place, settings in told}
+        keys: dict[type, set[str]] = {nn.Module: set()}
+        for place, settings in told:
+            if _can_be_noted(settings):
+                keys.setdefault(type(settings), set()).update(self.keys[place])
         with _LOCK:
-            _READERS[threading.get_ident()] = {id(m): i for i, m in enumerate(self.modules)}, found
-            nn.Module.__getattribute__ = _noted                # type: ignore[method-assign]
+            _READERS[threading.get_ident()] = _Reader(places, found)
+            for cls, of_one in keys.items():
+                _note_reads_of(cls, of_one)
         try:
             yield found
         finally:
             with _LOCK:
                 del _READERS[threading.get_ident()]
-                if not _READERS:
-                    del nn.Module.__getattribute__
+                for cls in keys:
+                    _let_alone(cls)
 
-    def unread(self, read: set[tuple[int, str]]) -> Unread:
+    def unread(self, read: Reads) -> Unread:
         """Where in a state those stand that were not read."""
-        return frozenset((h, k) for h, ((i, name), keys) in enumerate(self.keys.items()) if not name and not _reads_by_itself(self.modules[i]) for k, key in enumerate(keys) if (i, key) not in read)
+        return frozenset((h, k) for h, (place, keys) in enumerate(self.keys.items()) if self._are_noted(place) for k, key in enumerate(keys) if (*place, key) not in read)
+
+    def _are_noted(self, place: Place) -> bool:
+        module = self.modules[place[0]]
+        return _can_be_noted(vars(module)[place[1]]) if place[1] else not _reads_by_itself(module)
 
     def same_but(self, then: State, unread: Unread) -> bool:
         """Is all as it was, but for what is not read?"""
@@ -130,7 +154,7 @@ class Attributes:
         first = dict[int, int]()                               # of each parameter, whichever comes: ties are seen
         parameters = [None if p is None else (first.setdefault(id(p), len(first)), p.requires_grad, p.dtype) for m in self.modules for p in m._parameters.values()]
         buffers = [None if b is None else (b.shape, b.dtype, b.requires_grad) for m in self.modules for b in m._buffers.values()]
-        return [[v if type(v) in _ATOMS else _as_it_is(v) for v in values] for values in held], [[*map(type, values)] for values in held], self.layout, hooks, [type(m) for m in self.modules[1:]], parameters, buffers
+        return [[v if type(v) in _ATOMS else _as_it_is(v) for v in values] for values in held], [[*map(type, values)] for values in held], self.layout, hooks, [(type(m), vars(m).get("forward")) for m in self.modules[1:]], parameters, buffers
 
 
 def _are_settings(name: str, value: Any) -> bool:
@@ -172,12 +196,120 @@ class _Itself:
     __hash__ = None                                            # type: ignore[assignment]
 
 
+def _can_be_noted(settings: Any) -> bool:
+    """May its class be told for a while to note what is read? That of a SimpleNamespace may not."""
+    cls = type(settings)
+    return bool(cls.__flags__ & _IS_OF_PYTHON) and not cls.__flags__ & _IS_IMMUTABLE and type(cls).__setattr__ is type.__setattr__      # type: ignore[comparison-overlap]
+
+
+_IS_OF_PYTHON, _IS_IMMUTABLE = 1 << 9, 1 << 8                  # flags of a class
 _LOCK = threading.Lock()
-_READERS: dict[int, tuple[dict[int, int], set[tuple[int, str]]]] = {}      # by thread: its modules, and what it has read
+_NOTED: dict[type, tuple[int, dict[str, Any]]] = {}            # classes whose reads are noted: for how many threads, and what their own attributes of those names are
 
 
-def _noted(module: nn.Module, name: str) -> Any:
-    modules, found = _READERS.get(threading.get_ident(), ({}, set()))
-    if (i := modules.get(id(module))) is not None:
-        found.add((i, name))
-    return super(nn.Module, module).__getattribute__(name)     # of whatever stands behind it
+@dataclass(slots=True)
+class _Reader:
+    """A thread that notes what it reads."""
+
+    places: dict[int, Place]
+    found: Reads = field(default_factory=set)
+    met: int = 0                                               # how many attributes of settings it has met
+
+
+_READERS: dict[int, _Reader] = {}                              # by thread
+
+
+class _Noted:
+    """In the place of an attribute of settings: whichever way a class of settings leads there - other names, properties, a `__getattribute__` - it ends here."""
+
+    def __init__(self, cls: type, key: str) -> None:
+        self.key, self.of_class = key, inspect.getattr_static(cls, key, _GONE)
+
+    def __get__(self, held: Any, cls: type | None = None) -> Any:
+        if held is not None:
+            _note(held, self.key)
+            if self.key in (values := object.__getattribute__(held, "__dict__")):
+                return values[self.key]
+        if self.of_class is _GONE:
+            raise AttributeError(f"{cls} has no attribute {self.key!r}")
+        return self.of_class.__get__(held, cls) if hasattr(type(self.of_class), "__get__") else self.of_class
+
+    def __set__(self, held: Any, value: Any) -> None:
+        object.__getattribute__(held, "__dict__")[self.key] = value
+
+    def __delete__(self, held: Any) -> None:
+        try:
+            del object.__getattribute__(held, "__dict__")[self.key]
+        except KeyError as e:
+            raise AttributeError(self.key) from e
+
+
+def _note_reads_of(cls: type, keys: Iterable[str]) -> None:
+    """Note which attributes are read of instances of a class; of settings also where they are read together, or in a way that is not seen."""
+    users, own = _NOTED.get(cls, (0, {}))
+    _NOTED[cls] = users + 1, own
+
+    def put(name: str, value: object) -> None:
+        if name not in own:
+            own[name] = vars(cls).get(name, _GONE)
+            setattr(cls, name, value)
+
+    def read(self: Any, name: str) -> Any:
+        reader = _READERS.get(threading.get_ident())
+        place = None if reader is None else reader.places.get(id(self))
+        if place is None or reader is None or not place[1]:
+            if place is not None and reader is not None:
+                reader.found.add((*place, name))
+            return get(self, name)
+        if name == "__dict__":
+            _note_all(self)
+        met = reader.met
+        value = get(self, name)
+        if reads_by_itself and reader.met == met and (name in object.__getattribute__(self, "__dict__") or not hasattr(cls, name)):
+            _note_all(self)
+        return value
+
+    def reduced(self: Any, protocol: Any) -> Any:              # a copy reads all, and not through the others
+        _note_all(self)
+        return reduce(self, protocol)
+
+    if not users:
+        reads_by_itself = any("__getattribute__" in vars(c) for c in cls.__mro__ if c is not object)
+        get, reduce = _own_or_next(cls, "__getattribute__"), _own_or_next(cls, "__reduce_ex__")
+        put("__getattribute__", read)
+        if cls is not nn.Module:
+            put("__reduce_ex__", reduced)
+    for key in keys:
+        if not hasattr(type(inspect.getattr_static(cls, key, None)), "__set__"):       # else its value is not there
+            put(key, _Noted(cls, key))
+
+
+def _own_or_next(cls: type, name: str) -> Callable[..., Any]:
+    """A method of a class as it is now, or of whatever stands behind it in the class of who calls it."""
+    own = vars(cls).get(name)
+    return own if own is not None else lambda self, *given: getattr(super(cls, self), name)(*given)
+
+
+def _let_alone(cls: type) -> None:
+    users, own = _NOTED[cls]
+    if users > 1:
+        _NOTED[cls] = users - 1, own
+        return
+    del _NOTED[cls]
+    for name, value in own.items():
+        if value is _GONE:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, value)
+
+
+def _note(held: Any, key: str) -> None:
+    reader = _READERS.get(threading.get_ident())
+    if reader is not None and (place := reader.places.get(id(held))) is not None:
+        reader.found.add((*place, key))
+        reader.met += 1
+
+
+def _note_all(held: Any) -> None:
+    for key in object.__getattribute__(held, "__dict__"):
+        _note(held, key)

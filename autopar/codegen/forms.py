@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.letters import NotServed
 from autopar.runtime import forms
-from autopar.sharding.placement import R, Sharding, local_shape
+from autopar.runtime.attention import causal_attention_part
+from autopar.runtime.private import plays_all_ranks
+from autopar.sharding.placement import R, Sharding, local_shape, part
 from autopar.tracer.graph import info, type_of
 from autopar.tracer.vocabulary import SHAPE, SIZES
 
@@ -28,7 +30,7 @@ def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Calla
             kwargs = {**kwargs, name: local(at, node)}
     form = FORMS.get(op.name)                                  # type: ignore[union-attr]
     if info(node).random >= 0 and op.name not in _BY_POSITION:   # type: ignore[union-attr]
-        raise NotServed(f"{op.name} draws random numbers, and has no form yet that draws the same under every plan", at=info(node).source, advice="dropout")   # type: ignore[union-attr]
+        raise NotServed(f"{op.name} draws random numbers, and has no form yet that draws the same under every plan", at=info(node).source, advice=_INSTEAD.get(op.name, _OTHERS))   # type: ignore[union-attr]
     return (form(at, node, kwargs) if form else None) or (op, kwargs)   # type: ignore[return-value]
 
 
@@ -48,6 +50,15 @@ def cuts(at: Localiser, shape: tuple[int, ...], sharding: Sharding, dim: int) ->
         outer = Sharding(tuple(p if a in order[:i] else R for a, p in enumerate(sharding.placements)), sharding.order)
         found.append((at.mesh.axes[axis], local_shape(shape, outer, at.mesh, at.coordinate)[dim]))
     return tuple(found)
+
+
+def start_here(at: Localiser, shape: tuple[int, ...], sharding: Sharding, dim: int) -> int:
+    """Where this device's part of a dim begins in the whole."""
+    start, size = 0, shape[dim]
+    for axis in sharding.cuts.get(dim, []):
+        before, size = part(size, at.mesh.shape[axis], at.coordinate[axis])
+        start += before
+    return start
 
 
 def _embedding(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
@@ -103,10 +114,28 @@ def _channel_dropout(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Fo
 
 def _drawn(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
     kind, made = node.target.name, info(node).outputs[0]                                                      # type: ignore[union-attr]
-    kind = {"rand": "uniform", "randn": "normal"}.get(kind.removesuffix("_like"), kind.removesuffix("_like"))
+    kind = {"rand": "uniform", "randn": "normal", "normal_filled": "normal", "randint": "random"}.get(kind.removesuffix("_like"), kind.removesuffix("_like"))
     local = local_shape(made.shape, at.output(node), at.mesh, at.coordinate)
-    numbers = {k: v for k, v in kwargs.items() if k in ("a", "b")}
+    numbers = {_NUMBERS.get(k, k): v for k, v in kwargs.items() if k in ("a", "b") or k in _NUMBERS}
     return forms.drawn_by_position, {"kind": kind, **_places(at, node, at.output(node), made.shape), "local": local, "dtype": made.torch_dtype, **numbers}
+
+
+def _normal(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    made = info(node).outputs[0]
+    local = local_shape(made.shape, at.output(node), at.mesh, at.coordinate)
+    return forms.normal_by_position, {**kwargs, **_places(at, node, at.output(node), made.shape), "local": local, "dtype": made.torch_dtype}
+
+
+def _permutation(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+    return forms.permutation_by_position, {"n": kwargs["n"], "key": at.random_key, "op": info(node).random, "dtype": info(node).outputs[0].torch_dtype}
+
+
+def _of_each(form: Callable[..., Any]) -> Callable[..., Form]:
+    """A form that draws for each element of its operand."""
+    def made(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
+        numbers = {k: v for k, v in kwargs.items() if k not in ("training", "inplace")}
+        return form, {**numbers, **_places(at, node, at.output(node), info(node).outputs[0].shape)}
+    return made
 
 
 def _bernoulli(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
@@ -133,8 +162,10 @@ def _attention(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
     if info(node).random < 0:
         if not causal or rank - 2 not in lies.cuts:
             return None
+        if plays_all_ranks():
+            raise NotServed("causal attention of cut queries reads other keys on every rank, and LocalTensors run one program for all", at=info(node).source, advice="autopar.testing.on_threads or on_processes")
         how = {k: v for k, v in kwargs.items() if k in ("query", "key", "value", "scale", "enable_gqa")}
-        return forms.causal_attention_part, {**how, "cuts": cuts(at, type_of(node.kwargs["query"]).shape, lies, rank - 2)}    # type: ignore[arg-type]
+        return causal_attention_part, {**how, "start": start_here(at, type_of(node.kwargs["query"]).shape, lies, rank - 2)}    # type: ignore[arg-type]
     out, key, leaves = info(node).outputs[0].shape, type_of(node.kwargs["key"]).shape, at.output(node)        # type: ignore[arg-type]
     where = (*(cuts(at, out, leaves, d) for d in range(len(out) - 1)), ())
     return forms.attention_by_position, {**kwargs, "random_key": at.random_key, "op": info(node).random, "shape": (*out[:-1], key[-2]), "cuts": where}
@@ -157,15 +188,24 @@ def _grouped(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> Form:
     groups = node.kwargs.get(name, 1)
     given = type_of(node.kwargs["input"]).shape                                                              # type: ignore[arg-type]
     here = local_shape(given, at.operand(node, 0), at.mesh, at.coordinate)
-    if groups == 1 or here[1] == given[1]:
+    channels = 1
+    if name == "groups":                                       # an image without a batch dim has its channels first
+        channels = len(given) - len(type_of(node.kwargs["weight"]).shape) + 1                                # type: ignore[arg-type]
+    if groups == 1 or here[channels] == given[channels]:
         return None
-    return node.target, {**kwargs, name: groups * here[1] // given[1]}                                       # type: ignore[operator, return-value]
+    return node.target, {**kwargs, name: groups * here[channels] // given[channels]}                                       # type: ignore[operator, return-value]
 
 
 _LIKE = ("uniform_like", "normal_like", "exponential_like", "log_normal_like", "cauchy_like", "random_like", "geometric_like", "rand_like", "randn_like")
+_INSTEAD = {"binomial": "torch.bernoulli of the probability, expanded by a dim of trials, and its sum", "feature_dropout": "torch.nn.functional.dropout2d or dropout3d",
+            **dict.fromkeys(("lstm'", "gru'", "rnn_tanh'", "rnn_relu'"), "dropout=0 where sequences are packed, or padded sequences")}
+_OTHERS = "what draws from torch.rand, randn, normal, randint, randperm, bernoulli, multinomial, poisson or a method that fills a tensor (x.uniform_(), ...)"
+_NUMBERS = {"low": "a", "high": "b", "mean": "a", "std": "b"}
 _BY_POSITION: dict[str, Callable[..., Form]] = {
     "dropout": _dropout, "scaled_dot_product_attention": _attention, "bernoulli": _bernoulli, "multinomial": _multinomial,
-    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"), _channel_dropout), **dict.fromkeys(("rand", "randn", *_LIKE), _drawn),
+    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"), _channel_dropout), **dict.fromkeys(("rand", "randn", "randint", "normal_filled", *_LIKE), _drawn),
+    "normal": _normal, "randperm": _permutation, "poisson": _of_each(forms.poisson_by_position), "standard_gamma": _of_each(forms.gamma_by_position),
+    "dirichlet": _of_each(forms.dirichlet_by_position), "rrelu": _of_each(forms.rrelu_by_position),
 }
 FORMS: dict[str, Callable[..., Form]] = {
     **_BY_POSITION, "embedding": _embedding, "cross_entropy": _cross_entropy, "batch_norm": _batch_norm, "batch_norm_updating": _batch_norm, "arange": _arange,

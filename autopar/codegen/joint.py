@@ -20,7 +20,7 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.local import LocalProgram
-from autopar.codegen.schedule import Read, fetch_late, fetched, gather_ahead, is_view, reduce_beside
+from autopar.codegen.schedule import COPIES, Read, fetch_late, fetched, gather_ahead, is_view, reduce_beside
 from autopar.codegen.trace import trace
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, Axis, part_start
 from autopar.runtime.private import clean_room
@@ -44,7 +44,7 @@ class Joint:
     hold: fx.Graph                                             # as `backward`, but gradients of parameters come before they are reduced
     settle: fx.Graph                                           # gradients of parameters as `hold` leaves them -> as `backward` does
     waits: tuple[int, ...]                                     # which of `gradients` are those,
-    settled_from: tuple[int, ...]                              # and which of those `settle` takes
+    settled_from: tuple[int, ...]                              # and of each of those which operand of `settle` it is: one may be the gradient of two
 
     @property
     def collectives(self) -> tuple[str, ...]:
@@ -126,10 +126,17 @@ def write_out_conversions(joint: JointGraph) -> None:
 
     before    y = convert(x, "reduce_scatter(0:64)@dp; all_gather(0:64)@dp", "", [64, 8])
     after     a = reduce_scatter(x, "dp", 0, 64);  y = all_gather(a, "dp", 0, 64)
+
+    before    y = convert(x, "all_gather(0:64)@dp", "reduce_scatter(0:64)@dp", [64, 8], "bfloat16")
+    after     a = _to_copy(x, dtype=bfloat16);  y = all_gather(a, "dp", 0, 64)
     """
     for node in joint.graph.find_nodes(op="call_function", target=CONVERT):
         value = node.args[0]
         with joint.graph.inserting_before(node):
+            if len(node.args) > 4 and node.args[4]:
+                dtype, given = getattr(torch, node.args[4]), value.meta["val"]
+                value = joint.graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": dtype, **({} if given.is_contiguous() else {"memory_format": torch.contiguous_format})})
+                value.meta["val"] = torch.empty_like(given, dtype=dtype, memory_format=torch.contiguous_format)
             for step in LocalStep.parse_all(node.args[1]):
                 value = joint.graph.call_function(STEPS[step.kind], (value, step.axis, *(number for dim in step.dims for number in dim)))
                 value.meta["val"] = node.meta["val"]
@@ -148,11 +155,18 @@ def drop_round_trips(joint: JointGraph) -> None:
 
     before    y = slice(x, "dp", 0, 64);  z = all_gather(y, "dp", 0, 64);  return relu(z)
     after     return relu(x)
+
+    A gather gives memory order, so what is forwarded is copied into it. Whether it lies so already may differ between ranks, the collective must not.
     """
     for node in joint.graph.find_nodes(op="call_function", target=STEPS["all_gather"]):
         middle = node.args[0]
-        if middle.target is STEPS["slice"] and middle.args[1:] == node.args[1:] and middle.args[0].meta["val"].is_contiguous():
-            node.replace_all_uses_with(middle.args[0])
+        if middle.target is STEPS["slice"] and middle.args[1:] == node.args[1:]:
+            value = middle.args[0]
+            if not value.meta["val"].is_contiguous():
+                with joint.graph.inserting_before(node):
+                    value = joint.graph.call_function(torch.ops.aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
+                value.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(value)
             joint.graph.erase_node(node)
     joint.read_output()
 
@@ -292,22 +306,36 @@ def own_gradients(joint: JointGraph) -> None:
     before    return loss, g, g                                    # one buffer handed out twice
     after     h = clone(g);  return loss, g, h
     """
-    def owned(values: Sequence[fx.Node | None]) -> list[fx.Node | None]:
-        seen, found = {_buffer_of(n) for n in (*joint.primals, *joint.tangents, *joint.outputs)}, list[fx.Node | None]()
-        for value in values:
-            if value is not None:
-                if _buffer_of(value) in seen or not value.meta["val"].is_contiguous():
-                    with joint.graph.inserting_before(joint.graph.output_node()):
-                        clone = joint.graph.call_function(torch.ops.aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
-                    clone.meta["val"] = value.meta["val"].contiguous() if not value.meta["val"].is_contiguous() else value.meta["val"]
-                    value = clone
-                seen.add(_buffer_of(value))
-            found.append(value)
-        return found
-
+    buffers = (*joint.primals, *joint.tangents, *joint.outputs)
     joint.cuts = list(joint.held)
-    joint.gradients, joint.held = owned(joint.gradients), owned(joint.held)
+    joint.gradients, joint.held = own(joint.graph, joint.gradients, buffers), own(joint.graph, joint.held, buffers)
     joint.write_output()
+
+
+def own(graph: fx.Graph, gradients: Sequence[fx.Node | None], others: Iterable[fx.Node]) -> list[fx.Node | None]:
+    """The gradients, with a copy of each whose buffer is another's: of the gradients before it, or of `others`."""
+    seen, found = {_buffer_of(n) for n in others}, list[fx.Node | None]()
+    for value in gradients:
+        if value is not None:
+            if _buffer_of(value) in seen or not value.meta["val"].is_contiguous():
+                with graph.inserting_before(graph.output_node()):
+                    clone = graph.call_function(torch.ops.aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
+                clone.meta["val"] = value.meta["val"].contiguous() if not value.meta["val"].is_contiguous() else value.meta["val"]
+                value = clone
+            seen.add(_buffer_of(value))
+        found.append(value)
+    return found
+
+
+def let_views_copy(joint: JointGraph) -> None:
+    """A view of what cannot be viewed becomes a copy: kernels may lay out their results otherwise than they do on fakes.
+
+    before    y = batch_norm(x);  z = view(y, [32, 16])
+    after     y = batch_norm(x);  z = reshape(y, [32, 16])
+    """
+    for node in joint.graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
 
 
 def _buffer_of(node: fx.Node) -> fx.Node:
@@ -324,7 +352,7 @@ def _is_on_an_axis(node: fx.Node) -> bool:
     return node.target is part_start or any(node.target in calls.values() for calls in (STEPS, PACK, BEGIN))
 
 
-PASSES: tuple[Callable[[JointGraph], None], ...] = (write_out_conversions, drop_round_trips, drop_noise, join_sums_of_numbers, mark_what_waits, bucket_gradient_reductions, own_gradients)
+PASSES: tuple[Callable[[JointGraph], None], ...] = (write_out_conversions, drop_round_trips, drop_noise, join_sums_of_numbers, mark_what_waits, bucket_gradient_reductions, own_gradients, let_views_copy)
 
 
 def verify(joint: JointGraph, after: str) -> None:
@@ -341,7 +369,8 @@ def verify(joint: JointGraph, after: str) -> None:
 def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
     """Cut the joint graph: forward is what the outputs need, backward the rest, saved is what crosses.
 
-    What is made from a regathered parameter by collectives, casts and views alone does not cross: backward makes it again.
+    What is made from a regathered parameter by collectives, casts, copies and views alone does not cross: backward makes it again.
+    Copies count because only some ranks may need one: an uneven part of one row is in memory order however it is turned.
     """
     forward = _needed(joint.outputs)
     for node in joint.graph.nodes:                             # the parts of an op with several results live with it
@@ -370,16 +399,16 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
 
 
 def _for_accumulation(joint: JointGraph, inputs: Sequence[fx.Node]) -> tuple[fx.Graph, fx.Graph, tuple[int, ...], tuple[int, ...]]:
-    """The backward up to what waits, the rest of it, which of the gradients wait, and which of those the rest begins from."""
+    """The backward up to what waits, the rest of it, which of the gradients wait, and which operand of the rest each of those is."""
     rows = [(g, h, c) for g, h, c in zip(joint.gradients, joint.held, joint.cuts or joint.held, strict=True) if g is not None]
     waits = tuple(i for i, (_, h, _) in enumerate(rows) if h is not None)
     ends = [g if h is None else h for g, h, _ in rows]
     cuts = [rows[i][2] for i in waits]
-    first = [k for k, c in enumerate(cuts) if c not in cuts[:k]]               # one buffer may be the gradient of two
+    distinct = list(dict.fromkeys(cuts))
     settled = [rows[i][0] for i in waits]
     hold = extract(joint.graph, inputs, _between(inputs, ends), ends)
-    settle = extract(joint.graph, [cuts[k] for k in first], _between(cuts, settled), settled)     # type: ignore[arg-type, misc]
-    return hold, settle, waits, tuple(first)
+    settle = extract(joint.graph, distinct, _between(cuts, settled), settled)          # type: ignore[arg-type]
+    return hold, settle, waits, tuple(distinct.index(c) for c in cuts)
 
 
 def _between(inputs: Sequence[fx.Node | None], outputs: Sequence[fx.Node]) -> set[fx.Node]:
@@ -407,7 +436,7 @@ def _needed(of: Sequence[fx.Node]) -> set[fx.Node]:
 def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        is_cheap = node in forward and node.op == "call_function" and (_is_on_an_axis(node) or is_view(node) or node.target is torch.ops.aten._to_copy.default)
+        is_cheap = node in forward and node.op == "call_function" and (_is_on_an_axis(node) or is_view(node) or node.target in COPIES)
         if is_cheap and all(a in parameters or a in found for a in node.all_input_nodes):
             found.add(node)
     return found

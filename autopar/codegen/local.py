@@ -18,7 +18,8 @@ from autopar.codegen.forms import form_of
 from autopar.codegen.parts import WHOLE, Rows, from_rows, sharding_of_rows
 from autopar.letters import BadPlan
 from autopar.runtime.collectives import convert
-from autopar.sharding.convert import Step, localise
+from autopar.sharding.convert import REDUCTIONS, Step, localise
+from autopar.sharding.overlap import casts_of_parameters, reduced_in
 from autopar.sharding.placement import Sharding, local_shape
 from autopar.sharding.strategies import values
 from autopar.solver.plan import Decision, Plan
@@ -64,6 +65,8 @@ class Localiser:
         self.env: dict[fx.Node, fx.Node] = {}
         self.types: dict[str, TensorType] = {}
         self.written: dict[Any, fx.Node] = {}                  # a conversion already there, by what it is
+        self.before: dict[fx.Node, fx.Node] = {}               # of each cast of a parameter whose gradient is reduced in the dtype before it, what it casts
+        self.reduced_in = reduced_in(casts_of_parameters(graph), plan.precision[1]) if plan.precision else {}
 
     def run(self) -> LocalProgram:
         tops = {kind: [n for n in self.graph.nodes if info(n).kind == kind] for kind in ("input", "parameter", "buffer")}
@@ -82,6 +85,9 @@ class Localiser:
             outputs.append(self._converted(source, f"out.{name}", 0, ""))
             shardings.append(values(self._decision(f"out.{name}").flows(0)))
         self.fx.output(tuple(outputs))
+        for node in self.before:
+            if not self.env[node].users:                       # its conversions cast
+                self.fx.erase_node(self.env[node])
         names = {kind: tuple(info(n).key if kind != "input" else str(n.target) for n in nodes) for kind, nodes in tops.items()}
         return LocalProgram(self.fx, names["input"], names["parameter"], names["buffer"], self.types, tuple(shardings), self.key is not None)
 
@@ -103,6 +109,8 @@ class Localiser:
         if op_name(node) == "identity":
             self.env[node] = arrived[0]
             return
+        if node in self.reduced_in:
+            self.before[node] = arrived[0]
         turn = iter(arrived)                                   # operands stand in the order of the arguments
         function, kwargs = form_of(self, node, dict(fx.map_arg(node.kwargs, lambda n: next(turn))))   # type: ignore[arg-type]
         made = self.env[node] = self.fx.create_node("call_function", function, (), kwargs, name=node.name)
@@ -134,9 +142,12 @@ class Localiser:
             return here
         forward, shape = self._steps(steps, whole, lies)
         backward = self._steps(conversion.backward, whole, conversion.gradient[0])[0] if conversion and conversion.gradient else ""
-        key = (here, forward, backward)
+        dtype: tuple[str, ...] = ()
+        if source in self.before and conversion is not None and any(step.kind in REDUCTIONS for step in conversion.backward):
+            here, dtype = self.before[source], (whole.dtype,)  # the cast is a part of the conversion
+        key = (here, forward, backward, dtype)
         if key not in self.written:
-            made = self.written[key] = self.fx.create_node("call_function", convert, (here, forward, backward, list(shape)), name=f"{here.name}_as")
+            made = self.written[key] = self.fx.create_node("call_function", convert, (here, forward, backward, list(shape), *dtype), name=f"{here.name}_as")
             made.meta["info"] = Info(f"{info(source).key} to {target}", "conversion", (whole,), module)
         return self.written[key]
 
@@ -166,8 +177,9 @@ def print_program(program: LocalProgram) -> str:
 
 def _call(node: fx.Node) -> str:
     if node.target is convert:
-        x, forward, backward, _ = node.args
-        return f"convert({x}, {forward!r}, backward={backward!r})    # {info(node).key}"
+        x, forward, backward, _, *dtype = node.args
+        cast = f", dtype={dtype[0]!r}" if dtype else ""
+        return f"convert({x}, {forward!r}, backward={backward!r}{cast})    # {info(node).key}"
     if info(node).kind == "part":
         return f"{node.args[0]}[{node.args[1]}]"
     name = op_name(node) if isinstance(node.target, Op) else node.target.__name__   # type: ignore[union-attr]

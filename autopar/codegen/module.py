@@ -9,7 +9,7 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,28 +21,34 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
-from autopar.codegen.attributes import Attributes, State, Unread
+from autopar.codegen.arrived import for_arrived
+from autopar.codegen.attributes import Attributes, Reads, State, Unread
 from autopar.codegen.compiled import compile_between_collectives
 from autopar.codegen.emptied import from_a_list
 from autopar.codegen.joint import Joint, bind
 from autopar.codegen.lower import Lowered, lower
 from autopar.codegen.padding import Bucket, Kind, Padding, check, cut_back, cuts_of, filled, fills_of, gradients_of, shapes_of
 from autopar.codegen.parts import WHOLE, Parts, Rows, least_and_most
+from autopar.codegen.reach import check_reach
 from autopar.codegen.schedule import is_view
 from autopar.codegen.situation import Caller, Situation
 from autopar.codegen.waiting import Waiting, let_optimizers_forget
-from autopar.letters import BadInput, Consumed, Disagreement, NotServed
+from autopar.letters import Anomaly, BadInput, Consumed, Disagreement, NotServed
+from autopar.runtime.agreement import agree, begin_call, run_program
+from autopar.runtime.around import watch_parts, watch_what_stands_around
 from autopar.runtime.checkpoint import read, teach_dtensor, whole_state
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.faults import naming_the_lost
 from autopar.runtime.init import initialise, initialise_by_position, is_on_meta
-from autopar.runtime.private import inside_backward, let_go, skip_together, unwatched
+from autopar.runtime.optimizers import check_step
+from autopar.runtime.private import inside_backward, let_anomalies_be_looked_for, let_go, skip_together, unwatched
 from autopar.runtime.random import RandomState
 from autopar.runtime.storage import Storage, dtensor_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 from autopar.solver.plan import Plan
 from autopar.tracer.capture import Call
 from autopar.tracer.graph import Graph, TensorType, build_outputs, info, tensor_of, write_buffer
+from autopar.tracer.hooks import IdleHook
 
 log = logging.getLogger("autopar")
 
@@ -53,7 +59,7 @@ class Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: Runner, *primals: Tensor) -> tuple[Tensor, ...]:
         with naming_the_lost("forward"):
-            results = runner.forward(*(p.to_local() if isinstance(p, DTensor) else p for p in primals))
+            results = runner.forward(*(_in_order(p.to_local() if isinstance(p, DTensor) else p) for p in primals))
         count = runner.joint.outputs
         ctx.runner, ctx.waits, ctx.spread = runner, runner.waiting.on, [isinstance(p, DTensor) for p in primals]
         ctx.kept = [(i, primals[i], primals[i]._version) for i in runner.kept]
@@ -81,17 +87,48 @@ class Step(torch.autograd.Function):
         arrived = [tangents[i] for i in joint.differentiable]
         if all(t is None for t in arrived):
             return (None,) * (1 + runner.primal_count)
-        filled = [torch.zeros(shape, dtype=dtype, device=runner.device) if t is None else t for t, (shape, dtype) in zip(arrived, runner.tangent_types, strict=True)]
+        filled = [None if t is None else lies.given(t) for t, lies in zip(arrived, runner.tangents, strict=True)]
+        has_arrived = tuple(t is not None for t in arrived)
+        runner.check_arrived(has_arrived)
         gradients: list[Any] = [None] * runner.primal_count
         with naming_the_lost("backward"):
             given = [*ctx.saved_tensors, *filled]
             let_go(ctx)
             del filled, arrived, tangents
-            found = runner.gradients(given, ctx.waits)
+            found = runner.gradients(given, has_arrived, ctx.waits)
+            if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+                runner.refuse_nan(found)
         for i, gradient in zip(joint.gradients, found, strict=True):
             if gradient is not None:
                 gradients[i] = runner.as_gradient(i, gradient) if ctx.spread[i] else gradient
         return (None, *gradients)
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """The tensor as programs are traced on it: contiguous. A copy where it is not: a slice of a batch, a transposed tensor."""
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Tangent:
+    """How the gradient of an output lies in memory, as backward was traced on it."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(output: Tensor) -> Tangent:
+        on_meta = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta")
+        like = torch.empty_like(on_meta)
+        return Tangent(like.shape, like.stride(), like.dtype)
+
+    def given(self, gradient: Tensor) -> Tensor:
+        """The gradient that has arrived; a copy where it lies otherwise: that of a sum is one number many times."""
+        dims = zip(self.shape, self.stride, gradient.stride(), strict=True)
+        if all(mine == theirs for size, mine, theirs in dims if size > 1):
+            return gradient
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=gradient.device).copy_(gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +146,13 @@ class Runner:
     """One lowered program on this rank: its two halves bound to process groups, and the tensors it takes."""
 
     def __init__(self, lowered: Lowered, mesh: Any, storage: dict[str, Storage], device: torch.device, waiting: Waiting, how: How) -> None:
-        self.how, backend = how, how.backend
+        self.how = how
         self.graph, self.joint, self.program, self.device, self.waiting = lowered.graph, lowered.joint, lowered.program, device, waiting
-        axes, joint = bind_axes(mesh), lowered.joint
-        self.modules = {half: bind(getattr(joint, half), axes) for half in ("forward", "backward", "hold", "settle")}
-        if backend is not None:
-            self.modules = {half: compile_between_collectives(m, backend) for half, m in self.modules.items()}
-        for half in ("backward", "hold", "settle"):
-            from_a_list(self.modules[half])
-        self.forward, self.backward, self.hold, self.settle = (m.forward for m in self.modules.values())
+        self.axes, joint = bind_axes(mesh), lowered.joint
+        self.modules = {half: self._bound(half, getattr(joint, half)) for half in ("forward", "backward", "hold", "settle")}
+        self.for_arrived: dict[tuple[str, tuple[bool, ...]], fx.GraphModule] = {}      # halves for gradients that arrive at some outputs alone
+        self.forward = self.modules["forward"].forward
+        self.backwards = 0                                     # that were looked at
         ends = list(joint.settle.output_node().args[0])        # type: ignore[arg-type]
         begins = joint.settle.find_nodes(op="placeholder")
         self.settled_dtypes = [n.meta["val"].dtype for n in begins]
@@ -130,31 +165,69 @@ class Runner:
         self.kept = sorted(i for i in _kept_by(joint) if i in self.names)
         self.lies = [storage[n].placements for n in lowered.program.parameters]
         results = list(lowered.joint.forward.output_node().args[0])   # type: ignore[arg-type]
-        self.tangent_types = [(results[i].meta["val"].shape, results[i].meta["val"].dtype) for i in lowered.joint.differentiable]   # type: ignore[union-attr]
+        self.tangents = [Tangent.of(results[i].meta["val"]) for i in lowered.joint.differentiable]   # type: ignore[union-attr]
         self.mesh = mesh
 
-    def gradients(self, given: list[Tensor], waits: bool) -> list[Tensor | None]:
+    def _bound(self, half: str, graph: fx.Graph) -> fx.GraphModule:
+        """A half as a module of this rank, which takes a list and empties it; forward takes its primals."""
+        module = bind(graph, self.axes)
+        if self.how.backend is not None:
+            module = compile_between_collectives(module, self.how.backend)
+        return module if half == "forward" else from_a_list(module)
+
+    def half(self, name: str, arrived: tuple[bool, ...]) -> Callable[[list[Any]], Sequence[Tensor | None]]:
+        """The backward, or a part of it, for the gradients that have arrived; none comes out that depends on none of them."""
+        if all(arrived):
+            return self.modules[name].forward
+        if (name, arrived) not in self.for_arrived:
+            self.for_arrived[name, arrived] = self._bound(name, for_arrived(getattr(self.joint, name), arrived))
+        return self.for_arrived[name, arrived].forward
+
+    def check_arrived(self, arrived: tuple[bool, ...]) -> None:
+        """While it is new: do gradients arrive at the same outputs on all ranks?"""
+        if len(arrived) > 1 and self.backwards < _CHECKED_CALLS:
+            self.backwards += 1
+            all_ranks_hold("outputs that gradients arrive at", arrived)
+
+    def refuse_nan(self, found: Sequence[Tensor | None]) -> None:
+        """What torch's engine does under detect_anomaly, in words that name parameters; other ranks are told."""
+        bad = [i for i, g in zip(self.joint.gradients, found, strict=True) if g is not None and g.is_floating_point() and g.isnan().any()]
+        if bad:
+            names = ", ".join(self.names.get(i, "an input") for i in bad[:5])
+            raise Anomaly(f"{len(bad)} gradients are not numbers: those of {names}", advice="the model as it was before autoparallelize, on this batch: detect_anomaly names the op")
+
+    def settle(self, totals: list[Tensor | None]) -> list[Tensor | None]:
+        """Of each gradient that waits what it is when it is reduced, None where none has waited."""
+        waited = {place: total for place, total in zip(self.joint.settled_from, totals, strict=True) if total is not None}
+        given = [waited[k].to(dtype) if k in waited else None for k, dtype in enumerate(self.settled_dtypes)]
+        has_waited = [total is not None for total in totals]
+        totals.clear()                                         # what is handed over ends with its last use
+        waited.clear()
+        settled = self.half("settle", tuple(g is not None for g in given))(given)
+        return [gradient if has else None for gradient, has in zip(settled, has_waited, strict=True)]
+
+    def gradients(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
         """A gradient for each of `joint.gradients`, from a list that is emptied; what `waits` gives none, and what has waited is in the next."""
         joint = self.joint
         if not waits and self not in self.waiting.of:
-            found: list[Tensor | None] = list(self.backward(given))
+            found: list[Tensor | None] = list(self.half("backward", arrived)(given))
         else:
-            found = list(self.hold(given))
+            found = list(self.half("hold", arrived)(given))
             fresh = [found[i] for i in joint.waits]
             for i in joint.waits:
                 found[i] = None
-            self.waiting.add(self, fresh)                      # type: ignore[arg-type]
+            self.waiting.add(self, fresh)
             del fresh
             if not waits:
                 for i, gradient in zip(joint.waits, self.waiting.settled(self), strict=True):
                     found[i] = gradient
         if not waits:
             for other in list(self.waiting.of):                # micro-batches of other shapes
-                forgotten = self.waiting.forgotten.pop(other, set())
-                theirs = {name: g for name, g in zip(other.names_that_wait, self.waiting.settled(other), strict=True) if name not in forgotten}
+                theirs = {name: g for name, g in zip(other.names_that_wait, self.waiting.settled(other), strict=True) if g is not None}
                 for k, i in enumerate(joint.gradients):
                     if i in self.names and self.names[i] in theirs:
-                        found[k] = found[k] + theirs.pop(self.names[i])
+                        gradient = theirs.pop(self.names[i])
+                        found[k] = gradient if found[k] is None else found[k] + gradient
                 for name, gradient in theirs.items():          # of parameters that this program does not reach
                     self.waiting.deliver(name, gradient)
         return found
@@ -238,7 +311,7 @@ class ParallelModule(nn.Module):
     def input_specs(self) -> dict[str, str]:
         """What every rank passes for each input: "global", the batch of all, or with inputs="local" its own rows of it, "S(0)@dp"."""
         parts, lowered = self._autopar.parts, self._autopar.first
-        return {name: "global" if parts is None else parts.text if name in lowered.rows[1] else "R" for name in self.graph.inputs}
+        return {name.removeprefix("input "): "global" if parts is None else parts.text if name in lowered.rows[1] else "R" for name in self.graph.inputs}
 
     def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
         """A sampler for this rank's data loader: with inputs="local" of the rows that it passes, else of all. Call its `set_epoch`, as ever."""
@@ -271,6 +344,11 @@ class ParallelModule(nn.Module):
         given._metadata = getattr(state_dict, "_metadata", None)           # type: ignore[attr-defined]
         return super().load_state_dict(given, strict, assign)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward" and isinstance(self._autopar, _State):
+            raise NotServed(f"the forward of a parallel {self._autopar.original.__name__} is replaced, whose programs were traced from the one before", advice="replace it before autoparallelize; around it, a function of yours that calls model(...), or torch.autocast around the call, which is seen")
+        super().__setattr__(name, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """As any module's, whose copy has no gradients: torch would copy those of DTensors."""
         memo.update({id(p.grad): None for p in self.parameters() if p.grad is not None})
@@ -288,7 +366,7 @@ class ParallelModule(nn.Module):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotServed("a parallel model is not written whole: its programs belong to the processes that run them", advice="torch.save(model.state_dict()) or torch.distributed.checkpoint, and autoparallelize again where it is read")
+        raise NotServed("a parallel model is not written whole: its programs belong to the processes that run them", advice="torch.distributed.checkpoint.save({'model': model.state_dict()}, checkpoint_id=path), and autoparallelize again where it is read")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._own
@@ -297,8 +375,10 @@ class ParallelModule(nn.Module):
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, DTensor):
                     raise BadInput(f"the input {state.caller.names(structure)[i]} is a DTensor", advice="x.full_tensor(), or with inputs=\"local\" x.to_local() where it lies as model.input_specs says")
+            begin_call()
             leaves, bucket = (leaves, None) if state.padding is None else state.padded(self, state.padding, leaves, structure)
             program = state.program(self, leaves, structure)
+            run_program()
             inputs = [leaves[i] for i in program.places]
             if program.calls < _CHECKED_CALLS:                 # looked at while it is new
                 state.check(inputs, program)
@@ -307,6 +387,8 @@ class ParallelModule(nn.Module):
         outputs, changed = program.run(self, inputs, state.random)
         for (_, name), value in zip(graph.updates, changed, strict=True):
             write_buffer(self, name, value)
+        for hook in program.idle:
+            hook.run(self, state.hooks)
         return build_outputs(graph, outputs if bucket is None else cut_back(outputs, bucket.cuts, bucket.here))
 
 
@@ -327,7 +409,9 @@ class _Program:
     places: list[int]                                          # of each input: which leaf of the call
     seen: State                                                # what its modules said of themselves when it was captured,
     unread: Unread                                             # and what of that was not read
+    number: int                                                # in the order in which they were made, on every rank
     calls: int = 0
+    idle: tuple[IdleHook, ...] = ()                            # hooks that run beside it
 
     def run(self, model: nn.Module, inputs: list[Tensor], random: RandomState) -> tuple[list[Any], tuple[Tensor, ...]]:
         """The outputs, and the new values of the buffers that change."""
@@ -349,6 +433,8 @@ class _State:
         self.random = RandomState(-1)
         self.hooks = model._forward_pre_hooks, model._forward_hooks      # these are in the graphs
         self.programs: list[_Program] = []
+        self.last: _Program | None = None                      # the one of the last call
+        self.made = 0                                          # how many programs there have been
         self.parts: Parts | None = None                        # of inputs="local"
         self.padding: Padding | None = None                    # of pad_to=
 
@@ -356,12 +442,24 @@ class _State:
         """What runs this call: one that is there, or a new one."""
         leaves, cut = self.of_all(leaves, structure)           # what ranks pass may be rows of a batch: the situation is that of the batch
         situation, grad = self.caller.situation(leaves, structure), torch.is_grad_enabled()
-        for i, program in enumerate(self.programs):
-            if program.has_gradients == grad and self.fits(program, situation):
-                self.programs.append(self.programs.pop(i))     # the latest stands last
-                return program
-        with unwatched():
-            return self.made_for(model, situation, grad, self.caller.call(leaves, structure), cut)
+        found = next((p for p in self.programs if p.has_gradients == grad and self.fits(p, situation)), None)
+        if found is None or found is not self.last:            # ranks do so together, before a collective of one meets those of another
+            agree((self.original.__name__, situation.of_all_ranks(), grad, found and found.number), f"calls {self.original.__name__} {self.otherwise(situation, grad)}")
+        if found is None:
+            with unwatched():
+                found = self.made_for(model, situation, grad, self.caller.call(leaves, structure), cut)
+        found.situation = situation                            # it may say else what is not read
+        self.programs.remove(found)
+        self.programs.append(found)                            # the latest stands last
+        self.last = found
+        return found
+
+    def otherwise(self, situation: Situation, grad: bool) -> str:
+        """In what a call differs from the one before, for a person."""
+        if self.last is None:
+            return "for the first time"
+        differs = situation.differs(self.last.situation)
+        return f"with other {differs} than before" if differs else f"{'with' if grad else 'without'} gradients"
 
     def fits(self, program: _Program, situation: Situation) -> bool:
         """Was it made for this situation, or for one that differs in what is not read?"""
@@ -378,6 +476,7 @@ class _State:
         if not bucket.moved:
             return leaves, None
         if bucket.key not in padding.known or bucket.is_ambiguous or not self.caller.attributes.same_but(bucket.kind.seen, bucket.kind.unread):
+            agree((self.original.__name__, bucket.key), f"calls {self.original.__name__} with lengths that it has not padded before")
             with unwatched(), self.caller.attributes.reads() as read:
                 kind = self.tried(model, named, structure, bucket)
             padding.known[bucket.key] = replace(kind, seen=self.caller.attributes.now(), unread=self.caller.attributes.unread(read))
@@ -388,7 +487,7 @@ class _State:
         """Run a call as it is and as it is padded, forward and backward, where dropout drops nothing: both must give the same."""
         waiting, names = Waiting(model, self.storage), list(named)
         with torch.inference_mode(False), torch.enable_grad():
-            programs = []
+            programs: list[_Program] = []
             for shapes in (bucket.here, bucket.longer):
                 leaves, cut = self.of_all(filled(named, shapes, {}), structure)
                 with self.as_before(model):
@@ -396,12 +495,14 @@ class _State:
                 lowered = lower(graph, plan, self.mesh.get_coordinate(), self.device.type, True, self.rows(graph, structure, cut))
                 all_ranks_hold("programs", (plan.digest, plan.mesh, lowered.joint.collectives))
                 runner = Runner(lowered, self.mesh, self.storage, self.device, waiting, replace(self.how, backend=None))
-                programs.append(_Program(self.caller.situation(leaves, structure), True, lowered, runner, self.caller.places(graph), self.caller.attributes.now(), frozenset()))
+                programs.append(_Program(self.caller.situation(leaves, structure), True, lowered, runner, self.caller.places(graph), self.caller.attributes.now(), frozenset(), len(programs)))
             exact, longer = (p.lowered.graph for p in programs)
             if exact.updates:
                 raise NotServed(f"with pad_to the padding would enter the buffer {exact.updates[0][1]}, which the model writes", advice="pad_to=None")
-            fills = fills_of(exact, {key: names[place] for key, place in zip(exact.inputs, programs[0].places, strict=True)})
+            called = {key: names[place] for key, place in zip(exact.inputs, programs[0].places, strict=True)}
+            fills = fills_of(exact, called)
             cuts = cuts_of(exact, longer, bucket)
+            check_reach(exact, longer, {key: fills.get(name, 0) for key, name in called.items()})
             trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
             results = []
             for program, shapes, back in zip(programs, (bucket.here, bucket.longer), ((), cuts), strict=True):
@@ -430,14 +531,14 @@ class _State:
         start, before = time.perf_counter(), self.programs[-1]
         known = next((p for p in self.programs if self.fits(p, situation)), None)
         if known is not None:                                  # the same graph, the other half
-            graph, plan, seen, unread = known.lowered.graph, known.lowered.plan, known.seen, known.unread
+            graph, plan, seen, unread, idle = known.lowered.graph, known.lowered.plan, known.seen, known.unread, known.idle
         else:
             with self.caller.attributes.reads() as read, self.as_before(model), torch.inference_mode(False), torch.enable_grad():     # the graph is also that of a later call with gradients
                 graph, plan = self.again(model, call, self.first.plan, True)
-            seen, unread = self.caller.attributes.now(), self.caller.attributes.unread(read)
+            seen, unread, idle = self.caller.attributes.now(), self.caller.attributes.unread(read), graph.idle
             for program in self.programs:
                 if program.lowered.graph.digest == graph.digest and replace(program.situation, said=situation.said) == situation:     # what has changed made no difference
-                    program.situation, program.seen, program.unread = situation, seen, unread
+                    program.situation, program.seen, program.unread, program.idle = situation, seen, unread, idle
                     graph, plan = program.lowered.graph, program.lowered.plan
                     if program.has_gradients == grad:
                         log.warning("autopar looked at %s again, whose modules say something else, and it made no difference: %.1f s", self.original.__name__, time.perf_counter() - start)
@@ -446,6 +547,7 @@ class _State:
             raise NotServed(f"the parameter {late[0]} was not there when the model was made parallel", advice="parameters that are there, and tied, as they were: autoparallelize after they are set")
         lowered = lower(graph, plan, self.mesh.get_coordinate(), self.device.type, grad, self.rows(graph, situation.structure, cut))
         program = self.keep(situation, grad, lowered, seen, unread)
+        program.idle = idle
         if known is None:
             log.warning("autopar planned and lowered %s again (%s), for %s: %.1f s", self.original.__name__, f"{plan.step_time_s * 1e3:.3g} ms a step by its figures", situation.differs(before.situation), time.perf_counter() - start)
         return program
@@ -456,7 +558,8 @@ class _State:
         if lowered.program.is_random and self.random.seed < 0:
             self.random.seed = from_rank_0(lambda: int(torch.randint(0, 2**62, ())))
         runner = Runner(lowered, self.mesh, self.storage, self.device, self.waiting, self.how)
-        self.programs = [*self.programs[-_MOST_PROGRAMS + 1:], _Program(situation, grad, lowered, runner, self.caller.places(lowered.graph), seen, unread)]
+        self.programs = [*self.programs[-_MOST_PROGRAMS + 1:], _Program(situation, grad, lowered, runner, self.caller.places(lowered.graph), seen, unread, self.made, idle=lowered.graph.idle)]
+        self.made += 1
         return self.programs[-1]
 
     def passes_parts(self) -> None:
@@ -478,26 +581,29 @@ class _State:
         """The model as the user wrote it: its own class, and the hooks that it had."""
         cls, own = type(model), (model._forward_pre_hooks, model._forward_hooks)
         model.__class__, (model._forward_pre_hooks, model._forward_hooks) = self.original, self.hooks
+        watch_parts(model, False)
         try:
             yield
         finally:
             model.__class__, (model._forward_pre_hooks, model._forward_hooks) = cls, own
+            watch_parts(model)
 
     def of_copy(self, model: nn.Module) -> _State:
         """The state of a copy of the model: its own modes, waiting gradients and random numbers, the same programs."""
         with self.as_before(model):
             made = _State(model, self.first, self.storage, self.mesh, self.device, self.again, self.how)
+            made.caller.attributes = Attributes(made.caller.modules, self.caller.attributes)
         made.parts, made.padding = self.parts, self.padding
-        made.caller.attributes = Attributes(made.caller.modules, self.caller.attributes)
         made.random, made.hooks = RandomState(self.random.seed, self.random.step), self.hooks
-        made.programs = [_Program(p.situation, p.has_gradients, p.lowered, Runner(p.lowered, self.mesh, self.storage, self.device, made.waiting, self.how), p.places, p.seen, p.unread, p.calls) for p in self.programs]
+        made.programs = [_Program(p.situation, p.has_gradients, p.lowered, Runner(p.lowered, self.mesh, self.storage, self.device, made.waiting, self.how), p.places, p.seen, p.unread, p.number, p.calls, p.idle) for p in self.programs]
+        made.made = self.made
         return made
 
     def __deepcopy__(self, memo: Any) -> _State:
         return self                                            # until the copy is used
 
 
-def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True, init: str = "module", weights: str | None = None, how: How = How()) -> nn.Module:
+def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again: Again, sync: bool = True, init: str = "module", weights: str | None = None, how: How = How(), read: Reads | None = None) -> nn.Module:
     """Turn `model` into the parallel one, in place: its class gains `ParallelModule`, its parameters become local shards."""
     if "forward" in vars(model):
         raise NotServed(f"{type(model).__name__} has a forward of its own beside its class's, which the parallel model could not replace", advice="a class whose forward it is")
@@ -511,10 +617,13 @@ def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again
     _refuse_steps_on(old)
     teach_dtensor()
     skip_together()
+    let_anomalies_be_looked_for()
+    watch_what_stands_around()
     let_optimizers_forget()
     state = _State(model, lowered, storage, mesh, device, again, how)
     with torch.enable_grad():
-        state.keep(state.caller.situation(*state.caller.arguments(call.args, call.kwargs)), True, lowered, state.caller.attributes.now())
+        attributes = state.caller.attributes
+        state.last = state.keep(state.caller.situation(*state.caller.arguments(call.args, call.kwargs)), True, lowered, attributes.now(), frozenset() if read is None else attributes.unread(read))
     if how.passes_rows:
         state.passes_parts()
     if how.pad_to is not None:
@@ -524,6 +633,7 @@ def parallelise(model: nn.Module, call: Call, lowered: Lowered, mesh: Any, again
     model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {**names, "forward": _forward_of(cls), "__call__": nn.Module.__call__, **({"save_pretrained": _save_pretrained} if hasattr(cls, "save_pretrained") else {})})
     model._forward_pre_hooks, model._forward_hooks = OrderedDict(), OrderedDict()
     model._autopar = state                                     # type: ignore[assignment]
+    watch_parts(model)
     return model
 
 
@@ -537,11 +647,16 @@ def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _save_pretrained(self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **how: Any) -> None:
-    """As the model's own, of the whole model: gathered one tensor at a time, written by rank 0."""
+    """As the model's own, of the whole model: gathered one tensor at a time, by all ranks together, or given; written by rank 0."""
     state: _State = self._own
-    full = whole_state(self) if state_dict is None else state_dict
-    with state.as_before(self):
-        from_rank_0(lambda: self.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=full, **how) and None)
+    if state_dict is None:                                     # every rank has a part of it
+        agree((state.original.__name__, "save_pretrained"), "calls save_pretrained", is_call=False)
+        full = whole_state(self)
+        with state.as_before(self):
+            from_rank_0(lambda: self.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=full, **how) and None)
+    elif dist.get_rank() == 0:
+        with state.as_before(self):
+            self.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **how)
 
 
 def _store(model: nn.Module, plan: Plan, mesh: Any, device: torch.device, sync: bool, init: str, weights: str | None) -> dict[str, Storage]:
@@ -605,3 +720,4 @@ def _refuse_steps_on(parameters: list[nn.Parameter]) -> None:
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if any(getattr(p, "_autopar_consumed", False) for group in optimizer.param_groups for p in group["params"]):
         raise Consumed("this optimizer holds parameters of the model from before autoparallelize", advice="build the optimizer from the parallel model's parameters()")
+    check_step(optimizer)

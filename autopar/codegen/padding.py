@@ -3,7 +3,8 @@
     lengths     every dim but the first that is of another size than in meta_inputs; where ranks pass their own rows, the longest of all ranks
     filled      with 0: ids, masks, numbers; targets of a cross entropy with the index that it ignores
     cut         outputs, where they follow a length
-    tried       the first call of a kind also runs as it is, and with more padding than any will have, and must give the same outputs and gradients: whether a model sees its padding only it knows
+    reached     what an output could see of the padding, op by op, whatever is in a batch (`reach.py`): the first op that mixes padding with the rest is a letter
+    tried       the first call of a kind also runs as it is, and with more padding than any will have, and must give the same outputs and gradients: infinities in backward, and what the analysis takes as it is in practice
 """
 
 from __future__ import annotations

@@ -9,13 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.letters import BadInput, Disagreement, NotServed
-from autopar.runtime.collectives import gather_into
-from autopar.runtime.world import digest_of
+from autopar.runtime.world import exchanged, numbers_of, world_size
 from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import R, S, Sharding, local_shape
@@ -64,15 +62,6 @@ def sharding_of_rows(axes: Sequence[int], mesh: DeviceMesh) -> Sharding:
     return Sharding(tuple(S(0) if a in axes else R for a in range(len(mesh.shape))), (*axes, *(a for a in range(len(mesh.shape)) if a not in axes)))
 
 
-def exchanged(numbers: list[int], device: torch.device) -> list[list[int]]:
-    """The numbers of every rank."""
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
-        return [numbers]
-    everyone = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.int64, device=device)
-    gather_into(everyone, torch.tensor(numbers, device=device))
-    return everyone.view(-1, len(numbers)).tolist()
-
-
 def least_and_most(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, tuple[int, ...]]]:
     """The shapes of a call with every dim but the rows as short, and as long, as that of any rank. A letter where ranks pass other inputs."""
     sizes = [n for shape in shapes.values() for n in shape[1:]]
@@ -115,6 +104,12 @@ class Parts:
 
     def whole(self, named: Mapping[str, Any], structure: pytree.TreeSpec) -> tuple[dict[str, Any], frozenset[str]]:
         """The leaves of all ranks' call from those of this one, shapes alone, and which of them have rows. A letter on every rank where the ranks' do not go together."""
+        if any(n.endswith("['num_items_in_batch']") and value is not None for n, value in named.items()) and world_size() > 1:
+            raise NotServed(
+                "num_items_in_batch is passed, as Hugging Face's Trainer does, which multiplies the loss by the number of processes: a rank's loss would be its share",
+                seen=f'inputs="local": the loss of a parallel model is that of the batch of all {world_size()} ranks already, and would be {world_size()} times too large',
+                advice="trainer.model_accepts_loss_kwargs = False, so that the Trainer takes the loss as it is; in a loop of your own divide outside the model",
+            )
         tensors = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.dim()}
         mine = {len(t) for n, t in tensors.items() if n in self.names} or {len(t) for n, t in tensors.items() if n not in self.known}
         rows = 0 if not self.axes else mine.pop() if len(mine) == 1 else -1
@@ -138,11 +133,9 @@ class Parts:
 
     def all_hold(self, named: Mapping[str, Any], cut: Collection[str]) -> None:
         """Compare hashes of values: ranks of the same part hold the same rows, and all the same of what is whole."""
-        if dist.get_world_size() == 1 or dist.get_backend() == "fake":
-            return
-        everyone: list[Any] = [None] * dist.get_world_size()
         tensors = {n: t for n, t in named.items() if isinstance(t, Tensor)}
-        dist.all_gather_object(everyone, tuple(digest_of([t for n, t in tensors.items() if (n in cut) == is_cut]) for is_cut in (True, False)))
+        of_rows, of_rest = (numbers_of([t for n, t in tensors.items() if (n in cut) == is_cut]) for is_cut in (True, False))
+        everyone = [(theirs[:len(of_rows)], theirs[len(of_rows):]) for theirs in exchanged([*of_rows, *of_rest], self.device)]
         first = {self.index(r): r for r in reversed(range(len(everyone)))}
         if others := [r for r, (rows, rest) in enumerate(everyone) if rows != everyone[first[self.index(r)]][0] or rest != everyone[0][1]]:
             raise Disagreement(f"ranks hold different input values: {others} differ from others of the same part", seen=f"rows are {self.text}",

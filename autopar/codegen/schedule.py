@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
 
-_HANDED_ON = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.clone.default})
+COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.clone.default})
 _LOCAL = (STEPS["slice"], STEPS["lodge"])                      # steps that wait for nobody
 _BEGUN_BY = {STEPS["all_reduce"]: "all_reduce", STEPS["all_reduce_bucket"]: "all_reduce", STEPS["reduce_scatter"]: "reduce_scatter", STEPS["reduce_scatter_bucket"]: "reduce_scatter"}
 
@@ -43,7 +43,7 @@ def is_view(node: fx.Node) -> bool:
 
 def hands_on(node: fx.Node) -> bool:
     """A step, cast, copy or view of one tensor: of a parameter alone, it is the parameter in another form."""
-    return node.op == "call_function" and (node.target in STEPS.values() or node.target in _HANDED_ON or is_view(node)) and len(node.all_input_nodes) == 1
+    return node.op == "call_function" and (node.target in STEPS.values() or node.target in COPIES or is_view(node)) and len(node.all_input_nodes) == 1
 
 
 def fetched(graph: fx.Graph, reads: Mapping[str, Read]) -> dict[fx.Node, fx.Node]:

@@ -38,6 +38,11 @@ class Situation:
         leaves = tuple([(len(leaf[0]), *(leaf[0][:1] if with_rows else ()), *leaf[1:]) if isinstance(leaf[0], torch.Size) else leaf for leaf in self.leaves])
         return leaves, self.structure, self.modes, self.trained, self.autocast
 
+    def of_all_ranks(self) -> tuple[Any, ...]:
+        """All of it that ranks can compare: states of modules each numbers for itself."""
+        leaves = [(leaf[0], None) if isinstance(leaf[1], bytes) else leaf for leaf in self.leaves]      # a set is pickled in an order of its own
+        return leaves, self.structure, self.modes, self.trained, self.autocast
+
     def differs(self, other: Situation) -> str:
         """In what it differs from another one, for a person."""
         said = []

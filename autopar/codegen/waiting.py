@@ -21,31 +21,28 @@ class Waiting:
 
     def __init__(self, model: nn.Module, storage: dict[str, Storage]) -> None:
         self.on = False                                        # does what runs now add to them?
-        self.of: dict[Runner, list[Tensor]] = {}
-        self.forgotten: dict[Runner, set[str]] = {}            # parameters for which nothing waits, where for others something does
+        self.of: dict[Runner, list[Tensor | None]] = {}        # None where for a parameter nothing waits, and for others something does
         self.model, self.storage = weakref.ref(model), storage
         _ALL[:] = [ref for ref in (*_ALL, weakref.ref(self)) if ref() is not None]
 
-    def add(self, runner: Runner, fresh: list[Tensor]) -> None:
+    def add(self, runner: Runner, fresh: list[Tensor | None]) -> None:
         """Add to what waits, in the wider of the dtypes in which a gradient waits and in which it is stored."""
-        self.forgotten.pop(runner, None)
-        if runner not in self.of:
-            self.of[runner] = [t.to(dtype) for t, dtype in zip(fresh, runner.waiting_dtypes, strict=True)]
-        else:
-            for total, t in zip(self.of[runner], fresh, strict=True):
-                total += t
+        totals = self.of.setdefault(runner, [None] * len(fresh))
+        for k, (gradient, dtype) in enumerate(zip(fresh, runner.waiting_dtypes, strict=True)):
+            total = totals[k]
+            if total is None:
+                totals[k] = None if gradient is None else gradient.to(dtype)
+            elif gradient is not None:
+                total += gradient
 
     def deliver(self, name: str, gradient: Tensor) -> None:
         """Add to the `.grad` of a parameter."""
         parameter, wrapped = self.model().get_parameter(name), self.storage[name].wrap(gradient)     # type: ignore[union-attr]
         parameter.grad = wrapped if parameter.grad is None else parameter.grad + wrapped
 
-    def settled(self, runner: Runner) -> list[Tensor]:
+    def settled(self, runner: Runner) -> list[Tensor | None]:
         """Reduce what waits of a program."""
-        totals = self.of.pop(runner)
-        given = [totals[k].to(dtype) for k, dtype in zip(runner.joint.settled_from, runner.settled_dtypes, strict=True)]
-        del totals
-        return list(runner.settle(given))
+        return runner.settle(self.of.pop(runner))
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """What waits for these parameters."""
@@ -55,13 +52,9 @@ class Waiting:
         ids = {id(p) for p in parameters}
         forgotten = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in ids}
         for runner, totals in list(self.of.items()) if forgotten else ():
-            all_of_it = self.forgotten.setdefault(runner, set())
-            all_of_it |= forgotten
-            if all_of_it.issuperset(runner.names_that_wait):
-                del self.of[runner], self.forgotten[runner]
-            for total, name in zip(totals, runner.names_that_wait, strict=True):
-                if name in forgotten:
-                    total.zero_()
+            totals[:] = [None if name in forgotten else total for total, name in zip(totals, runner.names_that_wait, strict=True)]
+            if all(total is None for total in totals):
+                del self.of[runner]
 
 
 _ALL: list[weakref.ref[Waiting]] = []

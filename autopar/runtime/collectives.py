@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.runtime.agreement import wait_for
 from autopar.sharding.placement import part
 
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor           # renamed in torch 2.13
@@ -66,7 +67,7 @@ class Pending:
 def finish(pending: Pending) -> list[Tensor]:
     """Wait for a collective; on a GPU only what is computed after it waits."""
     if pending.work is not None:
-        pending.work.wait()
+        wait_for(pending.work)
     pending.work = pending.sent = None
     return pending.unpack(pending.arrives)
 
@@ -142,7 +143,7 @@ def all_reduce_bucket(xs: list[Tensor], axis: Axis) -> list[Tensor]:
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
     """P(max) -> R"""
     y = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(y, dist.ReduceOp.MAX, group=axis.group)
+    wait_for(dist.all_reduce(y, dist.ReduceOp.MAX, group=axis.group, async_op=True))
     return y
 
 
@@ -172,7 +173,7 @@ def all_to_all(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks, to_di
     x = _padded(_padded(_by_parts(x, to_dim, axis.size, to_blocks), dim, step), to_dim, to_step * axis.size)
     pieces = torch.stack(x.split(to_step, to_dim))             # [receiver, ..., step, ..., to_step, ...]
     y = torch.empty_like(pieces)
-    dist.all_to_all_single(y, pieces, group=axis.group)
+    wait_for(dist.all_to_all_single(y, pieces, group=axis.group, async_op=True))
     whole = torch.cat(y.unbind(0), dim)                        # the senders' parts in their order
     return _by_blocks(whole.narrow(dim, 0, size), dim, axis.size, blocks).narrow(to_dim, 0, _length(to_size, axis)).contiguous()
 
@@ -225,23 +226,23 @@ BEGIN: dict[str, Callable[..., Pending]] = {"all_reduce": begin_all_reduce, "all
 
 
 @torch.library.custom_op("autopar::convert", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))   # so tagged, it is never computed while tracing, though its operand is a constant
-def convert(x: Tensor, forward: str, backward: str, shape: list[int]) -> Tensor:
-    """A change of sharding: `forward` names its steps, `backward` those of its gradient, `shape` is what it leaves."""
+def convert(x: Tensor, forward: str, backward: str, shape: list[int], dtype: str = "") -> Tensor:
+    """A change of sharding: `forward` names its steps, `backward` those of its gradient, `shape` is what it leaves. With a `dtype` it is also a cast, which comes before the steps, forward and backward."""
     raise AssertionError("a convert is written out as collectives before it runs")
 
 
 @convert.register_fake
-def _(x: Tensor, forward: str, backward: str, shape: list[int]) -> Tensor:
-    return x.new_empty(shape)
+def _(x: Tensor, forward: str, backward: str, shape: list[int], dtype: str = "") -> Tensor:
+    return x.new_empty(shape, dtype=getattr(torch, dtype) if dtype else x.dtype)
 
 
-def _remember(ctx: Any, inputs: tuple[Tensor, str, str, list[int]], output: Tensor) -> None:
-    x, ctx.forward_steps, ctx.backward_steps, _ = inputs
-    ctx.shape = list(x.shape)
+def _remember(ctx: Any, inputs: tuple[Tensor, str, str, list[int], str], output: Tensor) -> None:
+    x, ctx.forward_steps, ctx.backward_steps, _, dtype = inputs
+    ctx.shape, ctx.dtype = list(x.shape), str(x.dtype).removeprefix("torch.") if dtype else ""
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-    return convert(gradient, ctx.backward_steps, ctx.forward_steps, ctx.shape), None, None, None
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    return convert(gradient, ctx.backward_steps, ctx.forward_steps, ctx.shape, ctx.dtype), None, None, None, None
 
 
 convert.register_autograd(_backward, setup_context=_remember)

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from autopar.letters import Letter, Lost
+from autopar.runtime.agreement import wait_at_most
 from autopar.runtime.private import job_store, set_timeout
 
 _GRACE_S, _GOES_ON = 3.0, "goes on"
@@ -24,7 +25,8 @@ _has_said = False                                              # does something 
 
 
 def limit(mesh: object, seconds: float) -> None:
-    """No collective on these axes waits longer."""
+    """No collective on these axes, and no agreement, waits longer."""
+    wait_at_most(seconds)
     if dist.get_backend() in ("gloo", "nccl"):
         for axis in range(mesh.ndim):                          # type: ignore[attr-defined]
             set_timeout(mesh.get_group(axis), timedelta(seconds=seconds))      # type: ignore[attr-defined]

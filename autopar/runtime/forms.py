@@ -3,9 +3,8 @@
     embedding_part            the vocabulary is cut: a token that lies elsewhere looks up zero
     cross_entropy_part        the classes are cut: maximum and sum are reduced, the target's logit counts where it lies
     amax_part, logsumexp_part  what is reduced is cut: what the parts came to is exchanged
-    causal_attention_part     the queries are cut: each sees the keys up to its place in the whole
     dropout_by_position       the mask is a function of the place in the whole tensor; so are all draws that follow
-    attention_by_position     attention with dropout, opened
+    attention_by_position     attention with dropout, opened; without, where queries are cut: runtime/attention.py
     arange_part               a count that begins where the part does
 
 `cuts` name the axes that cut a dim, major first, each with the size of the dim before it.
@@ -21,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.runtime.random import Cuts, kept, normal, start_of, uniform
+from autopar.runtime.random import SECOND, Cuts, bits, kept, normal, start_of, uniform
+from autopar.runtime.sampling import gamma_at, places_of, poisson_at
 
 
 def literal(data: Any, dtype: torch.dtype, device: str) -> Tensor:
@@ -87,11 +87,6 @@ def logsumexp_part(input: Tensor, axes: Sequence[str], dim: Any, keepdim: bool =
     top = torch.where(top.isfinite(), top, 0)
     value = top + _reduced((input - top).exp().sum(dims, keepdim=True), "all_reduce", axes).log()
     return value if keepdim else value.squeeze(dims)
-
-
-def causal_attention_part(query: Tensor, key: Tensor, value: Tensor, cuts: Cuts, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
-    """Causal attention of this device's part of the queries, which see the keys up to where they stand."""
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=_seen(query, key, cuts), scale=scale, enable_gqa=enable_gqa)
 
 
 def _seen(query: Tensor, key: Tensor, cuts: Cuts) -> Tensor:
@@ -204,7 +199,8 @@ def drawn_by_position(kind: str, key: Tensor, op: int, shape: Sequence[int], cut
 
 def bernoulli_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: Any = None) -> Tensor:
     """Ones with probability p, or with the probabilities that the input holds."""
-    return (uniform(key, op, shape, cuts, input.shape, torch.float64) < (input.detach() if p is None else p)).to(input.dtype)
+    drawn = (uniform(key, op, shape, cuts, input.shape, torch.float64) < (input.detach() if p is None else p)).to(input.dtype)
+    return _of_no_slope(drawn, input) if p is None else drawn
 
 
 def multinomial_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], num_samples: int, replacement: bool = False) -> Tensor:
@@ -216,6 +212,81 @@ def multinomial_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence
     edges = weights.cumsum(-1)
     places = uniform(key, op, (*shape[:-1], num_samples), (*cuts[:-1], ()), (*weights.shape[:-1], num_samples), torch.float64)
     return torch.searchsorted(edges, places * edges[..., -1:], right=True).clamp(max=weights.shape[-1] - 1)
+
+
+def normal_by_position(mean: Any, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int], dtype: torch.dtype, std: Any = 1.0) -> Tensor:
+    """Draws of normal distributions, each with its own mean and deviation."""
+    numbers = [x.detach() if isinstance(x, Tensor) else x for x in (mean, std)]
+    return _of_no_slope((normal(key, op, shape, cuts, local, dtype) * numbers[1] + numbers[0]).to(dtype), mean, std)
+
+
+def _of_no_slope(drawn: Tensor, *operands: Any) -> Tensor:
+    """What is drawn; to torch, its gradient of what says its distribution is zeros, and not none."""
+    for operand in operands:
+        if isinstance(operand, Tensor) and operand.requires_grad:
+            drawn = torch.where(torch.zeros((), dtype=torch.bool, device=drawn.device), operand, drawn)
+    return drawn
+
+
+def permutation_by_position(n: int, key: Tensor, op: int, dtype: torch.dtype) -> Tensor:
+    """The order in which 64 random bits of each place stand."""
+    first, second = (bits(key, o, (n,), ((),), (n,)).to(torch.int64) for o in (op, op + SECOND))
+    return ((first << 32) | (second & 0xFFFFFFFF)).argsort(stable=True).to(dtype)
+
+
+def rrelu_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], lower: float = 1 / 8, upper: float = 1 / 3) -> Tensor:
+    """What is not above zero is scaled by a slope of its own."""
+    slope = uniform(key, op, shape, cuts, input.shape, input.dtype) * (upper - lower) + lower
+    return torch.where(input > 0, input, input * slope.to(input.dtype))
+
+
+def poisson_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts]) -> Tensor:
+    """Counts of Poisson distributions, whose rates the input holds."""
+    drawn = poisson_at(input.detach(), key, op, list(shape), places_of(key, cuts, input.shape))
+    return _of_no_slope(drawn.to(input.dtype), input)
+
+
+def gamma_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts]) -> Tensor:
+    """Draws of gamma distributions of scale 1; `input` says their shapes, and has the gradient that torch gives it."""
+    sample = gamma_at(input.detach(), key, op, list(shape), places_of(key, cuts, input.shape)).to(input.dtype)
+    return _Gamma.apply(input, sample.clamp(min=torch.finfo(input.dtype).tiny))
+
+
+def dirichlet_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts]) -> Tensor:
+    """Draws of Dirichlet distributions along the last dim: gammas as shares of their sum."""
+    parts = gamma_at(input.detach(), key, op, list(shape), places_of(key, cuts, input.shape))
+    share, about = parts / parts.sum(-1, keepdim=True), torch.finfo(input.dtype)
+    return _Dirichlet.apply(input, share.to(input.dtype).clamp(about.tiny, 1 - about.eps / 2))
+
+
+class _Gamma(torch.autograd.Function):
+    """A sample whose gradient follows its distribution's shape."""
+
+    @staticmethod
+    def forward(ctx: Any, alpha: Tensor, sample: Tensor) -> Tensor:
+        ctx.save_for_backward(alpha, sample)
+        return sample.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        alpha, sample = ctx.saved_tensors
+        return gradient * torch.ops.aten._standard_gamma_grad(alpha, sample), None
+
+
+class _Dirichlet(torch.autograd.Function):
+    """The same for shares of a whole."""
+
+    @staticmethod
+    def forward(ctx: Any, alpha: Tensor, sample: Tensor) -> Tensor:
+        ctx.save_for_backward(alpha, sample)
+        return sample.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        alpha, sample = ctx.saved_tensors
+        total = alpha.sum(-1, keepdim=True).expand_as(alpha).contiguous()
+        along = torch.ops.aten._dirichlet_grad(sample, alpha.contiguous(), total)
+        return along * (gradient - (sample * gradient).sum(-1, keepdim=True)), None
 
 
 def arange_part(start: float, step: float, length: int, cuts: Cuts, dtype: torch.dtype) -> Tensor:

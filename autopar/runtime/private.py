@@ -4,13 +4,21 @@
     unwatched           nor by hooks on what autograd saves
     ThreadedRanks       ranks as threads (torch's own tests use it)
     LocalTensorMode     one process that plays all ranks
+    plays_all_ranks     whether it does, here and now
     FakeStore           the store of the fake process group
     StridedShard        torch's placement of a dim that is cut by blocks of one size
     local_part          what a DTensor holds, to be written to in place
     set_timeout         how long a group's collectives wait
     job_store           the key-value store that the ranks of a job share
+    function_of         the Python code of a custom op, in which the values stand that it looks for
     let_go              what an autograd node has saved ends before its backward does
     inside_backward     a checkpoint around a model runs it again there
+    attention_kernel    which fused kernel of attention can run a call, and the calls that
+    fused_attention     give the log-sum-exp of each row beside the output, and go
+    ..._backward        backward from an output and log-sum-exps that are given
+    let_anomalies_be_looked_for   so that they are, in DTensors
+    before_fully_shard  it takes the parameters of a module without a word to the module
+    before_call         a part of a parallel model is called by itself
     skip_together       torch asks the first gradient alone over which ranks an inf is made known; it must be known to all
 
 The tracer and the joint trace also use `torch._subclasses.fake_tensor`, `torch.fx.experimental.proxy_tensor` and
@@ -20,18 +28,23 @@ The tracer and the joint trace also use `torch._subclasses.fake_tensor`, `torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 
 @contextlib.contextmanager
 def clean_room() -> Iterator[None]:
-    """No dispatch mode of the caller's is active inside."""
-    with _disable_current_modes():
+    """No dispatch mode of the caller's is active inside, nor is torch.autograd.detect_anomaly, which looks for NaN in gradients without values.
+
+    Whoever calls it holds the lock under which captures and joint traces run: the latter is the process's.
+    """
+    with torch.autograd.set_detect_anomaly(False), _disable_current_modes():
         yield
 
 
@@ -70,6 +83,12 @@ class ThreadedRanks:
         self._threaded.ProcessLocalGroup.reset()
 
 
+def plays_all_ranks() -> bool:
+    """Does one process play all ranks here, so that one program must serve them all?"""
+    local_tensor = sys.modules.get("torch.distributed._local_tensor")
+    return local_tensor is not None and local_tensor.local_tensor_mode() is not None
+
+
 def local_part(tensor: Any) -> torch.Tensor:
     """The memory of a DTensor's local part, without autograd."""
     local: torch.Tensor = tensor._local_tensor.detach()
@@ -104,6 +123,91 @@ def skip_together() -> None:
     handlers[op] = ours
 
 
+def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """Which of torch's fused kernels runs attention without mask or dropout on tensors like these, with batch and heads and of one width; none: "". Only "cpu" and "flash" take grouped heads as they are."""
+    if query.device.type == "cpu":
+        return "cpu" if query.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) else ""
+    if query.device.type != "cuda":
+        return ""
+    from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+
+    grouped = query.shape[1] != key.shape[1]
+    if can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, grouped)):
+        return "flash"
+    key, value = (x[:, :1].expand(-1, query.shape[1], -1, -1) for x in (key, value))
+    return "efficient" if can_use_efficient_attention(SDPAParams(query, key, value, None, 0.0, False, False)) else ""
+
+
+def fused_attention(kernel: str, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and the log-sum-exp of each row, [batch, heads, rows]. A causal call is of a square: kernels differ in where they begin the diagonal of others."""
+    aten = torch.ops.aten
+    if kernel == "cpu":
+        out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+    elif kernel == "flash":
+        out, log_sum = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)[:2]
+    else:
+        out, log_sum = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, is_causal, scale=scale)[:2]
+    return out, log_sum[..., : query.shape[-2]]                # the efficient kernel's are a multiple of 32
+
+
+def fused_attention_backward(
+    kernel: str, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, is_causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value. `out` and `log_sum` may be those of more keys than this call has."""
+    aten = torch.ops.aten
+    given = (gradient, query, key, value)
+    if kernel == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, out, log_sum, 0.0, is_causal, scale=scale)     # type: ignore[no-any-return]
+    seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))       # of dropout, which there is not
+    if kernel == "flash":
+        rows, keys = query.shape[-2], key.shape[-2]
+        found = aten._scaled_dot_product_flash_attention_backward(*given, out, log_sum.contiguous(), None, None, rows, keys, 0.0, is_causal, seed, offset, scale=scale)
+    else:
+        missing = -log_sum.shape[-1] % 32
+        log_sum = torch.nn.functional.pad(log_sum, (0, missing), value=torch.inf) if missing else log_sum.contiguous()
+        found = aten._scaled_dot_product_efficient_attention_backward(*given, None, out, log_sum, seed, offset, 0.0, [True, True, True, False], is_causal, scale=scale)[:3]
+    return found                                               # type: ignore[no-any-return]
+
+
+def let_anomalies_be_looked_for() -> None:
+    """Let torch.autograd.detect_anomaly look at gradients that are DTensors: at the part of this rank. (torch 2.13 has no sharding for the op by which it asks.)"""
+    from torch.distributed.tensor import DTensor
+
+    def ours(op_call: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        return op_call(args[0]._local_tensor)
+
+    DTensor._op_dispatcher._custom_op_handlers.setdefault(torch.ops.aten._is_any_true.default, ours)
+
+
+def before_fully_shard(look: Callable[[list[torch.Tensor]], None]) -> None:
+    """Let `look` see the parameters that fully_shard is about to spread. (It asks for them by a function of its own; users hold fully_shard itself.)"""
+    from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
+
+    theirs = _fsdp_init._get_managed_states
+    if hasattr(theirs, "of_autopar"):
+        return
+
+    def ours(*args: Any, **how: Any) -> Any:
+        parameters, buffers = theirs(*args, **how)
+        look(parameters)
+        return parameters, buffers
+
+    ours.of_autopar = True                                     # type: ignore[attr-defined]
+    for module in (_fsdp_init, _fully_shard):
+        if hasattr(module, "_get_managed_states"):
+            module._get_managed_states = ours
+
+
+def before_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let `call` stand, or nothing, where module.compile() puts what is called: copies and pickles of the module are without it."""
+    vars(module)["_compiled_call_impl"] = call
+
+
+def call_of(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A call of a module, with its hooks, but without what stands there."""
+    return module._call_impl(*args, **kwargs)
+
+
 def __getattr__(name: str) -> Any:
     if name in ("LocalTensor", "LocalTensorMode"):
         import torch.distributed._local_tensor as local_tensor
@@ -118,6 +222,13 @@ def __getattr__(name: str) -> Any:
 
         return FakeStore
     raise AttributeError(name)
+
+
+def function_of(custom_op: str) -> Any:
+    """The Python function behind a custom op, by its name; None for one written in C++."""
+    from torch._library.custom_ops import OPDEFS
+
+    return getattr(OPDEFS.get(custom_op), "_init_fn", None)
 
 
 def let_go(ctx: Any) -> None:

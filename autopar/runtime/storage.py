@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from autopar.runtime.collectives import bind_axes, slice
 from autopar.runtime.private import StridedShard
 from autopar.sharding.placement import Placement, R, Sharding
+
+_MESHES: dict[int, weakref.ref[Any]] = {}                      # on which parameters are stored; by place, for equal ones end at different times
+
+
+def is_stored_on(mesh: Any) -> bool:
+    """Do parameters of a parallel model lie on this mesh?"""
+    return any(stored() == mesh for stored in tuple(_MESHES.values()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +36,9 @@ class Storage:
     @staticmethod
     def of(tensor: Tensor, sharding: Sharding | None, mesh: Any) -> Storage:
         whole = Sharding((R,) * mesh.ndim)
+        if id(mesh) not in _MESHES:
+            place = id(mesh)
+            _MESHES[place] = weakref.ref(mesh, lambda _: _MESHES.pop(place, None))
         return Storage(mesh, sharding or whole, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride())
 
     @property

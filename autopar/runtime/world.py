@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from autopar.letters import Disagreement
+from autopar.letters import Disagreement, Lost
+from autopar.runtime.agreement import wait_for
+from autopar.runtime.collectives import gather_into
 from autopar.sharding.mesh import DeviceMesh
 
 T = TypeVar("T")
@@ -27,7 +29,7 @@ def start_world(timeout_s: float = 600.0) -> str:
         backend = "nccl" if device == "cuda" else "gloo"
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if _is_in_a_job():
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         else:
             dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
@@ -64,10 +66,59 @@ def all_ranks_hold(what: str, value: Any) -> None:
     """Compare a hash; a letter on every rank names those that differ from rank 0."""
     if not _ranks_can_talk():
         return
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, digest_of(value))
+    everyone = exchanged(numbers_of(value), torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
     if others := [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]:
         raise Disagreement(f"ranks hold different {what}: {others} differ from rank 0", advice="the same model, inputs and plan on every rank")
+
+
+def once_all_have(make: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
+    """What `make` gives on this rank, once all ranks have theirs: before any of them waits for another in vain.
+
+    Beside it, it gives what it was told, in words by name: a letter on every rank where they differ. What one rank raises all are told.
+    """
+    made, error = None, None
+    try:
+        made = make()
+    except Exception as e:
+        error = e
+        if not dist.is_initialized() and _is_in_a_job():       # others wait already
+            start_world()
+    if dist.is_initialized() and _ranks_can_talk():
+        said = None if made is None else dict(made[1])
+        raised = "" if error is None else f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (raised, said))
+        if error is None:
+            _refuse_differences(everyone)
+    if error is not None:
+        raise error
+    assert made is not None
+    return made[0]
+
+
+def _refuse_differences(everyone: Sequence[tuple[str, dict[str, str] | None]]) -> None:
+    raised = [f"rank {rank} has raised {text}" for rank, (text, _) in enumerate(everyone) if text]
+    if raised:
+        raise Lost("; ".join(raised), at=f"rank {dist.get_rank()}", advice="the same model, inputs and arguments on every rank")
+    words = [said or {} for _, said in everyone]
+    for name in dict.fromkeys(name for said in words for name in said):
+        if others := [rank for rank, said in enumerate(words) if said.get(name) != words[0].get(name)]:
+            seen = f"rank 0: {words[0].get(name)}, rank {others[0]}: {words[others[0]].get(name)}"
+            raise Disagreement(f"ranks were given different {name}: {others} differ from rank 0", seen=seen, advice="the same on every rank")
+
+
+def exchanged(numbers: list[int], device: torch.device) -> list[list[int]]:
+    """The numbers of every rank."""
+    if not _ranks_can_talk():
+        return [numbers]
+    everyone = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.int64, device=device)
+    wait_for(gather_into(everyone, torch.tensor(numbers, device=device), async_op=True))
+    return everyone.view(-1, len(numbers)).tolist()            # type: ignore[no-any-return]
+
+
+def numbers_of(value: Any) -> list[int]:
+    """`digest_of` as four numbers."""
+    return [int(digest_of(value)[i:i + 16], 16) - 2**63 for i in range(0, 64, 16)]
 
 
 def digest_of(value: Any) -> str:
@@ -76,6 +127,11 @@ def digest_of(value: Any) -> str:
     for piece in value if isinstance(value, (tuple, list)) else [value]:
         mine.update(piece.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if isinstance(piece, torch.Tensor) else repr(piece).encode())
     return mine.hexdigest()
+
+
+def _is_in_a_job() -> bool:
+    """Has torchrun started it?"""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _ranks_can_talk() -> bool:

@@ -1,5 +1,6 @@
 """Graph -> Space: every legal choice, priced. The values here import no torch."""
 
+from autopar.sharding import families as families
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import P, R, S, Sharding

@@ -67,14 +67,14 @@ class Constraints:
         if wrong := [pattern for pattern in given or {} if not isinstance(pattern, str)]:
             raise BadConstraint(f"the pattern {wrong[0]!r} is no text", advice='{"blocks.*.up.weight": "S(0)@tp"}')
         self.pins = [_read(pattern, what, mesh) for pattern, what in (given or {}).items()]
-        self.asked = {pin.pattern for pin in self.pins}
+        self.asked, self.callers = {pin.pattern for pin in self.pins}, len(self.pins)
         self.pins += [_read(escape(name), what, mesh) for name, what in (of_preset or {}).items()]      # a preset speaks of names, after the caller
         self.habits = tuple(habits)
         self._used: set[str] = set()
 
-    def of(self, *names: str, is_parameter: bool = False) -> Pins | None:
-        """The first pin whose pattern matches one of the names of a thing; storage and use are words about parameters."""
-        for pin in self.pins:
+    def of(self, *names: str, is_parameter: bool = False, is_module: bool = False) -> Pins | None:
+        """The first pin whose pattern matches one of the names of a thing; storage and use are words about parameters. A preset says nothing of modules: an input may be called as one is."""
+        for pin in self.pins[: self.callers] if is_module else self.pins:
             if (is_parameter or not pin.is_about_storage) and any(fnmatchcase(name, pin.pattern) for name in names if name):
                 self._used.add(pin.pattern)
                 return pin

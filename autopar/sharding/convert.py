@@ -72,6 +72,7 @@ class Step:
         return Step(match[1], mesh.axis(match[6]), int(match[2] or -1), int(match[4] or -1), blocks, to_blocks)
 
 
+REDUCTIONS = ("all_reduce", "reduce_scatter")
 KINDS = ("all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "lodge")
 
 
@@ -141,7 +142,7 @@ class ShapeConsistencyManager:
         cuts = [*(S(d) for d in range(len(shape))), *sorted(blocks, key=repr)]
         graph.add_nodes_from(self._states(shape, cuts))
         for state in list(graph):
-            for step in self._steps(state, cuts):
+            for step in steps_from(state, cuts, self.mesh):
                 if (after := step.after(state, self.mesh)) in graph:
                     graph.add_edge(state, after, step=step, seconds=self.step_seconds(step, state, itemsize))
         return graph
@@ -153,20 +154,6 @@ class ShapeConsistencyManager:
             for sharding in dict.fromkeys(Sharding(combination, order) for order in itertools.permutations(axes)):
                 if layout := Layout.of(shape, sharding, self.mesh):
                     yield layout
-
-    def _steps(self, state: Layout, cuts: Sequence[Placement]) -> Iterator[Step]:
-        for axis, n in enumerate(self.mesh.shape):
-            if n == 1:
-                continue
-            if axis in state.partial:
-                yield Step("all_reduce", axis)
-                yield from (Step("reduce_scatter", axis, c.dim, blocks=c.blocks) for c in cuts)
-            elif (dim := state.cut_by(axis)) is None:
-                yield Step("lodge", axis)
-                yield from (Step("slice", axis, c.dim, blocks=c.blocks) for c in cuts)
-            else:
-                yield Step("all_gather", axis, dim)
-                yield from (Step("all_to_all", axis, dim, c.dim, to_blocks=c.blocks) for c in cuts if c.dim != dim)
 
     def step_seconds(self, step: Step, before: Layout, itemsize: int) -> float:
         """What one step costs the fullest device."""
@@ -194,6 +181,33 @@ class ShapeConsistencyManager:
     def _bytes(self, layout: Layout, itemsize: int) -> int:
         """What the fullest device holds, the one at coordinate 0."""
         return math.prod(layout.local_shape(self.mesh, (0,) * len(self.mesh.shape))) * itemsize
+
+
+def steps_from(state: Layout, cuts: Sequence[Placement], mesh: DeviceMesh) -> Iterator[Step]:
+    """Every step that a tensor which lies so may take, where `cuts` are the ways to cut it."""
+    for axis, n in enumerate(mesh.shape):
+        if n == 1:
+            continue
+        if axis in state.partial:
+            yield Step("all_reduce", axis)
+            yield from (Step("reduce_scatter", axis, c.dim, blocks=c.blocks) for c in cuts)
+        elif (dim := state.cut_by(axis)) is None:
+            yield Step("lodge", axis)
+            yield from (Step("slice", axis, c.dim, blocks=c.blocks) for c in cuts)
+        else:
+            yield Step("all_gather", axis, dim)
+            yield from (Step("all_to_all", axis, dim, c.dim, to_blocks=c.blocks) for c in cuts if c.dim != dim)
+
+
+def leads_to(path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh: DeviceMesh) -> Layout | None:
+    """How a tensor lies after these steps; None where one of them cannot be taken."""
+    state = Layout.of(tuple(shape), source, mesh)
+    for step in path:
+        cuts = [S(dim, blocks) for dim, blocks in ((step.dim, step.blocks), (step.to_dim, step.to_blocks)) if 0 <= dim < len(shape)]
+        if state is None or step not in steps_from(state, cuts, mesh):
+            return None
+        state = step.after(state, mesh)
+    return state
 
 
 def _blocks_of(*shardings: Sharding) -> frozenset[Placement]:

@@ -1,11 +1,12 @@
-"""What an op allows on one axis, found by running it: no rule is asked.
+"""What an op seems to allow on one axis, found by running it: no rule is asked.
 
 For every assignment of R, S(d) and P(sum) to the operands the op runs on the parts that devices would hold, and the results say how the outputs lie; then cotangents lie in
 every way that their outputs allow, and the local gradients say how those of the operands lie. What holds in several draws, on two and on three devices, is a strategy.
 
     universe(cumsum along dim 1)   ->   R -> R,  R/P(sum) -> R/P(sum),  S(0) -> S(0),  P(sum) -> P(sum),  ...
 
-It is the engine of the proof of rules (every strategy that a rule gives must be found) and of plans for ops that have none. Its draws are its own: torch's generator does not move.
+No number of draws is a proof: an op may look for one value that none of them has. So it decides no plan. It refutes rules (every strategy that a rule gives must be found), finds what rules miss,
+and suggests a line of `autopar.rule` for an op that has none, which its owner may confirm. Its draws are its own: torch's generator does not move.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autopar.sharding.notation import Cut
 from autopar.sharding.placement import Flow, P, Placement, R, S, part
 from autopar.sharding.strategies import Strategy
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEVICES = (2, 3)
-MOST = 4000                                                    # assignments that are tried for an op of a graph: a recurrent module has twenty operands
-SCALES = (1.0, 1e-3, 1e4)                                      # of the values that an op of a graph is tried on
+MOST = 400                                                     # assignments that are tried for an op of a graph
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 
 
@@ -166,34 +165,39 @@ def _part_shape(shape: tuple[int, ...], placement: Placement, n: int, i: int) ->
 
 # -- ops of a graph
 
-def discovered(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any]) -> tuple[tuple[Strategy, ...], dict[str, int]] | None:
-    """The strategies of one call of an op without a rule, and the sizes of what they cut; None where it cannot be run small. `arguments` have types in the places of tensors.
+def suspected(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any]) -> str:
+    """A line of notation under which an op without a rule ran right in every draw; nothing where it cannot be run small, or where nothing seems to be cut.
 
-    The op runs on small tensors, in which every larger size of the call is another odd multiple of six, so that parts are odd and even; numbers among its arguments that are such sizes follow, and what comes out has to be as small.
-    An op that is told places in a dim cannot be run on another size. Dims are cut evenly.
-    Values are drawn at three scales: what clips at a hundred is linear below it.
+    `arguments` have types in the places of tensors. The op runs on small tensors, in which every larger size of the call is another odd multiple of six; numbers among its arguments that are such sizes follow.
     """
     assignments = math.prod(len(t.shape) + 2 for t in (*types, *outputs))
     if assignments > MOST or any("complex" in t.dtype for t in (*types, *outputs)) or _says_places(arguments):
-        return None
+        return ""
     key = (op, repr(arguments), tuple(types), tuple(outputs))
     if key not in _KNOWN:
         small = _small([n for t in types for n in t.shape])
-        sets = [_drawn(op, arguments, types, outputs, small, scale) for scale in SCALES]
-        _KNOWN[key] = None if None in sets else set.intersection(*sets)      # type: ignore[arg-type]
-    if _KNOWN[key] is None:
-        return None
-    strategies, sizes = [], {}
-    flows = (Flow(R, R), Flow(R, P()), Flow(P(), R))
-    for strategy in sorted(_KNOWN[key], key=repr):             # type: ignore[arg-type]
-        ends = [*zip(strategy.operands, types, strict=True), *zip(strategy.outputs, outputs, strict=True)]
-        if any(not f.value.is_shard and f not in flows for f, _ in ends):
-            continue                                           # the gradient of a sum is not left a sum
-        cut = [(i, f.value.dim, t.shape[f.value.dim]) for i, (f, t) in enumerate(ends) if f.value.is_shard]
-        factor = ",".join(f"{i}.{d}" for i, d, _ in cut)
-        sizes[factor] = math.gcd(*(n for _, _, n in cut)) if cut else 1
-        strategies.append(Strategy(strategy.operands, strategy.outputs, Cut((factor,), even=True) if cut else None))
-    return tuple(strategies), sizes
+        sets = [found for draw in DRAWS if (found := _drawn(op, arguments, types, outputs, small, draw)) is not None]
+        _KNOWN[key] = _line(set.intersection(*sets), types, outputs) if sets else ""
+    return _KNOWN[key]
+
+
+_KNOWN: dict[Any, str] = {}
+
+
+def _line(found: set[Strategy], types: Sequence[Any], outputs: Sequence[Any]) -> str:
+    """The cuts of these strategies as one line; sums of operands are not suggested, since linearity is not seen by trying."""
+    letters: dict[tuple[int, int], str] = {}
+    for strategy in sorted(found, key=repr):
+        ends = [*strategy.operands, *strategy.outputs]
+        cut = [(i, f.value.dim) for i, f in enumerate(ends) if f.value.is_shard]
+        inside = len(strategy.operands)
+        if not any(i < inside for i, _ in cut) or any(f.value.is_partial for f in strategy.operands) or any(place in letters for place in cut):
+            continue
+        letters |= dict.fromkeys(cut, "abcdefghijklmnopqrstuvwxyz"[len(set(letters.values())) % 26])
+    if not letters:
+        return ""
+    rows = [" ".join(letters.get((i, d), f"w{i}_{d}!") for d in range(len(t.shape))) for i, t in enumerate((*types, *outputs))]
+    return f"{', '.join(rows[:len(types)])} -> {', '.join(rows[len(types):])}"
 
 
 def _says_places(value: Any) -> bool:
@@ -203,16 +207,40 @@ def _says_places(value: Any) -> bool:
     return any(map(_says_places, value.values() if isinstance(value, dict) else value)) if isinstance(value, (dict, list, tuple)) else False
 
 
-_KNOWN: dict[Any, set[Strategy] | None] = {}
-
-
 def _small(sizes: Sequence[int]) -> dict[int, int]:
     """Another small size for each: what is at most six stays, others are odd multiples of six."""
     larger = sorted({n for n in sizes if n > 6})
     return {n: 6 * (2 * i + 1) if n > 6 else n for i, n in enumerate(larger)} | {n: n for n in sizes if n <= 6}
 
 
-def _drawn(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any], small: dict[int, int], scale: float) -> set[Strategy] | None:
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How numbers are drawn: floats of a scale, or from a list; whole numbers from a list."""
+
+    scale: float = 0.0
+    floats: tuple[float, ...] = ()
+    whole: tuple[int, ...] = (0, 1)
+
+
+DRAWS = (
+    Draw(scale=1.0), Draw(scale=1e-3, whole=(0, 1, 2, 3, 4, 5)), Draw(scale=1e4, whole=(-100, -1, 0, 1, 2, 5)),
+    Draw(floats=(0.0, 1.0, -1.0, 0.0, 2.0, 1.0, -100.0, 0.5), whole=(-(2**31), -100, -1, 0, 0, 1, 1, 7, 2**31 - 1)),
+    Draw(floats=(0.0, 1.0, -1.0, 1e30, math.inf, -math.inf, math.nan), whole=(0, 0, 0, 1)),
+)
+
+
+def constants_of(op: Any) -> tuple[float, ...]:
+    """The numbers that stand in the code of an op, where it is Python: a token that it looks for, a bound."""
+    from autopar.runtime.private import function_of  # torch is not imported with this module
+
+    call = op.call
+    behind = function_of(call._schema.name) if hasattr(call, "_schema") else call
+    code = getattr(behind, "__code__", None)
+    numbers = [c for c in (code.co_consts if code else ()) if isinstance(c, (int, float)) and not isinstance(c, bool)]
+    return tuple(dict.fromkeys(numbers))
+
+
+def _drawn(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any], small: dict[int, int], how: Draw) -> set[Strategy] | None:
     import torch
 
     from autopar.tracer.graph import TensorType
@@ -220,12 +248,19 @@ def _drawn(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Se
     random = torch.Generator().manual_seed(0)
     if op.signature is not None:                               # tensors are handed out in the order of the signature, as operands are
         arguments = {n: arguments[n] for n in op.signature.parameters if n in arguments}
+    own = constants_of(op)
 
     def draw(type_: Any) -> Tensor:
         shape = [small[n] for n in type_.shape]
+        if "float" in type_.dtype and how.scale:
+            return (torch.randn(shape, dtype=torch.float64, device="cpu", generator=random) * how.scale).requires_grad_(type_.requires_grad)
+        pool = [*how.floats, *own] if "float" in type_.dtype else [*how.whole, *(n for n in own if isinstance(n, int))]
+        numbers = torch.tensor(pool, dtype=torch.float64, device="cpu")
+        picked = numbers[torch.randint(0, len(pool), shape, device="cpu", generator=random)]
         if "float" in type_.dtype:
-            return (torch.randn(shape, dtype=torch.float64, device="cpu", generator=random) * scale).requires_grad_(type_.requires_grad)
-        return torch.randint(0, 2, shape, device="cpu", generator=random).to(type_.torch_dtype)
+            return picked.requires_grad_(type_.requires_grad)
+        bounds = torch.iinfo(type_.torch_dtype) if type_.dtype != "bool" else None
+        return (picked.clamp(bounds.min, bounds.max) if bounds else picked).to(type_.torch_dtype)
 
     def fill(value: Any, tensors: Any) -> Any:
         if isinstance(value, TensorType):
@@ -239,11 +274,11 @@ def _drawn(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Se
     try:
         first = _tuple(call.run(operands))
         if [r.dim() for r in first] != [len(t.shape) for t in outputs] or any(n != small.get(m, max(n, 1) if m > 6 else m) for r, t in zip(first, outputs, strict=True) for n, m in zip(r.shape, t.shape, strict=True)):
-            return None
+            return set()
         if [r.requires_grad for r in first] != [t.requires_grad for t in outputs]:
-            return None
+            return set()
         return universe(call)
-    except Exception:                                          # it does not run small
+    except Exception:                                          # it does not run on these numbers
         return None
 
 

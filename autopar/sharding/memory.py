@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autopar.sharding.costs import optimizer_figures
-from autopar.sharding.overlap import closes, marked
+from autopar.sharding.overlap import closes, marked, reduces
 from autopar.sharding.placement import Sharding, largest_local_shape
-from autopar.sharding.saved import kept_by, layouts, owners, work_of
+from autopar.sharding.saved import PART_WORKS, kept_by, layouts, owners, work_of
 from autopar.sharding.strategies import Choice, gradients, values
 
 if TYPE_CHECKING:
@@ -267,12 +267,29 @@ class _Pieces:
 
     def _work(self, op: fx.Node, site: int, now: int, back: int) -> None:
         """What an op makes for the while, as its first operand is cut."""
-        from autopar.tracer.graph import info, type_of
+        from autopar.tracer.graph import info, op_name, type_of
 
         for time, made in zip((now, back), work_of(op), strict=True):
             if made and (time < self.n or any(t.requires_grad for t in info(op).outputs)):
                 type_ = next(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))     # type: ignore[union-attr]
                 self._add("transients", site, self._scaled(self._local(site, 0, type_, values, Choice.operand), made / max(1, type_.nbytes)), time, time)
+        if op_name(op) in PART_WORKS:
+            for time, by_choice in zip((now, back), self._part_work(op, site), strict=True):
+                if time < self.n or any(t.requires_grad for t in info(op).outputs):
+                    self._add("transients", site, by_choice, time, time)
+
+    def _part_work(self, op: fx.Node, site: int) -> tuple[np.ndarray, np.ndarray]:
+        """What the local form of an op makes for the while in forward and in backward, by choice."""
+        from autopar.tracer.graph import op_name, type_of
+
+        choices, types = self.sites[site].choices, tuple(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))    # type: ignore[union-attr]
+        key = ("part", id(choices), op_name(op), types, op.kwargs.get("is_causal"), op.kwargs.get("dropout_p"))
+        if key not in self._shared:
+            held = ([largest_local_shape(t.shape, values(c.operand(i)), self.mesh) for i, t in enumerate(types)] for c in choices)
+            made = [PART_WORKS[op_name(op)](op, shapes, self.kind) for shapes in held]
+            self._shared[key] = choices, tuple(np.array(column, float) for column in zip(*made, strict=True))
+        found: tuple[np.ndarray, np.ndarray] = self._shared[key][1]
+        return found
 
     def _conversion(self, e: int, value: fx.Node, target: fx.Node) -> None:
         """What a change of sharding makes, as long as it is needed; and how much longer a value stays for the views on it."""
@@ -281,8 +298,11 @@ class _Pieces:
         edge, type_ = self.edges[e], type_of(value)
         made, kept, comes, unreduced, stored, message = self._tables(edge, type_)
         if value in self.turned and type_.requires_grad:       # a conversion of the gradient alone puts the value in memory order: a copy
-            copied = np.where((made == 0) & (unreduced > 0), kept, 0.0)
-            made, kept = made + copied, kept - copied
+            def turned() -> tuple[np.ndarray, np.ndarray]:
+                copied = np.where((made == 0) & (unreduced > 0), kept, 0.0)
+                return made + copied, kept - copied
+
+            made, kept = self._once("turned", (made, kept, unreduced), turned)
         now = self.at.get(target, self.n - 1)
         back = 2 * self.n - 1 - (now if target in self.at else 0)
         is_parameter = value in self.handed_on
@@ -304,7 +324,8 @@ class _Pieces:
             again_begins = max(now + 1, self.cut.gathered_again(parameter, now))
             if self._needs(value, target) >= self.n:           # an embedding's backward does not read it
                 self._add(kind, e, dropped, again_begins, min(back, self._needs(value, target)), True)
-                self._message(e, np.where(dropped > 0, message, 0.0), dropped, again_begins, self.cut.taken_again(parameter, now), self.cut.together(parameter, now, again=True))
+                sent = self._once("sent", (dropped, message), lambda: np.where(dropped > 0, message, 0.0))
+                self._message(e, sent, dropped, again_begins, self.cut.taken_again(parameter, now), self.cut.together(parameter, now, again=True))
         else:
             self._add(kind, e, made, begins, needed, True)
         if is_parameter:
@@ -318,7 +339,15 @@ class _Pieces:
         if type_.requires_grad and is_parameter:
             self._gradient(e, value, target, back, self.cut.reduced(now), comes, unreduced, stored)
         elif type_.requires_grad:
-            self._add("gradients of activations", e, unreduced, back, back, True)
+            begins = max((self._last_use(w) for w in self._outputs(target)), default=now) if self._passes(target, value) else now    # through views it comes as it leaves their readers
+            self._add("gradients of activations", e, unreduced, 2 * self.n - 1 - begins, back, True)
+
+    def _once(self, what: str, tables: tuple[np.ndarray, ...], make: Callable[[], Any]) -> Any:
+        """What is made of these tables, made once: edges that are alike share it."""
+        key = (what, *map(id, tables))
+        if key not in self._shared:
+            self._shared[key] = tables, make()                 # the tables are held, so that their ids stay theirs
+        return self._shared[key][1]
 
     def _message(self, e: int, sent: np.ndarray, made: np.ndarray, begins: int, taken: int, several: bool) -> None:
         """What a gather of several parameters holds besides: what it sends while it is under way, and when it ends what has arrived beside the parameters cut out of it."""
@@ -332,9 +361,9 @@ class _Pieces:
         if owner not in self.closes:
             return
         close = self.closes[owner]
-        scattered = np.where(unreduced > stored, unreduced, 0.0)
-        packed = np.where(unreduced > stored, unreduced - stored, unreduced)       # beside the bucket while it is packed; what is scattered of it is made after these have ended
-        whole = comes if self._comes_here(value, target) else np.zeros_like(comes)
+        scattered = self._once("scattered", (unreduced, stored), lambda: np.where(unreduced > stored, unreduced, 0.0))
+        packed = self._once("packed", (unreduced, stored), lambda: np.where(unreduced > stored, unreduced - stored, unreduced))       # beside the bucket while it is packed; what is scattered of it is made after these have ended
+        whole = comes if self._comes_here(value, target) else self._once("nothing", (comes,), lambda: np.zeros_like(comes))
         if not self.accumulates or self._always_in_each(owner):
             self._add("gradients", e, whole, back, close - 1, True)
             self._add("gradients", e, packed, max(back, close), max(back, close), True)
@@ -368,7 +397,7 @@ class _Pieces:
 
     def _tables(self, edge: Edge, type_: TensorType) -> tuple[np.ndarray, ...]:
         """Bytes by what leaves and arrives: of what a conversion makes, of what stays where it makes nothing, of the gradient as it comes, of that which a conversion takes, of the gradient as it goes on, and of what a conversion starts from."""
-        key = (id(edge.given), id(edge.taken), type_)
+        key = (id(edge.given), id(edge.taken), type_, edge.reduced_in)
         if key not in self._shared:
             given, taken = ([values(f) for f in side] for side in (edge.given, edge.taken))
             moved = _differ(given, taken)
@@ -376,7 +405,8 @@ class _Pieces:
             given_back, taken_back = ([gradients(f) for f in side] for side in (edge.given, edge.taken))
             back_moved = _differ(given_back, taken_back)
             returns, goes_on = np.array([self._bytes(type_, s) for s in taken_back], float), np.array([self._bytes(type_, s) for s in given_back], float)
-            self._shared[key] = (edge.given, edge.taken), (np.where(moved, arrives[None, :], 0.0), np.where(moved, 0.0, lies[:, None]), returns[None, :] + 0 * goes_on[:, None], np.where(back_moved, returns[None, :], 0.0), goes_on[:, None] + 0 * returns[None, :], np.where(moved, lies[:, None], 0.0))
+            wide = np.where(reduces(edge.taken, edge.given).T, edge.reduced_in / type_.itemsize, 1.0) if edge.reduced_in else np.ones(moved.shape)      # cast as it comes, where it is reduced
+            self._shared[key] = (edge.given, edge.taken), (np.where(moved, arrives[None, :], 0.0), np.where(moved, 0.0, lies[:, None]), returns[None, :] * wide, np.where(back_moved, returns[None, :] * wide, 0.0), goes_on[:, None] * wide, np.where(moved, lies[:, None], 0.0))
         found: tuple[np.ndarray, ...] = self._shared[key][1]
         return found
 

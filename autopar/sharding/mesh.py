@@ -40,7 +40,7 @@ class DeviceMesh:
         if bad := [a for a in axes if not a or any(c in a for c in "@,;/ ")]:
             raise BadSharding(f"{bad[0]!r} is not an axis name", advice="a word without spaces or any of @ , ; /")
         object.__setattr__(self, "shape", shape)
-        if ranks and sorted(ranks) != list(range(math.prod(shape))):
+        if ranks and (len(ranks) != math.prod(shape) or sorted(ranks) != list(range(len(ranks)))):
             raise BadSharding(f"ranks {list(ranks)} do not stand on a mesh of shape {shape}", advice=f"each of 0 to {math.prod(shape) - 1} once")
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "ranks", () if list(ranks) == sorted(ranks) else tuple(ranks))

@@ -33,7 +33,8 @@ from dataclasses import dataclass
 
 from autopar.letters import BadRule
 
-NAMES = "xyzuvwabcdefgh"                                       # what `linear=` calls the operands
+NAMES = (*"xyzuvwabcdefgh", *(f"x{i}" for i in range(14, 512)))  # what `linear=` calls the operands
+_PLACES = {name: i for i, name in enumerate(NAMES)}
 ELLIPSIS, ONE, NOTHING = "...", "1", "nothing"
 _TOKEN = re.compile(r"\(([^()]*)\)(!?)|(\S+?)([!~*^]?)(?=\s|$)")
 _FACTOR = re.compile(r"(\.\.\.|1|[A-Za-z_]\w*)(?::(\d+))?([+!]?)")
@@ -66,6 +67,8 @@ class Rule:
     given: tuple[tuple[str, int], ...]                         # sizes that the line itself says
     inside: frozenset[str] = frozenset()                       # factors that the local form reduces itself
     minor: frozenset[str] = frozenset()                        # factors that are cut by blocks where they stand behind others
+    masked: frozenset[str] = frozenset()                       # factors that are cut behind a mask
+    made: frozenset[str] = frozenset()                         # factors that each device makes its own part of
 
     def __str__(self) -> str:
         return self.text + (f"   linear={self.linear}" if self.linear else "")
@@ -186,12 +189,13 @@ def parse(text: str, linear: str = "") -> Rule:
             raise BadRule(f"the rule {text!r} has the factor {f} in an output only", advice=f"{f}!, where it stays whole, or {f}*, where each device makes its part")
     groups = []
     for joint in filter(None, (g.strip() for g in linear.split(","))):
-        members = [NAMES.find(name.strip()) for name in joint.split("+")]
+        members = [_PLACES.get(name.strip(), -1) for name in joint.split("+")]
         if any(not 0 <= m < len(operands) for m in members):
             raise BadRule(f"linear={linear!r} names an operand that {text!r} does not have", advice=f"the operands are {', '.join(NAMES[:len(operands)])}")
         groups.append(frozenset(members))
     minor = frozenset(re.findall(r"(\w+)(?::\d+)?\+", text))
-    return Rule(text, linear, operands, outputs, tuple(groups), frozenset(whole), tuple(given.items()), inside, minor)
+    masked = frozenset(re.findall(r"(\w+)~", text))
+    return Rule(text, linear, operands, outputs, tuple(groups), frozenset(whole), tuple(given.items()), inside, minor, masked, frozenset(made))
 
 
 def _operand(piece: str, text: str, whole: set[str], given: dict[str, int], made: set[str] | None = None) -> tuple[Dim, ...]:

@@ -21,6 +21,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch.fx as fx
 
+    from autopar.sharding.placement import Flow
     from autopar.sharding.space import Edge, Site
     from autopar.tracer.graph import Graph
 
@@ -168,6 +169,20 @@ def casts_of_parameters(graph: Graph) -> dict[fx.Node, fx.Node]:
     for node in graph.nodes:
         if info(node).kind == "parameter" and len(users := [u for u in node.users if u.op != "output"]) == 1 and info(users[0]).kind == "op" and op_name(users[0]) == "to":
             found[users[0]] = node
+    return found
+
+
+def reduced_in(casts: Mapping[fx.Node, fx.Node], dtype: str) -> dict[fx.Node, int]:
+    """Of each of these casts whose gradient is reduced before it is what the parameter's is, but in that dtype: the bytes of an element of it."""
+    from autopar.tracer.graph import type_of
+
+    return {cast: type_of(parameter).itemsize for cast, parameter in casts.items() if type_of(parameter).dtype == dtype != type_of(cast).dtype}
+
+
+def reduces(taken: Sequence[Sequence[Flow]], given: Sequence[Sequence[Flow]]) -> np.ndarray:
+    """Is a gradient that comes back so a sum that is reduced to what goes on so?"""
+    partial = [np.array([[flow.gradient.is_partial for flow in flows] for flows in side]) for side in (taken, given)]
+    found: np.ndarray = (partial[0][:, None] & ~partial[1][None]).any(-1)
     return found
 
 

@@ -17,7 +17,7 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autopar.letters import BadSharding
@@ -34,6 +34,13 @@ class Placement:
     dim: int = -1                                              # the dim that S cuts
     reduction: str = ""                                        # how the parts of P combine
     blocks: tuple[int, ...] = ()                               # the blocks that S cuts one by one; empty: the dim is one block
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(("RSP".find(self.kind), self.dim, len(self.reduction), self.blocks)))     # of numbers alone: the same in every process
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def is_replicated(self) -> bool:
@@ -89,6 +96,13 @@ class Flow:
 
     value: Placement
     gradient: Placement
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((hash(self.value), hash(self.gradient))))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __repr__(self) -> str:
         return repr(self.value) if self == flow(self.value) else f"{self.value!r}/{self.gradient!r}"

@@ -19,17 +19,19 @@ the first axes, tensor on the last.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopar.letters import BadPreset
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.overlap import BLOCK, BUCKET
+from autopar.sharding.placement import every_part_holds_something
 
 if TYPE_CHECKING:
     import torch.fx as fx
 
+    from autopar.solver.plan import Plan
     from autopar.tracer.graph import Graph, TensorType
 
 DATA = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -61,7 +63,15 @@ class Cut:
     regathered: bool = False
 
     def dims(self) -> set[int]:
-        return {int(text[2]) for text in self.stored}
+        return _dims(self.stored)
+
+    def shared(self) -> set[int]:
+        """Dims that are gathered for use along an axis that cuts them in storage: axes of data may cut them too."""
+        return _dims(text for text in self.stored if text not in self.used)
+
+
+def _dims(texts: Iterable[str]) -> set[int]:
+    return {int(text[2]) for text in texts}
 
 
 def constraints_of(given: Any, graph: Graph, mesh: DeviceMesh) -> dict[str, str]:
@@ -73,7 +83,7 @@ def constraints_of(given: Any, graph: Graph, mesh: DeviceMesh) -> dict[str, str]
         cuts = {"megatron": _megatron, "2d": _two_d, "2.5d": _two_d, "3d": _three_d}[layout.mode](graph, mesh, layout.tensor)
     for name in graph.parameters:
         cut = cuts.get(name, Cut((), ()))
-        stored = [*(_stored(_type_of_parameter(graph, name), mesh, layout, cut.dims()) if layout.zero and layout.data else ()), *cut.stored]
+        stored = [*(_stored(_type_of_parameter(graph, name), mesh, layout, cut) if layout.zero and layout.data else ()), *cut.stored]
         policy = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}.get(layout.zero, "; regathered" if cut.regathered else "")
         found[name] = f"{', '.join(stored) or 'R'}; {', '.join(cut.used) or 'R'}{policy}"
     return found
@@ -138,11 +148,35 @@ def _rows(graph: Graph, mesh: DeviceMesh, layout: Layout) -> dict[str, str]:
     return found
 
 
-def _stored(type_: TensorType, mesh: DeviceMesh, layout: Layout, taken: set[int]) -> list[str]:
-    """The dim along which a parameter is stored over the data axes: the first that all of them divide, and nothing else cuts; whole where there is none."""
-    parts = math.prod(mesh.shape[a] for a in layout.data)
-    dim = next((d for d, n in enumerate(type_.shape) if d not in taken and n % parts == 0 and n > 1), None)
-    return [] if dim is None else [f"S({dim})@{mesh.axes[a]}" for a in layout.data]
+def _stored(type_: TensorType, mesh: DeviceMesh, layout: Layout, cut: Cut) -> list[str]:
+    """The dim along which a parameter is stored over the data axes, beside what a tensor mode cuts: the first that they divide, else the first of which every device gets a part; before dims that
+    the mode cuts in storage too, and gathers. None where there is no such dim: what the mode cuts in use stays so."""
+    def sizes(dim: int) -> list[int]:
+        return [mesh.shape[a] for a in layout.data] + [mesh.shape[mesh.axis(text.rpartition("@")[2])] for text in cut.stored if int(text[2]) == dim]
+
+    def divides(dim: int) -> bool:
+        return type_.shape[dim] % math.prod(sizes(dim)) == 0
+
+    for dims in ([d for d in range(len(type_.shape)) if d not in cut.dims()], sorted(cut.shared())):
+        able = [d for d in dims if every_part_holds_something(type_.shape[d], sizes(d))]
+        if able:
+            dim = next(filter(divides, able), able[0])
+            return [f"S({dim})@{mesh.axes[a]}" for a in layout.data]
+    return []
+
+
+def said_of(given: Any, mesh: DeviceMesh, plan: Plan) -> tuple[tuple[str, str], ...]:
+    """What a preset's plan does not keep to: under ZeRO, which parameters are stored whole along the axes of data."""
+    layout = _read(given, mesh)
+    if not layout.zero or not layout.data:
+        return ()
+    whole = {name: plan.parameter_bytes[name] for name, sharding in plan.parameters.items() if not any(sharding.placements[a].is_shard for a in layout.data)}
+    if not whole:
+        return ()
+    names = ", ".join(list(whole)[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
+    share = sum(whole.values()) / max(1, sum(plan.parameter_bytes.values()))
+    along = ", ".join(f"{mesh.axes[a]}={mesh.shape[a]}" for a in layout.data)
+    return (("parallel", f"{len(whole)} of {len(plan.parameters)} parameters ({share:.2%} of their bytes) are stored whole along {along}, where no dim that is left has a part for every device, or a constraint says so: {names}"),)
 
 
 def _type_of_parameter(graph: Graph, name: str) -> TensorType:

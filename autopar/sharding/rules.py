@@ -9,22 +9,35 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autopar.declared import WHOLE
 from autopar.letters import BadRule
 from autopar.sharding.notation import NAMES, Rule, parse
 
 RuleOrFunction = Rule | Callable[[Mapping[str, Any]], Rule | None]
 RULES: dict[str, RuleOrFunction] = {}
+# Ops that lowering has a local form of, and the marks that it serves.
+LOCAL_FORMS: dict[str, str] = {"embedding": "~", "cross_entropy": "~", "scaled_dot_product_attention": "~", "amax": "^", "amin": "^", "logsumexp": "^", "batch_norm": "^", "batch_norm_updating": "^",
+               **dict.fromkeys("arange expand rand randn randint normal_filled zeros ones full empty new_zeros new_ones new_full new_empty".split(), "*")}
 
 
 def rule(op: Any, text: str, linear: str = "") -> None:
     """Say how `op` may be cut: `rule("mm", "m k, k n -> m n", linear="x, y")`. `docs/rules.md` has the grammar.
 
     The op is a name of the vocabulary or one that a graph prints, a custom op's name (`"mylib::scan"`), or torch's function itself.
+    A mark is an obligation: what is cut behind a mask (`~`), reduced inside (`^`) or made here (`*`) needs a local form of the op, which computes something else on a part than on the whole.
     """
-    RULES[_name(op)] = parse(text, linear)
+    name, said = _name(op), parse(text, linear)
+    known = LOCAL_FORMS.get(name, "")
+    for mark, factors, meaning in (("~", said.masked, "cut behind a mask"), ("^", said.inside, "reduced inside"), ("*", said.made, "made here")):
+        if factors and mark not in known:
+            raise BadRule(f"{name} has no local form for {' and '.join(sorted(factors))}{mark}: it would run as it is on parts of what is {meaning}", seen=text,
+                          advice=f"{min(factors)}!, which stays whole")
+    RULES[name] = said
+    WHOLE.add(name)
 
 
 def _name(op: Any) -> str:
@@ -67,7 +80,6 @@ rule("mm",         "m k, k n -> m n",         linear="x, y")
 rule("mv",         "m k, k -> m",             linear="x, y")
 rule("dot",        "k, k -> ",                linear="x, y")
 rule("outer",      "m, n -> m n",             linear="x, y")
-rule("baddbmm",    "b m n, b m k, b k n -> b m n",           linear="x+y, x+z")
 rule("bilinear",   "... i, ... j, n i j, n -> ... n",        linear="x+u, y+u, z+u")
 rule("grouped_mm", "s! k, e! k n, e!, e! n -> s! n",         linear="x+u, y+u")
 
@@ -91,18 +103,22 @@ for name in ("pow eq ne lt le gt ge maximum minimum fmod remainder floor_divide 
 rule("clamp",      "..., ..., ... -> ...")
 
 # random: each device draws for the positions that it holds
-for name in ("alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "uniform_like", "normal_like", "exponential_like", "log_normal_like", "cauchy_like", "random_like", "geometric_like"):
+for name in ("alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "uniform_like", "normal_like", "exponential_like", "log_normal_like", "cauchy_like", "random_like", "geometric_like",
+             "poisson", "standard_gamma", "rrelu"):
     rule(name,     "... -> ...")
-rule("bernoulli",  "..., ... -> ...")
+for name in ("bernoulli", "normal"):
+    rule(name,     "..., ... -> ...")
 rule("multinomial", "... c! -> ... n!")
+rule("dirichlet",  "... c! -> ... c!")
+rule("randperm",   "nothing -> n!")
 
 
-@rule_for("mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+@rule_for("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 def pointwise_loss(arguments: Mapping[str, Any]) -> Rule | None:
     """Without its reduction, the canonical form, it is pointwise."""
     if arguments.get("reduction", "mean") != "none":
         return None
-    return parse("..., ..., ..., ... -> ..." if "logits" in arguments["op"] else "..., ... -> ..." if arguments["op"] in ("smooth_l1_loss", "kl_div") else "..., ..., ... -> ...")
+    return parse("..., ..., ..., ... -> ..." if "logits" in arguments["op"] else "..., ... -> ..." if arguments["op"] in ("smooth_l1_loss", "soft_margin_loss", "kl_div") else "..., ..., ... -> ...")
 
 
 @rule_for("div")
@@ -148,17 +164,38 @@ def addmm(arguments: Mapping[str, Any]) -> Rule:
     return parse(f"{' '.join(['m', 'n'][2 - rank:])}, m k, k n -> m n", linear="x+y, x+z")
 
 
+@rule_for("baddbmm", "addbmm")
+def batched(arguments: Mapping[str, Any]) -> Rule:
+    """What is added is broadcast; of the second, products are added over the batch too."""
+    out = ["b", "m", "n"] if arguments["op"] == "baddbmm" else ["m", "n"]
+    added = out[len(out) - len(arguments["input"].shape):]
+    return parse(f"{' '.join(added)}, b m k, b k n -> {' '.join(out)}", linear="x+y, x+z")
+
+
 @rule_for("einsum")
 def einsum(arguments: Mapping[str, Any]) -> Rule | None:
-    """The equation is the rule. A letter twice in one operand (a diagonal), dots and lists of numbers have none."""
-    left, arrow, right = arguments["equation"].replace(" ", "").partition("->")
-    pieces = left.split(",")
-    if "." in left or any(len(set(p)) < len(p) for p in pieces) or len(pieces) != len(arguments["operands"]):
+    """The equation is the rule; dots are leading dims, aligned from the right. A letter twice in one operand (a diagonal) and lists of numbers have none."""
+    if not isinstance(arguments["equation"], str) or not all(hasattr(t, "shape") for t in arguments["operands"]):
         return None
+    left, arrow, right = arguments["equation"].replace(" ", "").partition("->")
+    pieces, ranks = left.split(","), [len(t.shape) for t in arguments["operands"]]
+    if len(pieces) != len(ranks):
+        return None
+    dots = max((n - len(p.replace("...", "")) for p, n in zip(pieces, ranks, strict=True) if "..." in p), default=0)
     if not arrow:
-        right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
-    line = f"{', '.join(map(' '.join, pieces))} -> {' '.join(right)}"
-    return parse(line, linear=", ".join(NAMES[: len(pieces)]))
+        letters = left.replace("...", "").replace(",", "")
+        right = "..." * bool(dots) + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    rows = [_spelled(p, n - len(p.replace("...", ""))) for p, n in zip(pieces, ranks, strict=True)]
+    if any(len(set(row)) < len(row) for row in rows):
+        return None
+    return parse(f"{', '.join(map(' '.join, rows))} -> {' '.join(_spelled(right, dots))}", linear=", ".join(NAMES[: len(pieces)]))
+
+
+def _spelled(piece: str, dots: int) -> list[str]:
+    """The factors of one operand of an equation: its letters, and its dots counted from the right."""
+    before, _, after = piece.partition("...")
+    leading = [f"dot{i}" for i in reversed(range(dots))] if "..." in piece else []
+    return [*before, *leading, *after]
 
 
 @rule_for("masked_fill")
@@ -172,47 +209,52 @@ def _spatial(rank: int, first: int, letter: str) -> str:
 
 
 @rule_for("conv1d", "conv2d", "conv3d")
-def convolution(arguments: Mapping[str, Any]) -> Rule | None:
+def convolution(arguments: Mapping[str, Any]) -> Rule:
     """Batch, input channels (a sum) and output channels are cut; with groups, batch and groups. Positions stay whole."""
     given, weight, groups = arguments["input"], arguments["weight"], arguments.get("groups", 1)
-    if len(given.shape) != len(weight.shape):                  # no batch dim
-        return None
-    here, kernel, there = (_spatial(len(given.shape), 2, x) for x in "skt")
+    n, here, kernel, there = _convolved(given, weight)
     if groups == 1:
-        return parse(f"n c {here}, o c {kernel}, o -> n o {there}", linear="x+z, y+z")
-    inside, outside = given.shape[1] // groups, weight.shape[0] // groups
+        return parse(f"{n} c {here}, o c {kernel}, o -> {n} o {there}", linear="x+z, y+z")
+    inside, outside = weight.shape[1], weight.shape[0] // groups
     c, o = f"(g c:{inside})", f"(g o:{outside})"
-    return parse(f"n {c} {here}, {o} c! {kernel}, {o} -> n {o} {there}", linear="x+z, y+z")
+    return parse(f"{n} {c} {here}, {o} c! {kernel}, {o} -> {n} {o} {there}", linear="x+z, y+z")
 
 
 @rule_for("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def transposed_convolution(arguments: Mapping[str, Any]) -> Rule | None:
-    given, weight = arguments["input"], arguments["weight"]
-    if len(given.shape) != len(weight.shape) or arguments.get("groups", 1) != 1:
-        return None
-    here, kernel, there = (_spatial(len(given.shape), 2, x) for x in "skt")
-    return parse(f"n c {here}, c o {kernel}, o -> n o {there}", linear="x+z, y+z")
+def transposed_convolution(arguments: Mapping[str, Any]) -> Rule:
+    """The same; a weight has its input channels first. Groups stay together."""
+    given, weight, groups = arguments["input"], arguments["weight"], arguments.get("groups", 1)
+    n, here, kernel, there = _convolved(given, weight)
+    if groups == 1:
+        return parse(f"{n} c {here}, c o {kernel}, o -> {n} o {there}", linear="x+z, y+z")
+    return parse(f"{n} c! {here}, c! o_in! {kernel}, o! -> {n} o! {there}", linear="x+z, y+z")
+
+
+def _convolved(given: Any, weight: Any) -> tuple[str, str, str, str]:
+    """The batch dim, if there is one, and the positions of a convolution's input, weight and output."""
+    spatial = len(weight.shape) - 2
+    here, kernel, there = (" ".join(f"{x}{i}!" for i in range(spatial)) for x in "skt")
+    return "n" if len(given.shape) == spatial + 2 else "", here, kernel, there
 
 
 @rule_for("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "interpolate")
 def mean_of_positions(arguments: Mapping[str, Any]) -> Rule:
     """A mean of positions is linear."""
-    return _pooled(arguments, "x")
+    return pooled(arguments, "x")
 
 
 @rule_for("max_pool1d", "max_pool2d", "max_pool3d")
 def largest_of_positions(arguments: Mapping[str, Any]) -> Rule:
-    return _pooled(arguments, "")
+    return pooled(arguments, "")
 
 
-def _pooled(arguments: Mapping[str, Any], linear: str) -> Rule:
-    """Batch and channels are cut, positions stay whole."""
-    before, outputs = arguments["input"].shape, arguments["outputs"]
-    same = next((i for i, (a, b) in enumerate(zip(before, outputs[0].shape, strict=True)) if a != b), len(before))
-    leading = " ".join(f"a{i}" for i in range(min(same, 2, len(before) - 1)))
-    taken = len(leading.split())
-    row = f"{leading} {_spatial(len(before), taken, 't')}"
-    return parse(f"{leading} {_spatial(len(before), taken, 's')} -> {', '.join([row] * len(outputs))}", linear=linear)
+def pooled(arguments: Mapping[str, Any], linear: str) -> Rule:
+    """Batch and channels are cut, positions stay whole; the op's name says how many those are, the rank whether there is a batch."""
+    rank = len(arguments["input"].shape)
+    spatial = int(re.findall(r"(\d)d", arguments["op"])[0]) if arguments["op"] != "interpolate" else rank - 2
+    leading = " ".join(f"a{i}" for i in range(rank - spatial))
+    row = f"{leading} {' '.join(f't{i}!' for i in range(spatial))}"
+    return parse(f"{leading} {' '.join(f's{i}!' for i in range(spatial))} -> {', '.join([row] * len(arguments['outputs']))}", linear=linear)
 
 
 @rule_for("pixel_shuffle")
@@ -225,7 +267,7 @@ def pixel_shuffle(arguments: Mapping[str, Any]) -> Rule:
 @rule_for("prelu")
 def prelu(arguments: Mapping[str, Any]) -> Rule:
     """One slope, or one for each channel."""
-    letters = _letters(arguments["input"])
+    letters = letters_of(arguments["input"])
     slope = "one!" if arguments["weight"].shape in ((), (1,)) else letters[1]
     return parse(f"{' '.join(letters)}, {slope if arguments['weight'].shape else ''} -> {' '.join(letters)}")
 
@@ -239,10 +281,12 @@ def group_norm(arguments: Mapping[str, Any]) -> Rule:
 
 
 @rule_for("batch_norm", "batch_norm_updating")
-def batch_norm(arguments: Mapping[str, Any]) -> Rule:
+def batch_norm(arguments: Mapping[str, Any]) -> Rule | None:
     """Statistics are those of the whole batch: where it is cut, the local form exchanges sums. With running statistics it is a scale of each channel."""
     training = arguments.get("training", False)
     rank, mark = len(arguments["input"].shape), "^" if training else ""
+    if rank < 2:
+        return None
     rest = " ".join(f"s{i}{mark}" for i in range(rank - 2))
     row = f"n{mark} c {rest}"
     return parse(f"{row}, c, c, c, c -> {', '.join([row, 'c', 'c'][: len(arguments['outputs'])])}", linear="u+v" if len(arguments["outputs"]) == 1 else "")
@@ -258,8 +302,10 @@ def instance_norm(arguments: Mapping[str, Any]) -> Rule:
 
 @rule_for("weight_norm")
 def weight_norm(arguments: Mapping[str, Any]) -> Rule:
-    """The dim that keeps its own length is cut."""
+    """The dim that keeps its own length is cut; -1 is torch's word for one length of all, which is one number and stays whole."""
     dim, rank = arguments.get("dim", 0), len(arguments["v"].shape)
+    if dim == -1:
+        return parse(f"{' '.join(f'a{i}!' for i in range(rank))}, {' '.join(f'g{i}!' for i in range(len(arguments['g'].shape)))} -> {' '.join(f'a{i}!' for i in range(rank))}", linear="y")
     rows = [" ".join("o" if i == dim % rank else f"{x}{i}!" for i in range(rank)) for x in "ag"]
     return parse(f"{rows[0]}, {rows[1]} -> {rows[0]}", linear="y")
 
@@ -273,26 +319,26 @@ def rms_norm(arguments: Mapping[str, Any]) -> Rule:
 @rule_for("softmax", "log_softmax", "cumprod", "normalize")
 def along(arguments: Mapping[str, Any]) -> Rule:
     """Every dim may be cut but the one that it runs along."""
-    return _same_dims(_letters(arguments["input"]), _dims_of(arguments, 1 if arguments["op"] == "normalize" else None))
+    return same_dims(letters_of(arguments["input"]), dims_of(arguments, 1 if arguments["op"] == "normalize" else None))
 
 
 @rule_for("cumsum", "roll", "flip")
 def along_and_linear(arguments: Mapping[str, Any]) -> Rule:
     """The same, where sums pass."""
-    return _same_dims(_letters(arguments["input"]), _dims_of(arguments), "x")
+    return same_dims(letters_of(arguments["input"]), dims_of(arguments), "x")
 
 
 @rule_for("tril", "triu")
 def triangle(arguments: Mapping[str, Any]) -> Rule:
     """Which entries stay depends on both of the last dims."""
     rank = len(arguments["input"].shape)
-    return _same_dims(_letters(arguments["input"]), {rank - 2, rank - 1}, "x")
+    return same_dims(letters_of(arguments["input"]), {rank - 2, rank - 1}, "x")
 
 
 @rule_for("amax", "amin", "logsumexp")
 def reduction_of_parts(arguments: Mapping[str, Any]) -> Rule:
     """Where what is reduced is cut, the local form exchanges what the parts came to."""
-    letters, gone = _letters(arguments["input"]), _dims_of(arguments)
+    letters, gone = letters_of(arguments["input"]), dims_of(arguments)
     left = " ".join(f"{a}^" if i in gone else a for i, a in enumerate(letters))
     return parse(f"{left} -> {' '.join('1' if i in gone else a for i, a in enumerate(letters) if i not in gone or arguments.get('keepdim'))}")
 
@@ -300,7 +346,7 @@ def reduction_of_parts(arguments: Mapping[str, Any]) -> Rule:
 @rule_for("all", "any", "argmax", "argmin", "norm")
 def reduction(arguments: Mapping[str, Any]) -> Rule:
     """What is reduced stays whole: these are no sums."""
-    letters, gone = _letters(arguments["input"]), _dims_of(arguments)
+    letters, gone = letters_of(arguments["input"]), dims_of(arguments)
     left = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
     return parse(f"{left} -> {' '.join('1' if i in gone else a for i, a in enumerate(letters) if i not in gone or arguments.get('keepdim'))}")
 
@@ -308,7 +354,10 @@ def reduction(arguments: Mapping[str, Any]) -> Rule:
 @rule_for("topk", "sort", "argsort", "glu")
 def changed_along(arguments: Mapping[str, Any]) -> Rule:
     """One dim stays whole, and may come out with another size."""
-    letters, gone = _letters(arguments["input"]), arguments.get("dim", -1) % len(arguments["input"].shape)
+    letters = letters_of(arguments["input"])
+    if not letters:                                            # of one number there is nothing to choose
+        return parse(f" -> {', '.join([''] * len(arguments['outputs']))}")
+    gone = arguments.get("dim", -1) % len(letters)
     row = " ".join("out!" if i == gone else a for i, a in enumerate(letters))
     left = " ".join("in!" if i == gone else a for i, a in enumerate(letters))
     return parse(f"{left} -> {', '.join([row] * len(arguments['outputs']))}")
@@ -317,12 +366,12 @@ def changed_along(arguments: Mapping[str, Any]) -> Rule:
 @rule_for("diff")
 def diff(arguments: Mapping[str, Any]) -> Rule:
     """Neighbours are needed; what is put before or after is put there whole."""
-    letters, gone = _letters(arguments["input"]), arguments.get("dim", -1) % len(arguments["input"].shape)
+    letters, gone = letters_of(arguments["input"]), arguments.get("dim", -1) % len(arguments["input"].shape)
     rows = [" ".join(f"{x}!" if i == gone else a for i, a in enumerate(letters)) for x in ("in", "before", "after", "out")]
     return parse(f"{', '.join(rows[:3])} -> {rows[3]}", linear="x+y+z" if "float" in arguments["input"].dtype else "")
 
 
-def _dims_of(arguments: Mapping[str, Any], default: int | None = None) -> set[int]:
+def dims_of(arguments: Mapping[str, Any], default: int | None = None) -> set[int]:
     """The dims that a call names; all, where it names none."""
     rank = len(arguments["input"].shape)
     named = arguments.get("dim", arguments.get("dims", default))
@@ -337,19 +386,22 @@ def embedding(arguments: Mapping[str, Any]) -> Rule | None:
     if arguments.get("max_norm") is not None:
         return None
     if arguments.get("scale_grad_by_freq"):
-        tokens = " ".join(f"{a}!" for a in _letters(arguments["input"]))
+        tokens = " ".join(f"{a}!" for a in letters_of(arguments["input"]))
         return parse(f"{tokens}, v! d -> {tokens} d", linear="y")
-    tokens = " ".join(_letters(arguments["input"]))
+    tokens = " ".join(letters_of(arguments["input"]))
     return parse(f"{tokens}, v~ d -> {tokens} d", linear="y")
 
 
 @rule_for("cross_entropy")
 def cross_entropy(arguments: Mapping[str, Any]) -> Rule | None:
-    """A sum over tokens and over the vocabulary: the log-sum-exp counts once, the target's logit where it lies."""
+    """A sum over tokens and over the vocabulary: the log-sum-exp counts once, the target's logit where it lies. Without its reduction each token is by itself, and its classes stay whole."""
     logits, target = arguments["input"], arguments["target"]
-    if arguments.get("reduction", "mean") != "sum" or "int" not in target.dtype or len(logits.shape) < 2:
+    reduction = arguments.get("reduction", "mean")
+    if reduction == "mean" or "int" not in target.dtype or len(logits.shape) < 2 or any(arguments.get(k) is not None for k in ("size_average", "reduce")):
         return None
     rest = " ".join(f"a{i}" for i in range(len(logits.shape) - 2))
+    if reduction == "none":
+        return parse(f"n c! {rest}, n {rest}, c! -> n {rest}")
     return parse(f"n c~ {rest}, n {rest}, c~ -> ")
 
 
@@ -409,7 +461,7 @@ def view(arguments: Mapping[str, Any]) -> Rule:
 @rule_for("transpose", "permute", "t")
 def transpose(arguments: Mapping[str, Any]) -> Rule:
     """The same dims in another order."""
-    letters = _letters(arguments["input"])
+    letters = letters_of(arguments["input"])
     order = list(range(len(letters)))
     if "dims" in arguments:
         order = [d % len(letters) for d in arguments["dims"]]
@@ -424,7 +476,7 @@ def split(arguments: Mapping[str, Any]) -> Rule | None:
     """The parts stand end to end in the operand: cut together, each by itself."""
     if 0 in arguments["sections"]:
         return None
-    letters, dim = _letters(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
+    letters, dim = letters_of(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
     parts = [f"p{i}" for i in range(len(arguments["sections"]))]
     rows = [" ".join([*letters[:dim], p, *letters[dim + 1:]]) for p in ("|".join(parts), *parts)]
     return parse(f"{rows[0]} -> {', '.join(rows[1:])}", linear="x")
@@ -434,7 +486,7 @@ def split(arguments: Mapping[str, Any]) -> Rule | None:
 def cat(arguments: Mapping[str, Any]) -> Rule:
     """The operands stand end to end in the output."""
     tensors = arguments["tensors"]
-    letters, dim = _letters(tensors[0]), arguments.get("dim", 0) % len(tensors[0].shape)
+    letters, dim = letters_of(tensors[0]), arguments.get("dim", 0) % len(tensors[0].shape)
     parts = [f"p{i}" for i in range(len(tensors))]
     rows = [" ".join([*letters[:dim], p, *letters[dim + 1:]]) for p in (*parts, "|".join(parts))]
     return parse(f"{', '.join(rows[:-1])} -> {rows[-1]}", linear="+".join(NAMES[: len(tensors)]))
@@ -444,7 +496,7 @@ def cat(arguments: Mapping[str, Any]) -> Rule:
 def ranges(arguments: Mapping[str, Any]) -> Rule:
     """A dim of which a range is taken, or that is padded, stays whole."""
     before, after = arguments["input"].shape, arguments["outputs"][0].shape
-    letters = _letters(arguments["input"])
+    letters = letters_of(arguments["input"])
     if "index" in arguments:
         gone = arguments["dim"] % len(before)
         return parse(" ".join(f"{a}!" if i == gone else a for i, a in enumerate(letters)) + " -> " + " ".join(a for i, a in enumerate(letters) if i != gone), linear="x")
@@ -456,11 +508,11 @@ def ranges(arguments: Mapping[str, Any]) -> Rule:
     return parse(" ".join(left) + " -> " + " ".join(right), linear=linear)
 
 
-def _letters(tensor: Any) -> list[str]:
+def letters_of(tensor: Any) -> list[str]:
     return [f"a{i}" for i in range(len(tensor.shape))]
 
 
-def _same_dims(letters: list[str], whole: set[int], linear: str = "") -> Rule:
+def same_dims(letters: list[str], whole: set[int], linear: str = "") -> Rule:
     text = " ".join(f"{a}!" if i in whole else a for i, a in enumerate(letters))
     return parse(f"{text} -> {text}", linear=linear)
 
@@ -497,7 +549,7 @@ def arange(arguments: Mapping[str, Any]) -> Rule:
     return parse("nothing -> a*")
 
 
-@rule_for("rand", "randn", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")
+@rule_for("rand", "randn", "randint", "normal_filled", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")
 def filled(arguments: Mapping[str, Any]) -> Rule:
     """The same number everywhere, or draws that depend on positions alone: each device makes its own part."""
     made = " ".join(f"a{i}*" for i in range(len(arguments["size"])))
@@ -509,35 +561,36 @@ def filled(arguments: Mapping[str, Any]) -> Rule:
 def stack(arguments: Mapping[str, Any]) -> Rule:
     """A new dim, which stays whole."""
     tensors = arguments["tensors"]
-    letters, rank = _letters(tensors[0]), len(tensors[0].shape) + 1
+    letters, rank = letters_of(tensors[0]), len(tensors[0].shape) + 1
     dim = arguments.get("dim", 0) % rank
     return parse(f"{', '.join([' '.join(letters)] * len(tensors))} -> {' '.join([*letters[:dim], 'new!', *letters[dim:]])}", linear="+".join(NAMES[: len(tensors)]))
 
 
 @rule_for("unbind")
 def unbind(arguments: Mapping[str, Any]) -> Rule:
-    letters, dim = _letters(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
+    letters, dim = letters_of(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
     row = " ".join(a for i, a in enumerate(letters) if i != dim)
     return parse(f"{' '.join(f'{a}!' if i == dim else a for i, a in enumerate(letters))} -> {', '.join([row] * len(arguments['outputs']))}", linear="x")
 
 
-@rule_for("repeat", "repeat_interleave")
+@rule_for("repeat", "repeat_interleave", "tile")
 def repeat(arguments: Mapping[str, Any]) -> Rule | None:
     """A dim that is repeated stays whole."""
     before, after = arguments["input"].shape, arguments["outputs"][0].shape
-    if not isinstance(arguments["repeats"], (int, tuple, list)) or (isinstance(arguments["repeats"], int) and arguments.get("dim") is None):
+    repeats = arguments.get("repeats", arguments.get("dims"))
+    if not isinstance(repeats, (int, tuple, list)) or (arguments["op"] == "repeat_interleave" and arguments.get("dim") is None):
         return None
     extra = len(after) - len(before)
     letters = [f"a{extra + i}" if n == after[extra + i] else f"a{extra + i}_in!" for i, n in enumerate(before)]
     right = [letters[i - extra] if i >= extra and not letters[i - extra].endswith("!") else f"a{i}_out!" for i in range(len(after))]
-    operands = " ".join(letters) + (", " if isinstance(arguments["repeats"], int) else "")
+    operands = " ".join(letters) + (", " if isinstance(repeats, int) else "")
     return parse(f"{operands} -> {' '.join(right)}", linear="x")
 
 
 @rule_for("diagonal", "diagonal_scatter")
 def diagonal(arguments: Mapping[str, Any]) -> Rule:
     """The two dims of the diagonal stay whole, whether it is taken out or put there."""
-    letters, rank = _letters(arguments["input"]), len(arguments["input"].shape)
+    letters, rank = letters_of(arguments["input"]), len(arguments["input"].shape)
     gone = {arguments.get("dim1", 0) % rank, arguments.get("dim2", 1) % rank}
     row = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
     taken = f"{' '.join(a for i, a in enumerate(letters) if i not in gone)} diagonal!"
@@ -547,16 +600,18 @@ def diagonal(arguments: Mapping[str, Any]) -> Rule:
 @rule_for("slice_scatter", "select_scatter")
 def put(arguments: Mapping[str, Any]) -> Rule:
     """The dim along which something is put stays whole."""
-    letters, dim = _letters(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
+    letters, dim = letters_of(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
     row = [f"{a}!" if i == dim else a for i, a in enumerate(letters)]
     source = [a for i, a in enumerate(letters) if i != dim] if "index" in arguments else ["put!" if i == dim else a for i, a in enumerate(letters)]
     return parse(f"{' '.join(row)}, {' '.join(source)} -> {' '.join(row)}", linear="x+y")
 
 
 @rule_for("gather")
-def gather(arguments: Mapping[str, Any]) -> Rule:
+def gather(arguments: Mapping[str, Any]) -> Rule | None:
     """What is looked along stays whole; where it is looked up may be cut."""
     given, index = arguments["input"].shape, arguments["index"].shape
+    if not given or len(given) != len(index):
+        return None
     dim = arguments["dim"] % len(given)
     rows: tuple[list[str], list[str]] = ([], [])
     for i, (a, b) in enumerate(zip(given, index, strict=True)):
@@ -566,16 +621,21 @@ def gather(arguments: Mapping[str, Any]) -> Rule:
 
 
 @rule_for("index_select")
-def index_select(arguments: Mapping[str, Any]) -> Rule:
-    letters, dim = _letters(arguments["input"]), arguments["dim"] % len(arguments["input"].shape)
+def index_select(arguments: Mapping[str, Any]) -> Rule | None:
+    letters = letters_of(arguments["input"])
+    if not letters:
+        return None
+    dim = arguments["dim"] % len(letters)
     left = " ".join("in!" if i == dim else a for i, a in enumerate(letters))
     return parse(f"{left}, out -> {' '.join('out' if i == dim else a for i, a in enumerate(letters))}", linear="x")
 
 
 @rule_for("scatter", "scatter_add")
-def scatter(arguments: Mapping[str, Any]) -> Rule:
+def scatter(arguments: Mapping[str, Any]) -> Rule | None:
     """Other dims are cut where all agree in size."""
     given, index, source = arguments["input"].shape, arguments["index"].shape, getattr(arguments["src"], "shape", None)
+    if not given or len(given) != len(index) or (source is not None and len(source) != len(given)):
+        return None
     dim = arguments["dim"] % len(given)
     agree = [i != dim and a == b and (source is None or source[i] == b) for i, (a, b) in enumerate(zip(given, index, strict=True))]
     added = arguments["op"] == "scatter_add" and source is not None and source[dim] == index[dim]     # parts of what is added may be added apart
@@ -588,13 +648,22 @@ def one_hot(arguments: Mapping[str, Any]) -> Rule:
     return parse("... -> ... classes!")
 
 
+@rule_for("ctc_loss")
+def ctc_loss(arguments: Mapping[str, Any]) -> Rule:
+    """Each sequence by itself, where each has a row of targets; targets that stand end to end stay whole."""
+    if len(arguments["targets"].shape) == 1:
+        return parse("t! n! c!, s!, n!, n! -> n!", linear="")
+    return parse("t! n c!, n s!, n, n -> n", linear="")
+
+
 @rule_for("nll_loss")
 def nll_loss(arguments: Mapping[str, Any]) -> Rule | None:
-    """A sum over rows of log-probabilities looked up by class."""
-    if arguments.get("reduction", "mean") != "sum" or len(arguments["input"].shape) < 2:
+    """A sum over rows of log-probabilities looked up by class; without its reduction each row is by itself."""
+    reduction = arguments.get("reduction", "mean")
+    if reduction == "mean" or len(arguments["input"].shape) < 2 or any(arguments.get(k) is not None for k in ("size_average", "reduce")):
         return None
     rest = " ".join(f"a{i}" for i in range(len(arguments["input"].shape) - 2))
-    return parse(f"n c! {rest}, n {rest}, c! -> ", linear="x")
+    return parse(f"n c! {rest}, n {rest}, c! -> {'' if reduction == 'sum' else f'n {rest}'}", linear="x")
 
 
 @rule_for("index")
@@ -624,7 +693,9 @@ def setitem(arguments: Mapping[str, Any]) -> Rule | None:
 
 def _stepped(tensor: Any, index: Any) -> list[list[str]] | None:
     """Of x[:, 1::2, 3, None] without a tensor: the dims of x, nothing for each entry of the index, and the dims that are left."""
-    entries = list(index) if isinstance(index, (tuple, list)) else [index]
+    if isinstance(index, list):                                # places to pick, not a place in each dim
+        return None
+    entries = list(index) if isinstance(index, tuple) else [index]
     if any(hasattr(e, "dtype") or isinstance(e, (bool, list, tuple)) for e in entries):
         return None
     missing = [slice(None)] * (len(tensor.shape) - sum(e is not None and e is not ... for e in entries))
@@ -641,18 +712,45 @@ def _stepped(tensor: Any, index: Any) -> list[list[str]] | None:
 
 
 def _looked_into(tensor: Any, index: Any, mark: str) -> tuple[list[str], str, list[str], str] | None:
-    """Of x[:, i, ...] with one tensor among whole dims: the dims of x, the operands of the index, the dims of x[:, i, ...], and the dtype of i."""
-    said = list(index) if isinstance(index, (tuple, list)) else [index]
-    entries, tensors = list(said), [e for e in said if hasattr(e, "dtype")]
-    if len(tensors) != 1 or any(not (hasattr(e, "dtype") or e is ... or (isinstance(e, slice) and e == slice(None))) for e in entries):
+    """Of x[:, i, j, ...] with tensors among ranges: the dims of x, the operands of the index, the dims of x[:, i, j, ...], and the dtype of i.
+
+    Tensors are broadcast together; their dims stand where they do when they are neighbours, and in front when they are not. A number beside them is one of them. A mask stands alone, for all of its dims.
+    """
+    if isinstance(index, list) and not any(hasattr(e, "dtype") for e in index):
         return None
-    taken = len(tensors[0].shape) if tensors[0].dtype == "bool" else 1       # a mask stands for all of its dims
-    if ... in [e for e in entries if not hasattr(e, "dtype")]:
-        at = next(i for i, e in enumerate(entries) if e is ...)
-        entries[at : at + 1] = [slice(None)] * (len(tensor.shape) - len(entries) + 2 - taken)
-    at = next(i for i, e in enumerate(entries) if hasattr(e, "dtype"))
-    places = [f"i{k}{mark}" for k in range(len(tensors[0].shape))]
-    left = [f"in{i}!" if at <= i < at + taken else f"a{i}" for i in range(len(tensor.shape))]
-    looked = ["found!"] if tensors[0].dtype == "bool" else places
-    operands = ", ".join(" ".join([f"in{at + k}!" for k in range(taken)] if e.dtype == "bool" else places) if hasattr(e, "dtype") else "" for e in said)   # what is no tensor is a number
-    return left, operands, [*left[:at], *looked, *left[at + taken:]], tensors[0].dtype
+    said = list(index) if isinstance(index, (tuple, list)) else [index]
+    tensors = [e for e in said if hasattr(e, "dtype")]
+    if any(isinstance(e, (bool, list, tuple)) for e in said) or not tensors:
+        return None
+    masks = [e for e in tensors if e.dtype == "bool"]
+    if masks and (len(tensors) > 1 or any(isinstance(e, int) for e in said)):
+        return None
+    taken = sum(len(e.shape) if hasattr(e, "dtype") and e.dtype == "bool" else e is not None and e is not ... for e in said)
+    entries = list(said)
+    rest = [slice(None)] * (len(tensor.shape) - taken)
+    at = next((i for i, e in enumerate(entries) if e is ...), len(entries))
+    entries[at : at + (at < len(entries))] = rest
+    depth = max(len(e.shape) for e in tensors)
+    places = ["found!"] if masks else [f"i{k}{mark}" for k in range(depth)]
+    left, out, here, dim = list[str](), list[str](), list[int](), 0
+    for e in entries:
+        if e is None:
+            out.append(f"new{len(out)}!")
+        elif isinstance(e, slice):
+            left.append(f"a{dim}" if e == slice(None) else f"in{dim}!")
+            out.append(f"a{dim}" if e == slice(None) else f"out{dim}!")
+            dim += 1
+        else:
+            here.append(len(out))
+            width = len(e.shape) if hasattr(e, "dtype") and e.dtype == "bool" else 1
+            left += [f"in{dim + k}!" for k in range(width)]
+            dim += width
+    advanced = [k for k, e in enumerate(entries) if not (e is None or isinstance(e, slice))]
+    together = advanced == list(range(advanced[0], advanced[-1] + 1))
+    out[here[0] if together else 0 : here[0] if together else 0] = places
+    if masks:
+        first = next(i for i, a in enumerate(left) if a.startswith("in"))
+        rows = [" ".join(left[first : first + len(masks[0].shape)]) if hasattr(e, "dtype") else "" for e in said]
+    else:
+        rows = [" ".join(places[depth - len(e.shape):]) if hasattr(e, "dtype") else "" for e in said]
+    return left, ", ".join(rows), out, tensors[0].dtype

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ def works(ops: str, forward: str = "0", backward: str = "0") -> None:
 
 
 keeps("add sub rsub neg view transpose permute t expand narrow select split cat stack unbind identity detach to sum contiguous slice_scatter select_scatter diagonal "
-      "repeat roll flip pad floor ceil round trunc sign eq ne lt le gt ge isfinite isnan bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not arange full zeros ones tensor "
+      "repeat tile roll flip pad floor ceil round trunc sign eq ne lt le gt ge isfinite isnan bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not arange full zeros ones tensor "
       "zeros_like ones_like full_like empty_like new_zeros new_ones new_full cumsum tril triu copy argmax argmin any all one_hot rand randn")
 keeps("linear", "input weight")
 keeps("matmul", "input other")
@@ -136,6 +136,29 @@ def work_of(node: fx.Node) -> tuple[int, int]:
     work = ("pairs*(11 + itemsize)", "2*pairs*itemsize") if opened else WORKS.get(name)      # bits beside the weights; two gradients of the weights
     forward, backward = (int(_bytes(formula)(**_quantities(node))) for formula in work) if work else (0, 0)
     return forward, backward
+
+
+def _part_of_causal_attention(node: fx.Node, held: Sequence[tuple[int, ...]], kind: str) -> tuple[int, int]:
+    """Two calls (runtime/attention.py), on the keys before the part and on its own. Forward weighs their outputs, in the dtype of accumulation. In backward each call gives a gradient of the
+    queries; nothing has been scattered yet of the gradients of keys and values, which the table has beside what is scattered of them. A GPU has no fused kernel for float64: the scores of the
+    larger call are there, twice in forward and three times in backward."""
+    from autopar.tracer.graph import info, type_of
+
+    query, key, value = held[:3]
+    whole = type_of(node.kwargs["query"])                      # type: ignore[arg-type]
+    share = query[-2] / whole.shape[-2]
+    if share == 1 or not node.kwargs.get("is_causal") or info(node).random >= 0:
+        return 0, 0
+    rows, width, itemsize = math.prod(query[:-1]), value[-1], whole.itemsize
+    accumulate = max(4, itemsize)
+    forward = rows * ((3 * width + 3) * accumulate - width * itemsize)
+    backward = itemsize * (math.prod(query) - share * (math.prod(key) + math.prod(value)))
+    opened = itemsize * rows * max(key[-2] - query[-2], query[-2]) if (kind, whole.dtype) == ("cuda", "float64") else 0
+    return forward + 2 * opened, max(0, int(backward)) + 3 * opened
+
+
+PART_WORKS: dict[str, Callable[[fx.Node, Sequence[tuple[int, ...]], str], tuple[int, int]]] = {"scaled_dot_product_attention": _part_of_causal_attention}
+"""Of ops whose local form makes more for the while than the op does: bytes in forward and in backward on the device that makes most, where it holds so much of each operand; by kind of device."""
 
 
 def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:

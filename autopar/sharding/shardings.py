@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,11 +16,11 @@ from autopar.sharding.cluster import Cluster, Timed
 from autopar.sharding.constraints import HABITS, Constraints, Pin, Pins
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.costs import FREE, PRODUCTS, measured_seconds, named, optimizer_figures, seconds, step_seconds
-from autopar.sharding.discovery import discovered
+from autopar.sharding.discovery import suspected
 from autopar.sharding.memory import memory_of
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
-from autopar.sharding.overlap import BUCKET, Cut, casts_of_parameters, floating, windows_of
+from autopar.sharding.overlap import BUCKET, Cut, casts_of_parameters, floating, reduced_in, reduces, windows_of
 from autopar.sharding.overlap import cut as cut_windows
 from autopar.sharding.placement import R, Sharding, flow, largest_local_shape, part
 from autopar.sharding.rules import rule_of
@@ -42,6 +43,24 @@ def shardings(graph: Graph, mesh: DeviceMesh, cluster: Cluster, constraints: Map
     Gradients of parameters are reduced in the dtype `reduce` alone, where it is said; windows read at least `window_bytes` of parameters. Raises `Outdone` where the ops alone take as long as a plan that is `known`.
     """
     return _Builder(graph, mesh, cluster, Constraints(constraints, mesh, preset, habits), optimizer, strict, regather, accumulation, reduce, window_bytes).build(known)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """A value that one site gives and another takes: an edge before anything is said of how it travels."""
+
+    source: str                                                # the names of both sites,
+    port: int                                                  # as which output it leaves,
+    target: str
+    operand: int                                               # and as which operand it arrives
+    type: TensorType
+    may_reduce: bool                                           # may its gradient be reduced on this way? That of a parameter is in one dtype alone
+
+
+def sites_and_links(graph: Graph, mesh: DeviceMesh, accumulation: int = 1, reduce: str = "") -> tuple[tuple[Site, ...], tuple[Link, ...]]:
+    """The space of `graph` on `mesh` without what conversions cost: every site with its legal choices, and every value between two sites. What a plan says is legal is checked against it."""
+    builder = _Builder(graph, mesh, Cluster.of(None), Constraints(None, mesh), 0.0, False, True, accumulation, reduce, BUCKET)
+    return builder.sites_and_links()
 
 
 # Factors along which the local form of an op counts positions from where its part begins: their parts are one range.
@@ -73,6 +92,7 @@ class _Builder:
         from autopar.tracer.blocks import calls
 
         self.casts = casts_of_parameters(graph)
+        self.reduced_in = reduced_in(self.casts, reduce)
         self.kinds = calls(graph)                              # of each op's node; what is said of one call is said of all of its kind
         self.copied = _copies(graph) if cluster.timed else frozenset()         # views of what lies in another order
         self._crossed: dict[Any, tuple[Choice, ...]] = {}
@@ -87,12 +107,7 @@ class _Builder:
         self._edges: dict[Any, Edge] = {}
 
     def build(self, known: float) -> Space:
-        drafts: dict[Any, _Draft] = {}
-        self._bind_all()
-        self._spread_blocks()
-        for node in self.graph.nodes:
-            for key, draft in self._draft(node):
-                drafts[key] = draft
+        drafts = self._drafts()
         self._pin(drafts)
         for draft in drafts.values():
             if draft.keep is not None:
@@ -116,13 +131,30 @@ class _Builder:
         windows = windows_of(made, [sites[index[n]].name for n in ops], [index[n] for n in ops], sites, edges, floats, self.accumulation, self.cluster.hidden)
         return Space(self.mesh, self.cluster, sites, tuple(edges), self.conversions, self.graph.digest, self.optimizer, memory, windows, self.accumulation, self.window_bytes)
 
+    def sites_and_links(self) -> tuple[tuple[Site, ...], tuple[Link, ...]]:
+        drafts, links = self._drafts(), []
+        for draft in drafts.values():
+            for i, value in enumerate(draft.sources):
+                source, port = source_of(value)
+                type_ = draft.operands[i]
+                may_reduce = value not in self.handed_on or value in self.reduced_in or self.reduce in ("", type_.dtype)
+                links.append(Link(drafts[source].site.name, port, draft.site.name, i, type_, may_reduce))
+        return tuple(d.site for d in drafts.values()), tuple(links)
+
+    def _drafts(self) -> dict[Any, _Draft]:
+        """Every site with its legal choices, before anything is pinned."""
+        self._bind_all()
+        self._spread_blocks()
+        return {key: draft for node in self.graph.nodes for key, draft in self._draft(node)}
+
     def _edges_of(self, drafts: Mapping[Any, _Draft], index: Mapping[Any, int], made: Cut) -> tuple[list[Edge], list[tuple[fx.Node, fx.Node]]]:
         """Of every operand its edge; and which value it carries, and who takes it."""
         edges, ends = [], []
         for key, draft in drafts.items():
             for i, value in enumerate(draft.sources):
                 source, port = source_of(value)
-                edges.append(self._edge(index[source], port, index[key], i, drafts[source].site, draft.site, draft.operands[i], value in self.handed_on, self.handed_on.get(value) in made.stays))
+                edges.append(self._edge(index[source], port, index[key], i, drafts[source].site, draft.site, draft.operands[i], value in self.handed_on, self.handed_on.get(value) in made.stays, self.reduced_in.get(value, 0),
+                                        value in self.handed_on and value not in self.casts and value is not self.handed_on[value]))
                 ends.append((value, key[0] if isinstance(key, tuple) else key))
         return edges, ends
 
@@ -183,7 +215,7 @@ class _Builder:
         if rule is None:
             if self.strict and present:
                 raise NoRule(f"autopar has no sharding rule for {op_name(node)}", at=about.source, seen=", ".join(f"{n.name}: {type_of(n)}" for n in present),
-                             advice=f'autopar.rule("{op_name(node)}", "... -> ...")')
+                             advice=f'autopar.rule("{op_name(node)}", LINE), whose LINE says which dims may be cut: docs/rules.md')
             return None
         shapes = tuple(None if n is None else type_of(n).shape if hasattr(n, "meta") else () for n in given)
         try:
@@ -312,7 +344,7 @@ class _Builder:
         if key not in self._sites:
             self._sites[key] = self._new_site(node, dict(blocks))
         like = self._sites[key]
-        site = Site(about.key, like.op, "op", like.choices, like.seconds, about.source, like.has_rule, compute=like.compute)
+        site = Site(about.key, like.op, "op", like.choices, like.seconds, about.source, like.has_rule, suspected=like.suspected, compute=like.compute)
         return _Draft(self._with_policies(site, type_of(node)) if node in self.casts else site, operands, tuple([type_of(n) for n in operands]))
 
     def _new_site(self, node: fx.Node, blocks: Mapping[str, Collection[tuple[int, ...]]]) -> Site:
@@ -322,15 +354,17 @@ class _Builder:
         given = node.target.operands(node.kwargs)              # type: ignore[union-attr]
         types = tuple(type_of(n) for n in self.tensors[node])
         wants, gives = [hasattr(n, "meta") and type_of(n).requires_grad for n in given], [t.requires_grad for t in about.outputs]
-        found = None if binding or not types or about.random >= 0 else discovered(node.target, typed(node.kwargs), types, about.outputs)
         if binding:
             per_axis, sizes = strategies_on_one_axis(binding, wants, gives, blocks), binding.sizes
-        else:
-            per_axis, sizes = found or (replicated(len(types), [t.requires_grad for t in types], gives), {})
+        else:                                                  # nobody has proven anything of it: every device computes the whole
+            per_axis, sizes = replicated(len(types), [t.requires_grad for t in types], gives), {}
         choices = self._cross(per_axis, sizes)
         compute = self._compute_seconds(op_name(node), binding, sizes, choices, types, about.outputs, node)
         whole = (compute[0] + compute[1] + self._inside_seconds(binding, choices, about.outputs)) * self.accumulation if compute else np.zeros(len(choices))
-        return Site(about.key, op_name(node), "op", choices, whole, about.source, binding is not None or found is not None or not types, compute=compute)
+        has_rule = binding is not None or not types
+        is_opaque = not has_rule and about.random < 0 and op_name(node).startswith(("ops.", "function "))       # nobody's but the user's
+        line = suspected(node.target, typed(node.kwargs), types, about.outputs) if is_opaque else ""
+        return Site(about.key, op_name(node), "op", choices, whole, about.source, has_rule, suspected=line, compute=compute)
 
     def _compute_seconds(self, op: str, binding: Binding | None, sizes: Mapping[str, int], choices: Sequence[Choice], operands: Sequence[TensorType], outputs: Sequence[TensorType],
                          node: fx.Node) -> tuple[np.ndarray, ...]:
@@ -377,9 +411,10 @@ class _Builder:
             run = curve("add", moved / 12)
             return run, run if trained else nothing
         forward, back = measured_seconds(found.forward, amounts), measured_seconds(found.backward, amounts)
-        if op in COUNTED and times(f"{op} cut"):
+        as_cut = op if name == f"{op} causal" else f"{op} cut"     # the last part of causal attention sees nearly all keys: it takes as long as without a mask
+        if op in COUNTED and times(as_cut):
             is_cut = np.array([any(s.cut and any(re.fullmatch(COUNTED[op], f) for f in s.cut.factors) for s in c.strategies) for c in choices])
-            forward, back = np.where(is_cut, curve(f"{op} cut", amounts), forward), np.where(is_cut, curve(f"{op} cut", amounts, True), back)
+            forward, back = np.where(is_cut, curve(as_cut, amounts), forward), np.where(is_cut, curve(as_cut, amounts, True), back)
         if op in PRODUCTS and op != "scaled_dot_product_attention":
             matrices = [t for t in trained if len(t.shape) > 1]
             return forward, len(matrices) * back + (len(trained) - len(matrices)) * curve("sum over rows", made)       # of a bias: a sum
@@ -407,35 +442,47 @@ class _Builder:
 
     # -- conversions
 
-    def _edge(self, source_index: int, port: int, target_index: int, operand: int, source: Site, target: Site, type_: TensorType, floats: bool, stays: bool) -> Edge:
-        key = (id(source.choices), port, id(target.choices), operand, type_, source.regathered, source.scattered, floats, stays)
+    def _edge(self, source_index: int, port: int, target_index: int, operand: int, source: Site, target: Site, type_: TensorType, floats: bool, stays: bool, reduced_in: int, handed_on: bool) -> Edge:
+        key = (id(source.choices), port, id(target.choices), operand, type_, source.regathered, source.scattered, floats, stays, reduced_in, handed_on)
         like = self._edges.get(key)
         if like is None:
-            like = self._edges[key] = self._new_edge(port, operand, source, target, type_, floats, stays)
-        return Edge(source_index, target_index, operand, like.given, like.taken, like.given_by, like.taken_by, like.seconds, like.shape, like.itemsize, like.has_gradient, like.back)
+            like = self._edges[key] = self._new_edge(port, operand, source, target, type_, floats, stays, reduced_in, handed_on)
+        return Edge(source_index, target_index, operand, like.given, like.taken, like.given_by, like.taken_by, like.seconds, like.shape, like.itemsize, like.has_gradient, like.back, like.reduced_in)
 
-    def _new_edge(self, port: int, operand: int, source: Site, target: Site, type_: TensorType, floats: bool, stays: bool) -> Edge:
+    def _new_edge(self, port: int, operand: int, source: Site, target: Site, type_: TensorType, floats: bool, stays: bool, reduced_in: int, handed_on: bool) -> Edge:
         given, given_by = self._end(source.choices, port, Choice.output, bool(source.regathered or source.scattered))
         taken, taken_by = self._end(target.choices, operand, Choice.operand)
-        key = (id(given), id(taken), type_, source.regathered, source.scattered, floats, stays)
+        key = (id(given), id(taken), type_, source.regathered, source.scattered, floats, stays, reduced_in, handed_on)
         if key not in self._tables:
             forward = self.conversions.table(type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken])
             if not floats:
                 forward = np.where(self._against_habit(given, taken), np.inf, forward)
-            backward = np.zeros(forward.shape)
+            backward, cast = np.zeros(forward.shape), np.zeros(forward.shape)
             if type_.requires_grad:
-                backward = (self.reductions if floats else self.conversions).table(type_.shape, type_.itemsize, [gradients(f) for f in taken], [gradients(f) for f in given]).T
-                if floats and self.reduce not in ("", type_.dtype):
-                    backward = np.where(_reduces(taken, given).T, np.inf, backward)
+                back = functools.partial((self.reductions if floats else self.conversions).table, type_.shape, sources=[gradients(f) for f in taken], targets=[gradients(f) for f in given])
+                backward = back(type_.itemsize).T
+                if reduced_in:
+                    is_sum = reduces(taken, given).T
+                    backward = np.where(is_sum, back(reduced_in).T, backward)
+                    cast = np.where(is_sum, self._cast_seconds(type_, taken, reduced_in), 0.0)
+                elif floats and self.reduce not in ("", type_.dtype):
+                    backward = np.where(reduces(taken, given).T, np.inf, backward)
             batches, gathers, reductions = self.accumulation, np.ones(len(given)), np.ones(len(given))
             if source.regathered:                              # forward and backward of each micro-batch
                 gathers[np.array(source.regathered)] = batches if stays else 2 * batches
             if source.scattered:
                 reductions[np.array(source.scattered)] = batches
-            both = forward * gathers[:, None] + backward * reductions[:, None] if floats else (forward + backward) * batches
+            elif handed_on:                                    # whether it waits is not known here: what is reduced behind the parameter's own edge may be so in each
+                reductions[:] = batches
+            both = forward * gathers[:, None] + backward * reductions[:, None] + cast * batches if floats else (forward + backward) * batches
             self._tables[key] = both
             self._both_ways[id(both)] = np.where(np.isfinite(both), forward, 0.0), np.where(np.isfinite(both), backward, 0.0)
-        return Edge(0, 0, operand, given, taken, given_by, taken_by, self._tables[key], type_.shape, type_.itemsize, type_.requires_grad, self.reductions if floats else None)
+        return Edge(0, 0, operand, given, taken, given_by, taken_by, self._tables[key], type_.shape, type_.itemsize, type_.requires_grad, self.reductions if floats else None, reduced_in)
+
+    def _cast_seconds(self, type_: TensorType, taken: Sequence[Flows], itemsize: int) -> np.ndarray:
+        """Seconds of casting a gradient as it comes to the dtype in which it is reduced; in line, as it is no communication."""
+        elements = np.array([math.prod(largest_local_shape(type_.shape, gradients(f), self.mesh)) for f in taken], float)
+        return elements * (type_.itemsize + itemsize) / self.cluster.device.memory_bytes_per_s
 
     def _against_habit(self, given: Sequence[Flows], taken: Sequence[Flows]) -> np.ndarray:
         """Where a value would move as no expert of the preset moves it, though it could move as they do."""
@@ -488,15 +535,17 @@ class _Builder:
                 continue
             about = info(key)
             names = about.names or (site.name,) if site.kind != "op" else tuple(paths.get(key, ()))
-            pins = self.constraints.of(*names, is_parameter=site.kind == "parameter") if names else None
+            pins = self.constraints.of(*names, is_parameter=site.kind == "parameter", is_module=site.kind == "op") if names else None
             if not pins:
                 continue
             uses = takers.get(key, [])
             if site.kind == "parameter":
                 self._admit(draft, None, pins.storage)
                 self._follow(draft, pins)
-                for d, _ in uses:
-                    self._follow(d, pins)
+                for taker, i in uses:
+                    self._follow(taker, pins)
+                    if (pins.gather == "regathered" or pins.reduce == "each") and taker.site.op == "to":      # policies are of what is cut: what moves is the cast
+                        self._admit(taker, i, pins.storage)
                 uses = self._uses(drafts, takers, uses)
             for taker, i in uses:
                 if taker.site.kind not in ("output", "update"):                # outputs have a word of their own
@@ -572,12 +621,6 @@ def _counts(node: fx.Node, factor: str) -> bool:
     from autopar.tracer.graph import info
 
     return info(node).random >= 0 or re.fullmatch(COUNTED.get(node.target.name, "$."), factor) is not None   # type: ignore[union-attr]
-
-
-def _reduces(taken: Sequence[Flows], given: Sequence[Flows]) -> np.ndarray:
-    """Is a gradient that comes back so a sum that is reduced to what goes on so?"""
-    partial = [np.array([[flow.gradient.is_partial for flow in flows] for flows in side]) for side in (taken, given)]
-    return (partial[0][:, None] & ~partial[1][None]).any(-1)
 
 
 def _torch_can_state(sharding: Sharding) -> bool:

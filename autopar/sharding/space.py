@@ -35,6 +35,7 @@ class Site:
     bytes: int = 0                                             # of a parameter, whole
     regathered: tuple[bool, ...] = ()                          # by choice of a parameter: is the gathered copy made again in backward
     scattered: tuple[bool, ...] = ()                           # and is its gradient reduced in each of several micro-batches, not once at their end
+    suspected: str = ""                                        # of an op without a rule: a line under which it ran right when it was tried
     compute: tuple[np.ndarray, ...] = ()                       # of an op: the parts of its seconds that are compute, forward and backward
 
 
@@ -52,6 +53,7 @@ class Edge:
     itemsize: int
     has_gradient: bool
     back: ShapeConsistencyManager | None = None                # by which its gradient is converted, where that is not the space's: reductions of parameters travel in buckets
+    reduced_in: int = 0                                        # bytes of an element of its gradient while it is reduced, where they are not its own
 
 
 class Outdone(Exception):

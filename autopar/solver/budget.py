@@ -25,8 +25,11 @@ from autopar.solver.eliminate import Factor, Problem, regions_of
 ROUNDS = 16                                                    # of prices, at least; the search counts rounds, never seconds
 _MOST_ROUNDS, _WORK = 64, 1 << 21                              # more of them where tables are small: so many entries in all
 _SAME, _MET = 1e-12, 1e-9
+_NEAR = 1e-3                                                   # of a smallest peak and its bound: no more is looked for
+_ABSURD, _ASKED = 2, 3                                         # times the seconds of the slowest plan: a bound that no plan will have; and how often it is looked whether there is any
 _WORTH, _LITTLE = 1e-6, 0.03                                   # of a bound, and of a gap: what is not worth a round
 _TINY, _ROUNDING = 1e-30, 1e-12
+_PIVOTS = 10_000                                               # of a linear program of prices, which has a row a plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +71,7 @@ class Outcome:
     bound: float
     points: list[Point]
     prices: Prices                                             # those of the bound
+    hopeless: bool = False                                     # it is proven that no plan is within the budget
 
 
 @dataclass
@@ -80,6 +84,7 @@ class Budgeted:
     def __post_init__(self) -> None:
         self.memory = self.space.memory
         self._alike: dict[bytes, np.ndarray] = {}
+        self._smallest: tuple[Point, float] | None = None
         self.regions = regions_of(self.space)
         kinds: dict[Any, int] = {}
         self.kind_of = [kinds.setdefault((w.times, *((id(t)) for _, t in (*w.communication, *w.compute))), len(kinds)) for w in self.space.windows]     # windows whose tables are the same
@@ -147,7 +152,7 @@ class Budgeted:
         """Prices are raised until plan and bound meet within the gap, or no price raises the bound; `until` a time, once there is a plan."""
         points, times = [self.point(p) for p in incumbents], list[int]()
         at = Prices({}, (0.0,) * self.kinds)
-        centre, bound, tried = at, -math.inf, set[Any]()
+        centre, bound, tried, asked = at, -math.inf, set[Any](), 0
         for _ in range(self.rounds):
             point, least = self.at(at.of_bytes, exposed=at.exposed)
             tried.add(at.rounded)
@@ -159,6 +164,10 @@ class Budgeted:
                 break
             if best is not None and time.monotonic() > until:
                 break
+            if best is None and worth > _ABSURD * max((p.seconds for p in points), default=math.inf) and asked < _ASKED:
+                asked += 1
+                if self.none_within(budget, at.of_bytes):
+                    return Outcome(None, bound, points, centre, hopeless=True)
             times = sorted({*times, *(t for t in self._peaks(point) if point.held[t] > budget)})
             ahead, most = _prices(points, times, budget, self.kinds)
             left = 0.0 if best is None else _LITTLE * (best.seconds - bound)
@@ -171,8 +180,19 @@ class Budgeted:
                 break
         return Outcome(best, bound, points, centre)
 
+    def none_within(self, budget: float, prices: Mapping[int, float]) -> bool:
+        """Do these prices prove that no plan is within a budget: is a mixture of the times' bytes over it, whatever is chosen?"""
+        whole = sum(prices.values())
+        weights = {t: p / whole for t, p in prices.items() if p > 0}
+        return self.at(weights, 0.0)[1] > budget * (1 + _MET)
+
     def smallest(self) -> tuple[Point, float]:
-        """The plan of the lowest peak that was found, and what no plan's peak goes under."""
+        """The plan of the lowest peak that was found, and what no plan's peak goes under; looked for once."""
+        if self._smallest is None:
+            self._smallest = self._search_smallest()
+        return self._smallest
+
+    def _search_smallest(self) -> tuple[Point, float]:
         first, _ = self.at({})
         points, times, bound = [first], self._peaks(first), 0.0
         weights, done = dict.fromkeys(times, 1.0 / len(times)), list[dict[int, float]]()
@@ -190,7 +210,7 @@ class Budgeted:
         points = [p for p in points if math.isfinite(p.seconds)] or [first]
         best = min(points, key=lambda p: (p.peak, p.seconds))
         for share in (0.3, 0.5, 0.7):                          # plans met on the way to budgets between the two
-            if best.peak <= bound * (1 + _MET):
+            if best.peak <= bound * (1 + _NEAR):
                 break
             found = self.fastest(bound + (best.peak - bound) * share, 0.02).points
             best = min([best, *found], key=lambda p: (p.peak, p.seconds))
@@ -203,6 +223,10 @@ class Budgeted:
         n = len(self.memory.ops)
         edges = [0, n, n + n // 2, 2 * n, 2 * n + 1]
         return [low + int(point.held[low:high].argmax()) for low, high in itertools.pairwise(edges) if high > low]
+
+
+def _backend() -> Any:
+    return pulp.PULP_CBC_CMD(msg=False, threads=1, options=[f"maxIterations {_PIVOTS}"])
 
 
 def _prices(points: Sequence[Point], times: Sequence[int], budget: float, kinds: int) -> tuple[Prices, float]:
@@ -219,7 +243,8 @@ def _prices(points: Sequence[Point], times: Sequence[int], budget: float, kinds:
     for p in points:
         rows = [(v, float((p.held[t] - budget) / budget)) for t, v in price.items()] + [(v, o / most) for v, o in zip(share, p.over, strict=True)]
         program.addConstraint(theta - pulp.LpAffineExpression(rows) <= p.in_line / most)
-    program.solve(pulp.PULP_CBC_CMD(msg=False, threads=1))
+    if program.solve(_backend()) != pulp.LpStatusOptimal:      # stopped: there are no better prices then
+        return Prices({}, (0.0,) * kinds), -math.inf
     found = Prices({t: max(0.0, float(v.value() or 0.0)) / unit for t, v in price.items()}, tuple(min(1.0, max(0.0, float(v.value() or 0.0))) for v in share))
     return found, float(theta.value() or 0.0) * most
 
@@ -234,5 +259,6 @@ def _weights(points: Sequence[Point], times: Sequence[int]) -> tuple[dict[int, f
     program.addConstraint(pulp.lpSum(weight.values()) == 1)
     for p in points:
         program.addConstraint(theta - pulp.lpSum(v * float(p.held[t] / unit) for t, v in weight.items()) <= 0)
-    program.solve(pulp.PULP_CBC_CMD(msg=False, threads=1))
+    if program.solve(_backend()) != pulp.LpStatusOptimal:
+        return dict.fromkeys(times, 1.0 / len(times)), math.inf
     return {t: max(0.0, float(v.value() or 0.0)) for t, v in weight.items()}, float(theta.value() or 0.0) * unit

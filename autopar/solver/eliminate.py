@@ -24,6 +24,8 @@ import numpy as np
 from autopar.sharding.space import Space
 
 WIDEST = 1 << 19                                               # entries of a table
+_RIVALS, _NOWHERE = 12, 1e300                                  # kinds that others are compared with; and what stands for infinity there
+_OPEN, _SWEEPS = 1e-3, 4                                       # of a cost: a gap that is worth a descent; and how often it goes through the variables that were split
 _CHEAP = 1 << 16                                               # tables up to this size are all as good: what has been through least goes first
 
 
@@ -66,35 +68,69 @@ class Problem:
 
     def minimise(self, widest: int = WIDEST, tries: int = 8, gap: float = 0.0) -> Found:
         """The best choices; where variables had to be split, the best of a few ways to make their copies agree."""
+        try:
+            return self._minimised(widest, tries, gap)
+        finally:
+            self.memo.clear()                                  # its runs know it, and it them: what nothing would free while the collector rests
+
+    def _minimised(self, widest: int, tries: int, gap: float) -> Found:
         first = _Run(self, {}, widest)
         if not math.isfinite(first.bound) or not first.copies:
             return Found(first.picked, self.value(first.picked) if math.isfinite(first.bound) else math.inf, first.bound)
-        fixed = {v: int(np.argmin(np.sum([first.marginals[c] for c in copies], axis=0))) for v, copies in first.copies.items()}
+        fixed = _agreed(first)
         best: tuple[float, list[int]] = (math.inf, first.picked)
         options = itertools.chain([fixed], _neighbours(first, fixed))
         for chosen in itertools.islice(options, tries):
             run = _Run(self, chosen, widest)
-            cost = self.value(run.picked) if not run.copies else math.inf
-            best = min(best, (cost, run.picked), key=lambda b: b[0])
+            while run.copies:                                  # what is fixed changes the order of elimination, and with it what is too wide
+                chosen = {**chosen, **_agreed(run)}
+                run = _Run(self, chosen, widest)
+            best = min(best, (self.value(run.picked), run.picked), key=lambda b: b[0])
             if best[0] - first.bound <= gap * best[0]:
                 break
+        if tries > 1 and math.isfinite(best[0]) and best[0] - first.bound > max(gap, _OPEN) * best[0]:
+            best = self._descended(best, set(first.copies), first.bound, widest)
         return Found(best[1], best[0], first.bound, tuple(first.copies))
 
-    def by_choice(self, v: int, picked: Sequence[int], widest: int = WIDEST) -> np.ndarray:
-        """For each choice of one variable the least that everything costs with it. Where tables would be too wide, variables that many neighbour keep what is `picked`."""
-        order = [u for u in range(len(self.costs)) if u != v] + [v]
-        number = {u: i for i, u in enumerate(order)}
-        factors = [Factor(tuple(number[u] for u in f.scope), f.classes, f.table) for f in self.factors]
-        degree = Counter(u for f in factors for u in f.scope)
-        problem = Problem([self.costs[u] for u in order], factors, [[number[u] for u in region if u != v] for region in self.regions], self.memo)
-        fixed: dict[int, int] = {}
+    def _descended(self, best: tuple[float, list[int]], hubs: set[int], bound: float, widest: int) -> tuple[float, list[int]]:
+        """Better choices, from some: of each variable that was split in turn the best while the others that were keep theirs, as long as that helps."""
+        cost, picked = best
+        for _ in range(_SWEEPS):
+            before = cost
+            for hub in sorted(hubs):
+                least = self.by_choice(hub, picked, widest, hubs)
+                choice = int(np.argmin(least))
+                if least[choice] < cost - _OPEN * max(0.0, cost - bound):
+                    cost, picked = float(least[choice]), [*picked[:hub], choice, *picked[hub + 1:]]
+            if cost == before or cost - bound <= _OPEN * cost:
+                break
+        if cost == best[0]:
+            return best
+        run = _Run(self, {hub: picked[hub] for hub in sorted(hubs)}, widest)
+        return min(best, (self.value(run.picked), run.picked), key=lambda b: b[0])
+
+    def by_choice(self, v: int, picked: Sequence[int], widest: int = WIDEST, hubs: set[int] | None = None) -> np.ndarray:
+        """For each choice of one variable the least that everything costs with it. Where tables would be too wide, variables that many neighbour keep what is `picked`.
+
+        `hubs` are those of calls before, and are added to: what was too wide for one variable is for the next.
+        """
+        last = len(self.costs) - 1                             # a run keeps what comes last: the variable changes places with it, and all else stays as it is
+        swapped = {v: last, last: v}
+        costs = list(self.costs)
+        costs[v], costs[last] = costs[last], costs[v]
+        moved = {v, last}
+        factors = [f if moved.isdisjoint(f.scope) else Factor(tuple(swapped.get(u, u) for u in f.scope), f.classes, f.table) for f in self.factors]
+        regions = [region if moved.isdisjoint(region) else [swapped.get(u, u) for u in region if u != v] for region in self.regions]
+        problem = Problem(costs, factors, regions, self.memo)
+        hubs = set() if hubs is None else hubs
         while True:
             try:
-                run = _Run(problem, fixed, widest, kept=1)
-                return run.constant + run.costs[len(order) - 1]
+                run = _Run(problem, {swapped.get(u, u): picked[u] for u in sorted(hubs) if u != v}, widest, kept=1)
+                return run.constant + run.costs[last]
             except _TooWide as e:
-                hub = max((u for u in e.near if u < len(order) - 1), key=lambda u: (degree[u], -u))
-                fixed[hub] = picked[order[hub]]
+                degree = Counter(u for f in self.factors for u in f.scope)
+                near = [swapped.get(u, u) for u in e.near if u < last]
+                hubs.add(max((u for u in near if u not in hubs), key=lambda u: (degree[u], -u)))
 
 
 def regions_of(space: Space) -> list[list[int]]:
@@ -108,6 +144,11 @@ def regions_of(space: Space) -> list[list[int]]:
         if i not in leaves:
             found.setdefault(name, []).append(i)
     return [region for region in found.values() if len(region) > 1]
+
+
+def _agreed(run: _Run) -> dict[int, int]:
+    """Of each split variable the choice that costs its copies least together."""
+    return {v: int(np.argmin(np.sum([run.marginals[c] for c in copies], axis=0))) for v, copies in run.copies.items()}
 
 
 def _neighbours(run: _Run, fixed: Mapping[int, int]) -> Any:
@@ -434,9 +475,30 @@ def _minimised(v: int, cost: np.ndarray, factors: Sequence[Factor], scope: tuple
         for o in order:
             wide[scope.index(others[int(o)])] = shape[scope.index(others[int(o)])]
         terms.append(table.reshape(table.shape[0], *wide))
-    for k in range(kinds.shape[1]):
+    order_of = sorted(range(len(terms)), key=lambda i: math.prod(terms[i].shape[1:]))      # what is small is added up before it is spread
+    whole: np.ndarray = np.empty(shape)
+    for k in _undominated(least, terms, kinds) if kinds.shape[1] * result.size > _CHEAP else range(kinds.shape[1]):
         total: Any = least[k]
-        for term, row in zip(terms, kinds, strict=False):           # without factors there is one kind, and no term
-            total = total + term[row[k]]
+        for i in order_of[:-1]:
+            total = total + terms[i][kinds[i, k]]
+        if order_of:                                           # without factors there is one kind, and no term
+            total = np.add(total, terms[order_of[-1]][kinds[order_of[-1], k]], out=whole)
         np.minimum(result, total, out=result)
     return tuple(joint), result
+
+
+def _undominated(least: np.ndarray, terms: Sequence[np.ndarray], kinds: np.ndarray) -> list[int]:
+    """The kinds of a variable that some neighbours may want: not those that a kind which looks cheap beats, whatever the neighbours do."""
+    rows = [np.minimum(term.reshape(term.shape[0], -1), _NOWHERE) for term in terms]      # finite, so that what leads nowhere can be compared
+    rough = least + sum(r.mean(axis=1)[own] for r, own in zip(rows, kinds, strict=True))
+    left: np.ndarray = np.isfinite(least)
+    for rival in np.argsort(rough, kind="stable")[:_RIVALS]:
+        if not left[rival]:
+            continue
+        worst = least[rival] - least                           # by how much the rival can be dearer than each kind
+        for r, own in zip(rows, kinds, strict=True):
+            worst = worst + (r[own[rival]] - r).max(axis=1)[own]
+        beaten = worst <= 0
+        beaten[rival] = False
+        left &= ~beaten
+    return [int(k) for k in np.flatnonzero(left)]

@@ -16,6 +16,7 @@ belong to the choices at the other end (`fold_single_ends`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,17 @@ from autopar.letters import Infeasible, NotServed
 from autopar.sharding.space import Edge, Space
 
 _SCALE = 1e6                                                   # the program counts microseconds: CBC's tolerances are absolute
+_NODES, _PIVOTS = 2_000, 50_000                                # of one call of a backend: of its tree, and of each linear program in it
+_WHOLE = 0.9                                                   # a backend's tolerance is far from it
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a backend found: the picked choice of every site, if it came to any, what they cost, and whether its search ended or was stopped."""
+
+    picked: list[int] | None
+    value: float
+    ended: bool
 
 
 class Program:
@@ -65,17 +77,25 @@ class Program:
         sites, edges = self.space.memory.row(time)
         return max([1.0, *(float(held.max()) for held in (*sites.values(), *edges.values()))])
 
-    def solve(self) -> tuple[list[int], float]:
-        """The picked choice of every site, and the optimum."""
+    def solve(self) -> Answer:
+        """What the backend found; of a program that has no answer, a letter."""
         status = self.problem.solve(self.backend)
-        if pulp.LpStatus[status] != "Optimal":
+        if status in (pulp.LpStatusInfeasible, pulp.LpStatusUnbounded, pulp.LpStatusUndefined):
             raise infeasible(self.space, f"the solver says {pulp.LpStatus[status]}")
-        return [max(range(len(row)), key=lambda i, row=row: row[i].value() if row[i] is not None else -1.0) for row in self.x], float(pulp.value(self.problem.objective))     # type: ignore[misc]
+        picked = [max(range(len(row)), key=lambda i, row=row: _value(row[i])) for row in self.x]     # type: ignore[misc]
+        if any(_value(row[i]) < _WHOLE for row, i in zip(self.x, picked, strict=True)):     # stopped before it had whole choices
+            return Answer(None, float("inf"), False)
+        return Answer(picked, float(pulp.value(self.problem.objective)), self.problem.sol_status == pulp.LpSolutionOptimal)
 
     def pose(self, terms: Any) -> None:
         self.problem.setObjective(pulp.LpAffineExpression(terms))
         for row in self.rows:
             self.problem.addConstraint(row)
+
+
+def _value(variable: Any) -> float:
+    """The value of a variable; of one that there is not, less than any."""
+    return -1.0 if variable is None else float(variable.value() or 0.0)
 
 
 def _held(space: Space, picked: Sequence[int]) -> np.ndarray:
@@ -84,8 +104,8 @@ def _held(space: Space, picked: Sequence[int]) -> np.ndarray:
     return held
 
 
-def optimise(space: Space, backend: Any, budget: float | None = None, times: Sequence[int] = ()) -> tuple[list[int], float]:
-    """The picked choice of every site, and the proven bound in seconds. A time joins the memory rows where a plan holds more than the budget."""
+def optimise(space: Space, backend: Any, budget: float | None = None, times: Sequence[int] = ()) -> Answer:
+    """The choices of least seconds; where the search ended, the value is a proven bound too. A time joins the memory rows where a plan holds more than the budget."""
     program = Program(space, backend, fold=budget is None and not space.windows)
     program.hide()
     program.pose(program.terms)
@@ -94,25 +114,31 @@ def optimise(space: Space, backend: Any, budget: float | None = None, times: Seq
         for time in sorted({*times} - counted):
             program.within(time, budget or 0.0, max(budget or 0.0, program.unit(time)))
         counted |= set(times)
-        picked, optimum = program.solve()
-        if budget is None or (held := _held(space, picked)).max() <= budget:
-            return picked, optimum / _SCALE
+        answer = program.solve()
+        answer = replace(answer, value=answer.value / _SCALE)
+        if answer.picked is None or budget is None or (held := _held(space, answer.picked)).max() <= budget:
+            return answer
+        if not answer.ended:                                   # of fewer rows than there are, and not even the best
+            return Answer(None, float("inf"), False)
         if int(held.argmax()) in counted:                      # within the backend's tolerance of a budget that nothing fits
             raise infeasible(space, "the solver's own tolerance")
         times = [int(held.argmax())]
 
 
-def smallest(space: Space, backend: Any, unit: float) -> tuple[list[int], float]:
-    """The choices whose peak is least, and that peak."""
+def smallest(space: Space, backend: Any, unit: float) -> Answer:
+    """The choices whose peak is least; where the search ended, the value is what no peak goes under."""
     program = Program(space, backend, fold=False)
     peak = pulp.LpVariable("peak", lowBound=0)
     program.pose([(peak, 1)])
     counted: set[int] = set()
     while True:
-        picked, least = program.solve()
-        held = _held(space, picked)
-        if held.max() <= least * unit * (1 + 1e-9) or int(held.argmax()) in counted:
-            return picked, least * unit
+        answer = program.solve()
+        answer = replace(answer, value=answer.value * unit)
+        if answer.picked is None or not answer.ended:
+            return answer
+        held = _held(space, answer.picked)
+        if held.max() <= answer.value * (1 + 1e-9) or int(held.argmax()) in counted:
+            return answer
         counted.add(int(held.argmax()))
         program.within(int(held.argmax()), 0.0, unit, peak)
 
@@ -130,13 +156,17 @@ def _ends_agree(e: Edge, y: dict[Any, Any], x: list[list[Any]]) -> list[Any]:
     return rows
 
 
-def backend_of(name: str, gap: float = 0.0, nodes: int | None = None) -> Any:
-    """A backend that pulp knows by name; it stops at a gap, or after so many nodes: never after seconds."""
+def backend_of(name: str, gap: float = 0.0, nodes: int = _NODES, pivots: int = _PIVOTS) -> Any:
+    """A backend that pulp knows by name. It stops at a gap, or after work that it counts: nodes, and pivots of each linear program. Never after seconds: the same program has the same answer on any machine."""
     known = {"cbc": "PULP_CBC_CMD", "highs": "HiGHS"}
     wanted = known.get(name.lower(), name)
     if wanted not in pulp.listSolvers(onlyAvailable=True):
         raise NotServed(f"the solver {name!r} is not available", seen=", ".join(pulp.listSolvers(onlyAvailable=True)), advice='solver="cbc"')
-    limits: dict[str, dict[str, Any]] = {"PULP_CBC_CMD": {"threads": 1, "gapRel": gap, "maxNodes": nodes}, "HiGHS": {"gapRel": gap, **({} if nodes is None else {"mip_max_nodes": nodes})}}      # without a gap, what it calls optimal is the bound
+    # without a gap, what it calls optimal is the bound; without a number of pivots, a linear program of CBC's feasibility pump may walk in a circle of equal costs for ever
+    limits: dict[str, dict[str, Any]] = {
+        "PULP_CBC_CMD": {"threads": 1, "gapRel": gap, "maxNodes": nodes, "options": [f"maxIterations {pivots}"]},
+        "HiGHS": {"gapRel": gap, "mip_max_nodes": nodes, "simplex_iteration_limit": pivots},
+    }
     return pulp.getSolver(wanted, msg=False, **limits.get(wanted, {}))
 
 

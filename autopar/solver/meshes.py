@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from autopar.letters import BadConstraint, BadPreset, BadSharding, Infeasible
+from autopar.letters import BadConstraint, BadPreset, BadSharding, Infeasible, Letter
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.space import Outdone
 from autopar.solver.plan import Plan
@@ -39,7 +39,7 @@ def best_mesh(candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh, float]
 
     `on` plans on a mesh, and is told the seconds of the best plan so far. Once there is a plan, none is made after `until`.
     """
-    plans, table, refused = list[Plan](), list[tuple[str, float, float, int, str]](), list[Exception]()
+    plans, table, refused = list[Plan](), list[tuple[str, float, float, int, str]](), list[tuple[DeviceMesh, Letter]]()
     for mesh in candidates:
         if plans and time.monotonic() > until:
             table.append((str(mesh), 0.0, 0.0, 0, "not planned: the time limit"))
@@ -50,12 +50,24 @@ def best_mesh(candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh, float]
             table.append((str(mesh), 0.0, e.floor, 0, "its ops alone take longer than the best plan"))
             continue
         except (Infeasible, BadPreset, BadConstraint) as e:
-            refused.append(e)
+            refused.append((mesh, e))
             table.append((str(mesh), 0.0, 0.0, 0, e.what))
             continue
         plans.append(plan)
         table.append((str(mesh), plan.step_time_s, plan.lower_bound_s, plan.peak_bytes, ""))
     if not plans:
-        raise min(refused, key=lambda e: isinstance(e, (BadPreset, BadConstraint)))     # of a budget rather than of a preset
+        raise _least(refused)
     best = min(plans, key=lambda p: p.step_time_s)
     return replace(best, meshes=tuple(table)) if len(candidates) > 1 else best
+
+
+def _least(refused: Sequence[tuple[DeviceMesh, Letter]]) -> Letter:
+    """Of what every mesh was refused for one letter: of a budget rather than of a preset; the least that any plan needs on any of them, and the smallest plan of all."""
+    over = [(mesh, e) for mesh, e in refused if isinstance(e, Infeasible)]
+    counted = [(mesh, e) for mesh, e in over if e.smallest]
+    if len(counted) < 2:
+        return (over or refused)[0][1]
+    needs, (on, smallest) = min(e.needs for _, e in counted), min(counted, key=lambda pair: pair[1].smallest)
+    others = f"; {len(refused) - len(counted)} more cannot carry what was asked" if len(counted) < len(refused) else ""
+    return Infeasible(f"{smallest.what.partition(' on mesh ')[0]} on any mesh of {on.size} devices", at=smallest.at,
+                      seen=f"{needs:,.0f} bytes are needed by any plan on any of {len(counted)} meshes{others}; the smallest plan is on mesh {on}: {smallest.seen.partition('; ')[2]}", advice=smallest.advice).of_bytes(needs, smallest.smallest)

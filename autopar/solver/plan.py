@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autopar.letters import BadPlan, Letter
 from autopar.sharding.convert import Step
+from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.overlap import BUCKET
 from autopar.sharding.placement import Sharding
-from autopar.sharding.strategies import Choice, Strategy, values
+from autopar.sharding.strategies import Choice, Strategy, gradients, values
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from autopar.solver.program import Search
 
 VERSION = 3
+_MOST = 2**62                                                  # whole numbers of a file are below
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,8 @@ class Plan:
     scattered: frozenset[str] = frozenset()                    # parameters whose gradients are reduced in each of them, not once at the end
     first_peak_bytes: int = 0                                  # of the first step, before the optimizer has states
     window_bytes: int = BUCKET                                 # of parameters that a window of gathers and reductions reads at least
+    suspected: tuple[tuple[str, str], ...] = ()                # ops without a rule, and the line under which each ran right when it was tried
+    stopped: tuple[str, ...] = ()                              # searches that were stopped before their end, after work that was counted: the gap says what they left open
 
     search: Search | None = field(default=None, repr=False, compare=False)      # what it was chosen from, in the process that planned
 
@@ -142,9 +147,12 @@ class Plan:
         if self.without_rule:
             cost = sum(self.decisions[name].seconds for name in self.without_rule)
             lines += ["", f"replicated for want of a rule: {', '.join(self.without_rule)} ({_time(cost)} a step)"]
+            for op, line in self.suspected:
+                lines.append(f"    {op} ran right on parts when it was tried, which proves nothing: if its owner confirms it, autopar.rule({public_name(op)!r}, {line!r})")
         if self.meshes:
             rows = [(mesh, _time(step) if step else "-", _time(bound) if bound else "-", why, _size(peak) if step else "-") for mesh, step, bound, peak, why in self.meshes]
             lines += ["", *_table([("mesh", "step", "bound", "", "peak"), *rows])]
+        lines += ["", *(f"stopped   {what}, after the work that it is given: the gap says what may be left" for what in self.stopped)] if self.stopped else []
         lines += ["", *(f"assumed   {a}" for a in self.assumptions), *(f"default   {name}: {meaning}" for name, meaning in self.defaults)]
         return "\n".join(lines)
 
@@ -253,51 +261,55 @@ class Plan:
             "scattered": sorted(self.scattered),
             "first_peak_bytes": self.first_peak_bytes,
             "window_bytes": self.window_bytes,
+            "suspected": [list(pair) for pair in self.suspected],
+            "stopped": list(self.stopped),
         }
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Plan:
+        """The plan that `to_dict` wrote. What is none is a letter; whether it is a plan of some model is for `validate` to say."""
         try:
             if data["version"] != VERSION:
-                raise BadPlan(f"the plan is of version {data['version']}, this autopar reads {VERSION}", advice="plan again")
-            mesh = DeviceMesh(tuple(data["mesh"]["shape"]), tuple(data["mesh"]["axes"]), data["mesh"].get("ranks", ()))
-
-            def pair(texts: Any) -> tuple[Sharding, Sharding]:
-                first, second = texts
-                return Sharding.parse(first, mesh), Sharding.parse(second, mesh)
-
-            decisions = {}
-            for name, d in data["decisions"].items():
-                strategies = tuple(Strategy.parse(s) for s in d["choice"])
-                if len(strategies) != len(mesh.shape):
-                    raise BadPlan(f"the plan gives {name} {len(strategies)} strategies on a mesh of {len(mesh.shape)} axes")
-                decisions[name] = Decision(str(d["op"]), str(d["kind"]), Choice(strategies), float(d["seconds"]), str(d["source"]))
-            conversions = tuple(
-                Conversion(str(c["source"]), str(c["target"]), int(c["operand"]), pair(c["value"]), pair(c["gradient"]) if c["gradient"] else None,
-                           tuple(Step.parse(s, mesh) for s in c["forward"]), tuple(Step.parse(s, mesh) for s in c["backward"]), float(c["seconds"]))
-                for c in data["conversions"]
-            )
+                raise BadPlan(f"the plan is of version {_shown(data['version'])}, this autopar reads {VERSION}", advice="plan again")
+            mesh = DeviceMesh(tuple(map(_whole, _list(data["mesh"]["shape"]))), tuple(map(_text, _list(data["mesh"]["axes"]))), tuple(map(_whole, _list(data["mesh"].get("ranks", [])))))
+            decisions = {name: _decision(name, d, mesh) for name, d in data["decisions"].items()}
+            conversions = tuple(_conversion(c, mesh) for c in _list(data["conversions"]))
             made = Plan(
-                mesh, str(data["cluster"]), decisions, conversions, frozenset(data["regathered"]), float(data["step_time_s"]), float(data["lower_bound_s"]),
-                {str(k): int(v) for k, v in data["parameter_bytes"].items()}, str(data["digest"]), data["optimizer"] if isinstance(data["optimizer"], (int, float)) else str(data["optimizer"]),
-                tuple(map(str, data["without_rule"])), tuple(map(str, data["assumptions"])), tuple((str(a), str(b)) for a, b in data["defaults"]),
-                {str(k): int(v) for k, v in data["memory"].items()}, str(data["peak_at"]), None if data["budget"] is None else int(data["budget"]),
-                tuple((str(m), float(s), float(b), int(p), str(w)) for m, s, b, p, w in data["meshes"]),
-                float(data["beside_s"]), float(data["hidden_s"]), int(data["accumulation"]), (str(data["precision"][0]), str(data["precision"][1])) if data["precision"] else None, frozenset(data["scattered"]),
-                int(data.get("first_peak_bytes", 0)), int(data.get("window_bytes", BUCKET)),
+                mesh, _text(data["cluster"]), decisions, conversions, _names(data["regathered"]), _number(data["step_time_s"]), _number(data["lower_bound_s"]),
+                {_text(k): _whole(v) for k, v in data["parameter_bytes"].items()}, _text(data["digest"]), _optimizer(data["optimizer"]),
+                tuple(map(_text, _list(data["without_rule"]))), tuple(map(_text, _list(data["assumptions"]))), tuple((_text(a), _text(b)) for a, b in map(_list, _list(data["defaults"]))),
+                {_text(k): _whole(v) for k, v in data["memory"].items()}, _text(data["peak_at"]), None if data["budget"] is None else _whole(data["budget"], least=1),
+                tuple((_text(m), _number(s), _number(b), _whole(p), _text(w)) for m, s, b, p, w in map(_list, _list(data["meshes"]))),
+                _number(data["beside_s"]), _number(data["hidden_s"]), _whole(data["accumulation"], least=1), None if data["precision"] is None else _pair(data["precision"], _text), _names(data["scattered"]),
+                _whole(data.get("first_peak_bytes", 0)), _whole(data.get("window_bytes", BUCKET), least=1),
+                tuple((_text(op), _text(line)) for op, line in map(_list, _list(data.get("suspected", [])))), tuple(map(_text, _list(data.get("stopped", [])))),
             )
-            if not all(map(math.isfinite, (made.step_time_s, made.lower_bound_s, made.beside_s, made.hidden_s, *([made.optimizer] if isinstance(made.optimizer, (int, float)) else []), *(d.seconds for d in decisions.values()),
-                                           *(c.seconds for c in conversions)))):
-                raise ValueError("a number that is not finite")
-            if made.window_bytes < 1:
-                raise ValueError("windows of no bytes")
-            if set(made.parameter_bytes) != {name for name, d in decisions.items() if d.kind == "parameter"}:
-                raise ValueError("sizes of other parameters than are decided")
+            made._agrees()
             return made
         except Letter:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
             raise BadPlan("this is not a plan", seen=f"{type(e).__name__}: {e}") from e
+
+    def _agrees(self) -> None:
+        """Raise a letter where parts of the plan speak of things that its decisions do not know, or otherwise than these."""
+        if set(self.parameter_bytes) != {name for name, d in self.decisions.items() if d.kind == "parameter"}:
+            raise BadPlan("the plan has sizes of other parameters than it decides")
+        if unknown := sorted({*self.without_rule, *self.regathered, *self.scattered} - set(self.decisions)):
+            raise BadPlan(f"the plan speaks of {unknown[0]}, for which it decides nothing")
+        if len({(c.target, c.operand) for c in self.conversions}) < len(self.conversions):
+            raise BadPlan("the plan converts a value twice")
+        for c in self.conversions:
+            if c.source not in self.decisions or c.target not in self.decisions:
+                raise BadPlan(f"the plan converts a value from {c.source} to {c.target}, and decides nothing for one of them")
+            given, taken = self.decisions[c.source].choice.strategies, self.decisions[c.target].choice.strategies
+            ends = {(tuple(s.outputs[i].value for s in given), tuple(s.outputs[i].gradient for s in given)) for i in range(len(given[0].outputs))}
+            if c.operand >= len(taken[0].operands):
+                raise BadPlan(f"the plan converts operand {c.operand} of {c.target}, which takes {len(taken[0].operands)}")
+            arrives = self.decisions[c.target].flows(c.operand)
+            leaves = [(v, g) for v, g in ends if (c.value[0], c.gradient and c.gradient[1]) == (Sharding(v), c.gradient and Sharding(g))]
+            if not leaves or c.value[1] != values(arrives) or (c.gradient is not None and c.gradient[0] != gradients(arrives)):
+                raise BadPlan(f"the plan says of the value from {c.source} to operand {c.operand} of {c.target} something else than its decisions", seen=" to ".join(v.text(self.mesh.axes) for v in c.value))
 
     def save(self, path: str | Path) -> None:
         """Write JSON: data only."""
@@ -309,18 +321,106 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         try:
-            return Plan.from_dict(json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse))
+            return Plan.from_dict(json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse, object_pairs_hook=_once))
         except (OSError, ValueError, TypeError, RecursionError) as e:
             raise BadPlan(f"the plan {path} cannot be read", seen=f"{type(e).__name__}: {e}") from e
 
-    def validate(self, model: torch.nn.Module) -> None:
-        """Raise a letter unless the plan's parameters are the model's."""
+    def validate(self, model: torch.nn.Module, meta_inputs: Any = None, loss: Callable[..., Any] | None = None, assume: Any = None, outputs: str | Sequence[str] = "auto") -> None:
+        """Raise a letter unless the plan's parameters are the model's; and, given the inputs it was made for, unless all of it is one of the plans of the model: what autoparallelize checks of a plan it is given."""
         if not hasattr(model, "named_parameters"):
             raise BadPlan(f"{model!r} is no model")
-        sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters(remove_duplicate=False)}
+        self._agrees()
+        given = dict(model.named_parameters(remove_duplicate=False))
+        sizes = {name: p.numel() * p.element_size() for name, p in given.items()}
         for name, nbytes in self.parameter_bytes.items():
             if sizes.get(name) != nbytes:
                 raise BadPlan(f"the plan was made for another model: parameter {name}", seen=f"{nbytes} bytes in the plan, {sizes.get(name, 'none')} in the model", advice="plan again")
+            if Layout.of(tuple(given[name].shape), self.parameters[name], self.mesh) is None:
+                raise BadPlan(f"the plan stores {name} as {self.parameters[name].text(self.mesh.axes)}, and it cannot lie so on mesh {self.mesh}", seen=f"a parameter of shape {list(given[name].shape)}", advice="plan again")
+        if meta_inputs is not None:
+            from autopar.codegen.checked import check_plan
+            from autopar.request import Request
+
+            check_plan(Request.of(self, loss=loss, assume=assume, outputs=outputs).trace(model, meta_inputs), self)
+
+
+_KINDS = {"parameter": (0, 1), "buffer": (0, 1), "input": (0, 1), "output": (1, 0), "update": (1, 0)}     # how many operands and outputs, where that is said
+
+
+def _decision(name: str, data: Mapping[str, Any], mesh: DeviceMesh) -> Decision:
+    """One entry of the decisions of a file."""
+    _text(name)
+    strategies = tuple(Strategy.parse(_text(s)) for s in _list(data["choice"]))
+    kind, arities = _text(data["kind"]), {(len(s.operands), len(s.outputs)) for s in strategies}
+    if len(strategies) != len(mesh.shape):
+        raise BadPlan(f"the plan gives {name} {len(strategies)} strategies on a mesh of {len(mesh.shape)} axes")
+    if kind != "op" and kind not in _KINDS:
+        raise BadPlan(f"the plan decides for {name}, a {kind}", seen=f"known: op, {', '.join(_KINDS)}")
+    if len(arities) > 1 or (kind in _KINDS and arities != {_KINDS[kind]}) or (kind == "op" and not all(outputs for _, outputs in arities)):
+        raise BadPlan(f"the plan gives {name}, {'an op' if kind == 'op' else f'a {kind}'}, strategies of another number of operands or outputs than it has", seen="; ".join(map(repr, strategies)))
+    return Decision(_text(data["op"]), kind, Choice(strategies), _number(data["seconds"]), _text(data["source"]))
+
+
+def _conversion(data: Mapping[str, Any], mesh: DeviceMesh) -> Conversion:
+    """One entry of the conversions of a file."""
+    def ends(pair: Any) -> tuple[Sharding, Sharding]:
+        return _pair(pair, lambda text: Sharding.parse(_text(text), mesh))
+
+    forward, backward = (tuple(Step.parse(_text(s), mesh) for s in _list(data[way])) for way in ("forward", "backward"))
+    return Conversion(_text(data["source"]), _text(data["target"]), _whole(data["operand"]), ends(data["value"]), None if data["gradient"] is None else ends(data["gradient"]), forward, backward, _number(data["seconds"]))
+
+
+def _shown(value: Any) -> str:
+    """What stands in a file, in a few words."""
+    return f"a whole number of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 64 else repr(value)[:80]
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{_shown(value)} is no text")
+    return value
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{_shown(value)} is no list")
+    return value
+
+
+def _names(value: Any) -> frozenset[str]:
+    return frozenset(map(_text, _list(value)))
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{_shown(value)} is no finite number")
+    return float(value)
+
+
+def _optimizer(value: Any) -> str | float:
+    """A name, or bytes for each parameter, in the kind of number in which they were given."""
+    if isinstance(value, str):
+        return value
+    number = _number(value)
+    return value if isinstance(value, int) else number
+
+
+def _whole(value: Any, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _MOST:
+        raise ValueError(f"{_shown(value)} is no whole number from {least} to {_MOST}")
+    return value
+
+
+def _pair(value: Any, read: Callable[[Any], _T]) -> tuple[_T, _T]:
+    first, second = _list(value)
+    return read(first), read(second)
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object in which no name stands twice."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return found
 
 
 def _refuse(constant: str) -> Any:
@@ -351,6 +451,12 @@ def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     for row in rows:
         groups.setdefault((re.sub(r"(?<=\.)\d+(?=[./:])", "*", row[0]), *row[1:]), []).append(row)
     return [rows[0] if len(rows) == 1 else (f"{head[0]} (x{len(rows)})", *head[1:]) for head, rows in groups.items()]
+
+
+def public_name(op: str) -> str:
+    """The name by which `autopar.rule` is told of an op: `mylib::scan` for what a graph calls `ops.mylib.scan.default`."""
+    parts = op.split(".")
+    return f"{parts[1]}::{'.'.join(parts[2:])}".removesuffix(".default") if len(parts) > 2 and parts[0] == "ops" else op
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -22,13 +22,13 @@ from autopar.sharding.space import Edge, Space
 from autopar.solver.budget import Budgeted, Outcome, Point
 from autopar.solver.integer import Program, backend_of
 
-_GAP, _NODES = 4e-3, 50                                         # of the integer program
+_GAP, _NODES, _PIVOTS = 4e-3, 50, 5_000                          # of the integer program
 _STEPS = 3                                                     # of the search for a price of memory
 _ENOUGH = 1e-3                                                 # a gap that is not worth it
 _BIG = 1e9                                                     # seconds of what leads nowhere
 
 
-def polished(counted: Budgeted, outcome: Outcome, budget: float, gap: float, solver: str) -> Point | None:
+def polished(counted: Budgeted, outcome: Outcome, budget: float, gap: float, solver: str, stopped: list[str]) -> Point | None:
     """The best plan within the budget: one of those met, or one that lies between them."""
     def best() -> Point | None:
         return min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
@@ -37,16 +37,16 @@ def polished(counted: Budgeted, outcome: Outcome, budget: float, gap: float, sol
     if (found := best()) is not None and found.seconds - outcome.bound <= max(gap, _ENOUGH) * found.seconds:
         return found
     if counted.space.windows:
-        points += alike(counted, points, budget, outcome.prices.of_bytes, solver)
+        points += alike(counted, points, budget, outcome.prices.of_bytes, solver, stopped)
     points += spliced(counted, points, budget)
     return best()
 
 
 # -- layers that do the same
 
-def alike(counted: Budgeted, points: Sequence[Point], budget: float, prices: Mapping[int, float], solver: str) -> list[Point]:
+def alike(counted: Budgeted, points: Sequence[Point], budget: float, prices: Mapping[int, float], solver: str, stopped: list[str]) -> list[Point]:
     """The best plan with equal layers; if memory has a price, for several heights of it, so that there are plans just over and just within the budget."""
-    backend, found = backend_of(solver, _GAP, _NODES), list[Point]()
+    backend, found = backend_of(solver, _GAP, _NODES, _PIVOTS), list[Point]()
 
     def at(height: float) -> Point | None:
         folded = _Folded.of(counted, points, {t: p * height for t, p in prices.items() if p > 0})
@@ -54,11 +54,18 @@ def alike(counted: Budgeted, points: Sequence[Point], budget: float, prices: Map
         program.hide()
         program.pose(program.terms)
         try:
-            picked, _ = program.solve()
+            answer = program.solve()
         except Infeasible:
             return None
-        found.append(counted.point(folded.unfold(picked)))
-        return found[-1]
+        if not answer.ended:
+            stopped.append("the integer program of layers that do the same")
+        if answer.picked is None:
+            return None
+        point = counted.point(folded.unfold(answer.picked))
+        if not np.isfinite(point.seconds):                     # of a search that was stopped: choices that do not go together
+            return None
+        found.append(point)
+        return point
 
     over, under, height = None, None, 1.0
     for _ in range(_STEPS if any(p > 0 for p in prices.values()) else 1):
@@ -90,7 +97,7 @@ class _Folded:
     @staticmethod
     def of(counted: Budgeted, points: Sequence[Point], prices: Mapping[int, float]) -> _Folded:
         space, problem = counted.space, counted.priced(prices)
-        kind = _numbered((name, id(s.choices), len(s.choices)) for name, s in zip(_alike([s.name for s in space.sites]), space.sites, strict=True))
+        kind = numbered(space)
         first = [kind.index(k) for k in range(max(kind) + 1)]
         left = [np.array(sorted(taken)) for taken in _taken(space, kind, first, points)]
         sites = [replace(space.sites[i], choices=tuple(space.sites[i].choices[c] for c in left[k]), seconds=np.zeros(len(left[k])), regathered=(), scattered=(), compute=()) for k, i in enumerate(first)]
@@ -113,6 +120,11 @@ class _Folded:
             key = w.times, *((k, t.tobytes()) for part in (communication, compute) for k, t in part)
             windows.setdefault(key, []).append(replace(w, communication=tuple((k, t[np.ix_(*flows[k])]) for k, t in communication), compute=tuple((k, c[left[k]]) for k, c in compute)))
         return _Folded(replace(space, sites=tuple(sites), edges=tuple(edges), memory=None, windows=tuple(replace(same[0], times=sum(w.times for w in same)) for same in windows.values())), kind, left)
+
+
+def numbered(space: Space) -> list[int]:
+    """Of each site its kind, as a number: that of the sites which do the same in other layers."""
+    return _numbered((name, id(s.choices), len(s.choices)) for name, s in zip(_alike([s.name for s in space.sites]), space.sites, strict=True))
 
 
 def _alike(names: Sequence[str]) -> list[str]:

@@ -94,9 +94,9 @@ def _on_every_rank(mode: Any, value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def fake_world(ranks: int) -> Iterator[None]:
-    """A process group of any size in which this process is rank 0 and collectives give no meaningful values."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
+    """A process group of any size in which this process is one rank and collectives give no meaningful values."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
     finally:

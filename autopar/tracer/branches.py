@@ -12,11 +12,14 @@ Every answer is a line of `graph.assumptions`.
 from __future__ import annotations
 
 import operator
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch.distributions import constraints, distribution
 
 from autopar.runtime.private import clean_room
 from autopar.tracer.graph import Assume, info, op_name, run, type_of
@@ -38,6 +41,9 @@ def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
     """What `function` (bool, item, tolist, ...) says of this tensor."""
     node, line = recorder.node(tensor), recorder.source()
     is_question = function is Tensor.__bool__
+    if is_question and _asks_a_distribution():
+        recorder.assumed("what torch.distributions is given is valid: its checks of values are not made")
+        return True
     for where, declared in recorder.assume.branches if is_question else ():
         if line.startswith(where + ","):
             recorder.asked.add(where)
@@ -61,6 +67,18 @@ def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
                               f'torch.where, or Assume(branches={{"{line.split(",")[0]}": True}})' if is_question else "a tensor instead of its value") from None
     recorder.assumed(f"a {'condition' if is_question else 'value'} is {value}: {' and '.join(sorted(by)) or 'it depends on no input'}")
     return value
+
+
+def _asks_a_distribution() -> bool:
+    """Does torch.distributions ask whether all values that it was given are valid?"""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):    # ours
+        frame = frame.f_back                                   # type: ignore[assignment]
+    return frame is not None and frame.f_code.co_filename in _CHECKS
+
+
+_HERE = str(Path(__file__).parent)
+_CHECKS = frozenset({distribution.__file__, constraints.__file__})
 
 
 def _of_a_draw(node: fx.Node) -> bool | None:

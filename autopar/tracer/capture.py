@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from autopar.letters import Letter, NotCaptured
 from autopar.runtime.private import clean_room
 from autopar.tracer.graph import Assume, Graph, Leaf, TensorType, info
+from autopar.tracer.hooks import Hooks
 from autopar.tracer.passes import canonicalise
 from autopar.tracer.precision import Precision, computing_in, sink
 from autopar.tracer.recorder import Recorder, is_ours
@@ -50,12 +51,13 @@ class ColoTracer(fx.Tracer):
         if not isinstance(root, torch.nn.Module):
             raise NotCaptured(f"the model is a {type(root).__name__}, and no torch.nn.Module", advice="a module whose forward is what you would parallelise")
         with telling_whose_error():
-            graph, made = self._capture(root, meta_inputs, assume, loss, precision)
+            graph, made, hooks = self._capture(root, meta_inputs, assume, loss, precision)
         refuse_survivors(made)
+        hooks.refuse_kept()
         return graph
 
-    def _capture(self, root: torch.nn.Module, meta_inputs: Any, assume: Assume | None, loss: Callable[..., Any] | None, precision: Precision | None) -> tuple[Graph, list[weakref.ref[Tensor]]]:
-        """The graph, and every tensor that was made on the way."""
+    def _capture(self, root: torch.nn.Module, meta_inputs: Any, assume: Assume | None, loss: Callable[..., Any] | None, precision: Precision | None) -> tuple[Graph, list[weakref.ref[Tensor]], Hooks]:
+        """The graph, every tensor that was made on the way, and what hooks did."""
         args, kwargs = as_call(meta_inputs)
         refuse_other_arguments(root, args, kwargs)
         refuse_hooks(root, is_parallel=isinstance(meta_inputs, Call))
@@ -73,6 +75,7 @@ class ColoTracer(fx.Tracer):
                 args, kwargs = pytree.tree_unflatten(leaves, input_spec)
                 recorder.sharing |= sharing(inputs_before, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
                 with Fakes(fake_mode).swapped_into(root, recorder):
+                    recorder.hooks.watch(root)
                     with refusing_higher_order_ops(recorder), captured(recorder), recorder.watching():
                         with computing_in(precision, recorder) as casts:
                             given = pytree.tree_map_only(Tensor, precision.cast, (args, kwargs)) if precision else (args, kwargs)
@@ -94,18 +97,18 @@ class ColoTracer(fx.Tracer):
             graph = Graph(
                 recorder.graph, input_spec, tuple(names), output_spec,
                 tuple(Leaf(next(positions)) if isinstance(leaf, Tensor) else leaf for leaf in out_leaves),
-                tuple(n for n, leaf in zip(output_names(outputs, loss is not None), out_leaves, strict=True) if isinstance(leaf, Tensor)),
+                tuple(recorder.apart("output", n, "out.") for n, leaf in zip(output_names(outputs, loss is not None), out_leaves, strict=True) if isinstance(leaf, Tensor)),
                 updates=tuple((kind, name) for kind, name, _ in updates),
                 assumptions=tuple(dict.fromkeys((*dropped, *recorder.assumptions))), training=root.training,
             )
             sink(casts)
             graph = canonicalise(graph)
-            graph = dataclasses.replace(graph, unread=unread_by(graph, root))
+            graph = dataclasses.replace(graph, unread=unread_by(graph, root), idle=tuple(recorder.hooks.idle))
             refuse_detached(recorder)
             for where, _ in recorder.assume.branches:
                 if where not in recorder.asked:
                     raise NotCaptured(f"the declared branch {where} was never asked for", advice="the file and line of graph.assumptions or of a letter")
-            return graph, recorder.made
+            return graph, recorder.made, recorder.hooks
 
 
 def refuse_other_arguments(root: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -165,13 +168,17 @@ def refuse_survivors(made: list[weakref.ref[Tensor]]) -> None:
     if not any(ref() is not None for ref in made):
         return
     gc.collect()
-    for ref in made:
-        if (tensor := ref()) is not None:
-            for holder in gc.get_referrers(tensor):
-                if isinstance(holder, functools._lru_cache_wrapper):
-                    holder.cache_clear()                       # the next call fills it again
-                elif isinstance(holder, dict) and (owners := [o for o in gc.get_referrers(holder) if isinstance(o, (type, types.ModuleType))]):
-                    raise NotCaptured(f"forward keeps a tensor as {owners[0].__name__}.{next(k for k, v in holder.items() if v is tensor)}, where the next call would find that of the capture",
+    survivors = [tensor for ref in made if (tensor := ref()) is not None]
+    holders = gc.get_referrers(*survivors) if survivors else []     # each look goes through every object there is
+    for holder in holders:
+        if isinstance(holder, functools._lru_cache_wrapper):
+            holder.cache_clear()                               # the next call fills it again
+    dicts = [holder for holder in holders if isinstance(holder, dict)]
+    for owner in gc.get_referrers(*dicts) if dicts else []:
+        if isinstance(owner, (type, types.ModuleType)):
+            for name, value in vars(owner).items():
+                if any(value is tensor for tensor in survivors):
+                    raise NotCaptured(f"forward keeps a tensor as {owner.__name__}.{name}, where the next call would find that of the capture",
                                       advice="a buffer, or setting it outside forward")
 
 
@@ -236,7 +243,7 @@ def no_collection() -> Iterator[None]:
 
 
 def refuse_hooks(root: torch.nn.Module, is_parallel: bool = False) -> None:
-    """Forward hooks run while tracing and are captured; backward hooks would be lost, but those of a parallel model itself and of the parameters that it trains."""
+    """Forward hooks run while tracing (hooks.py); backward hooks would be lost, but those of a parallel model itself and of the parameters that it trains."""
     held = [n or "the model" for n, m in root.named_modules() if (m._backward_hooks or m._backward_pre_hooks) and not (is_parallel and m is root)]
     held += [n for n, p in root.named_parameters() if (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)) and not is_parallel]
     if held:

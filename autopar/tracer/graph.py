@@ -27,6 +27,7 @@ from autopar.tracer.vocabulary import Op
 
 if TYPE_CHECKING:
     from autopar.tracer.blocks import Repeat
+    from autopar.tracer.hooks import IdleHook
 
 SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "bool"}
 
@@ -49,6 +50,11 @@ class TensorType:
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+    @property
+    def may_have_gradient(self) -> bool:
+        """Does torch differentiate values of this dtype? Real and complex ones."""
+        return self.torch_dtype.is_floating_point or self.torch_dtype.is_complex
 
     @property
     def nbytes(self) -> int:
@@ -106,6 +112,7 @@ class Graph:
     training: bool = True
     unread: tuple[tuple[str, TensorType], ...] = ()            # ("parameter name" or "buffer name", its type): what the model holds and no op reads
     backward_from: tuple[str, ...] = ()                        # outputs beside the loss that gradients arrive at
+    idle: tuple[IdleHook, ...] = field(default=(), repr=False) # calls of hooks that do nothing to it; not written
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
@@ -302,6 +309,19 @@ class Leaf:
     position: int
 
 
+def fresh_key(graph: fx.Graph, base: str) -> str:
+    """`base`, numbered where a node has that key already."""
+    taken = graph.__dict__.setdefault("_autopar_keys", None)
+    if taken is None:
+        taken = graph.__dict__["_autopar_keys"] = {info(n).key: 0 for n in graph.nodes if "info" in n.meta}
+    key = base
+    while key in taken:
+        taken[base] = taken.get(base, 0) + 1
+        key = f"{base}.{taken[base]}"
+    taken[key] = 0
+    return key
+
+
 def info(node: fx.Node) -> Info:
     return node.meta["info"]
 
@@ -322,5 +342,5 @@ def _line(node: fx.Node) -> str:
     if node.op != "call_function":
         return f"{node.name}: {types} = {about.kind} {about.key}" + "".join(f" = {n}" for n in about.names[1:]) + ("  requires_grad" if about.outputs[0].requires_grad else "")
     arguments = ", ".join(f"{k}={v}" for k, v in node.kwargs.items())
-    stops = not any(t.requires_grad for t in about.outputs) and op_name(node) != "detach" and any("float" in t.dtype for t in about.outputs) and any(type_of(n).requires_grad for n in node.all_input_nodes)
+    stops = not any(t.requires_grad for t in about.outputs) and op_name(node) != "detach" and any(t.may_have_gradient for t in about.outputs) and any(type_of(n).requires_grad for n in node.all_input_nodes)
     return f"{node.name}: {types} = {op_name(node)}({arguments})" + (f"    # {about.module}" if about.module else "") + "".join(f"  checkpoint {i}" for i in about.checkpoint[-1:]) + ("  no gradient" if stops else "")

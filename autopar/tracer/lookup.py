@@ -15,10 +15,12 @@ from autopar.tracer.vocabulary import CASTS, OPS, SHAPE, SIZES, SPELLINGS, Apply
 
 _T = Tensor
 _LAYOUT = frozenset({"how", "memory_format", "non_blocking", "copy", "sparse_grad", "_stacklevel", "inplace", "out"})    # what names no value: layout, device, warnings
-_FACTORIES = frozenset({"arange", "zeros", "ones", "empty", "full", "rand", "randn", "tensor"})
+_FACTORIES = frozenset({"arange", "zeros", "ones", "empty", "full", "rand", "randn", "randperm", "tensor"})
 _OF_TWO = {torch.min: torch.minimum, _T.min: torch.minimum, torch.max: torch.maximum, _T.max: torch.maximum}
 _MAKERS = frozenset("arange as_tensor asarray bartlett_window blackman_window complex empty empty_strided eye full hamming_window hann_window kaiser_window linspace logspace normal ones rand randint randn "
                     "randperm scalar_tensor tensor tril_indices triu_indices vander zeros fftfreq rfftfreq poisson polar".split())   # functions without a tensor operand, which nobody can override
+_HOMES = {"special": torch.special, "linalg": torch.linalg, "fft": torch.fft}               # ATen's prefix, and where torch keeps the rest of the name
+_SPREADS = {torch.var: "var", _T.var: "var", torch.std: "std", _T.std: "std", torch.var_mean: "var_mean", torch.std_mean: "std_mean"}
 _DRAWS = {"uniform_": ("uniform_like", ("from", "to")), "normal_": ("normal_like", ("mean", "std")), "exponential_": ("exponential_like", ("lambd",)),
           "log_normal_": ("log_normal_like", ("mean", "std")), "cauchy_": ("cauchy_like", ("median", "sigma")), "geometric_": ("geometric_like", ("p",)), "random_": ("random_like", ("from", "to"))}
 
@@ -31,16 +33,31 @@ def lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
         function = _of_aten(function)
     if getattr(function, "__name__", "") == "__get__":
         return _attribute(function.__self__.__name__, args[0])                                    # type: ignore[attr-defined]
+    if function in _INTEGERS:
+        return OPS["randint"], {"size": tuple(result.shape), **_INTEGERS[function](*args, **kwargs), "dtype": result.dtype}
+    if function is torch.normal and not _holds_tensor((*args, *kwargs.values())):
+        return OPS["normal_filled"], {"size": tuple(result.shape), **_of_numbers(*args, **kwargs), "dtype": result.dtype}
+    if function in _SPREADS:
+        return _spread(_SPREADS[function], *args, **kwargs)
     if function in _OF_TWO and len(args) == 2 and isinstance(args[1], Tensor):
         function = _OF_TWO[function]                           # min(a, b)
+    if function in _OF_TWO and len(args) < 2 and not kwargs.keys() & {"dim", "other"}:
+        return OPS["amin" if _OF_TWO[function] is torch.minimum else "amax"], {"input": args[0] if args else kwargs["input"]}      # of all: one value, without its place
     if function in (_T.view, _T.reshape) and any(isinstance(a, torch.dtype) for a in args):
         return by_own_name(function, args, kwargs)
     canonical, arguments = _lookup(function, args, kwargs, result)
     name = canonical.name
+    if name == "einsum" and len(arguments["operands"]) == 1 and isinstance(arguments["operands"][0], (tuple, list)):
+        arguments["operands"] = tuple(arguments["operands"][0])    # einsum(equation, [x, y])
     if arguments.get("dim", 0) in ((), []):                    # sum over no dims is torch's word for all
         del arguments["dim"]
     if name in ("softmax", "log_softmax") and arguments.get("dim") is None:
         arguments["dim"] = 0 if args[0].dim() in (0, 1, 3) else 1                                 # as torch guesses
+    if name in ("sum", "mean", "logsumexp") and "dim" not in arguments and ("keepdim" in arguments or name == "logsumexp"):      # torch asks for the dims there
+        given = arguments["input"]
+        arguments = {"input": given, "dim": tuple(range(given.dim())) if given.dim() else 0, **arguments}
+    if name == "rrelu" and not arguments.get("training"):      # draws in training only
+        return OPS["leaky_relu"], {"input": arguments["input"], "negative_slope": (arguments.get("lower", 1 / 8) + arguments.get("upper", 1 / 3)) / 2}
     if name in _FACTORIES:
         arguments["dtype"] = result.dtype                      # torch's default may be another at replay
     if (sizes := _local(canonical, SIZES)) is not None:
@@ -97,15 +114,58 @@ def on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _bounds(*bounds: int, low: int = 0, high: int | None = None, **how: Any) -> dict[str, int]:
+    """What randint(high, size) and randint(low, high, size) draw from."""
+    numbers = [b for b in bounds if isinstance(b, int)]
+    if len(numbers) == 2:
+        low, high = numbers
+    elif numbers and high is None:
+        high = numbers[0]
+    elif numbers:
+        low = numbers[0]
+    return {"low": low, "high": high}                          # type: ignore[dict-item]
+
+
+def _bounds_like(input: Tensor, *bounds: int, **how: Any) -> dict[str, int]:
+    """Of randint_like(x, high) and randint_like(x, low, high)."""
+    return _bounds(*bounds, **how)
+
+
+def _of_numbers(mean: float, std: float, *size: Any, **how: Any) -> dict[str, float]:
+    """The numbers of torch.normal(mean, std, size)."""
+    return {"mean": mean, "std": std}
+
+
+_INTEGERS: dict[Any, Callable[..., dict[str, int]]] = {torch.randint: _bounds, torch.randint_like: _bounds_like}
+
+
+def _spread(name: str, input: Tensor, dim: Any = None, unbiased: bool | None = None, keepdim: bool = False, *, correction: float | None = None, axis: Any = None) -> tuple[Op, dict[str, Any]]:
+    """Variance and deviation in all their spellings: var(x, False), var(x, 1, False, True), var(x, dim=1, correction=0)."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    dim = axis if dim is None else dim
+    degrees = correction if correction is not None else 1 if unbiased is None else int(unbiased)
+    said: dict[str, Any] = {"input": input}
+    if dim not in (None, (), []):
+        said["dim"] = tuple(dim) if isinstance(dim, (tuple, list)) else dim
+    if degrees != 1:
+        said["correction"] = degrees
+    if keepdim:
+        said["keepdim"] = True
+    return OPS[name], said
+
+
 @functools.cache
 def _of_aten(function: Any) -> Any:
     """The torch function of an ATen op, where there is one by its name."""
     space, name = function._schema.name.split("::")
     if space == "aten":
         name = {"_unsafe_view": "view", "_softmax": "", "slice": ""}.get(name, name)
-        for home in (torch, _T, F):
-            if getattr(home, name, None) in SPELLINGS:
-                return getattr(home, name)
+        prefix, _, rest = name.partition("_")
+        homes = [(torch, name), (_T, name), (F, name), (_HOMES.get(prefix), rest)]
+        for home, its_name in homes:
+            if getattr(home, its_name, None) in SPELLINGS:
+                return getattr(home, its_name)
     return function
 
 
@@ -138,9 +198,15 @@ def _lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
             return canonical, {n: tuple(result.shape) if n == shape else named[n] for n in names if n == shape or n in named}
         if canonical.name == "arange":
             return _arange(canonical, named)
+        if any(_holds_tensor(v) for n, v in named.items() if n in names and names[n].annotation is not Tensor):
+            return by_own_name(function, args, kwargs)         # a tensor where the line has a number
         if all(n in names or n in _LAYOUT or same(v, spelled.parameters[n].default) for n, v in named.items()):
             return canonical, {n: v for n, p in names.items() if n in named and not same(v := named[n], p.default)}
     return by_own_name(function, args, kwargs)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value))
 
 
 @functools.cache
@@ -155,7 +221,8 @@ def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[
     """Arguments by name, as `signature.bind` gives them, at a tenth of its time."""
     plain = _plain_names(signature)
     if plain is None:
-        return signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs).arguments
+        return {**{p.name: () for p in signature.parameters.values() if p.kind == p.VAR_POSITIONAL}, **bound}
     positional, needed = plain
     named = dict(zip(positional, args, strict=False))
     if len(args) > len(positional) or any(n in named or n not in signature.parameters for n in kwargs) or not needed <= named.keys() | kwargs.keys():

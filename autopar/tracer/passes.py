@@ -12,7 +12,8 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from autopar.tracer.graph import Graph, Info, TensorType, info, op_name, run, type_of
+from autopar.tracer.composites import composites_are_opened
+from autopar.tracer.graph import Graph, Info, TensorType, fresh_key, info, op_name, run, type_of
 from autopar.tracer.vocabulary import OPS
 
 
@@ -23,22 +24,9 @@ def emit(near: fx.Node, op: str, out: TensorType | None = None, **arguments: Any
     if out is None:
         ran = run(node, {n: torch.empty(type_of(n).shape, dtype=type_of(n).torch_dtype, device="meta") for n in node.all_input_nodes})
         out = TensorType.of(ran)
-    flows = out.torch_dtype.is_floating_point and (about.kind != "op" or about.outputs[0].requires_grad or op == "identity") and any(type_of(n).requires_grad for n in node.all_input_nodes)
-    node.meta["info"] = Info(_fresh_key(graph, f"{about.module}/{op}"), "op", (replace(out, requires_grad=flows),), about.module, about.source, checkpoint=about.checkpoint)
+    flows = out.may_have_gradient and (about.kind != "op" or about.outputs[0].requires_grad or op == "identity") and any(type_of(n).requires_grad for n in node.all_input_nodes)
+    node.meta["info"] = Info(fresh_key(graph, f"{about.module}/{op}"), "op", (replace(out, requires_grad=flows),), about.module, about.source, checkpoint=about.checkpoint)
     return node
-
-
-def _fresh_key(graph: fx.Graph, base: str) -> str:
-    """`base`, numbered where a node has that key already."""
-    taken = graph.__dict__.setdefault("_autopar_keys", None)
-    if taken is None:
-        taken = graph.__dict__["_autopar_keys"] = {info(n).key: 0 for n in graph.nodes if "info" in n.meta}
-    key = base
-    while key in taken:
-        taken[base] = taken.get(base, 0) + 1
-        key = f"{base}.{taken[base]}"
-    taken[key] = 0
-    return key
 
 
 @contextlib.contextmanager
@@ -52,7 +40,7 @@ def rewriting(graph: Graph, *ops: str) -> Iterator[list[fx.Node]]:
             graph.fx.erase_node(node)
 
 
-LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div")
+LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div")
 
 
 def losses_are_means(graph: Graph) -> None:
@@ -64,7 +52,7 @@ def losses_are_means(graph: Graph) -> None:
     with rewriting(graph, *LOSSES) as nodes:
         for node in nodes:
             reduction, old = node.kwargs.get("reduction", "mean"), any(node.kwargs.get(k) is not None for k in ("size_average", "reduce"))
-            weighted = op_name(node) in ("mse_loss", "l1_loss") and node.kwargs.get("weight") is not None      # their mean is over the weights
+            weighted = op_name(node) in ("mse_loss", "l1_loss", "huber_loss") and node.kwargs.get("weight") is not None      # their mean is over the weights
             if reduction == "none" or old or weighted:
                 continue
             with graph.fx.inserting_before(node):
@@ -291,7 +279,7 @@ def cross_entropy_counts_its_targets(graph: Graph) -> None:
                     count = emit(node, "sum", input=counted, dtype=type_of(given).torch_dtype)
                 else:
                     known = emit(node, "where", condition=counted, input=target, other=0)
-                    count = emit(node, "sum", input=emit(node, "mul", input=emit(node, "index", input=weight, index=known), other=counted))
+                    count = emit(node, "sum", input=emit(node, "mul", input=emit(node, "index", replace(type_of(weight), shape=type_of(known).shape), input=weight, index=known), other=counted))
                 mean = emit(node, "div", input=total, other=count)
                 node.replace_all_uses_with(mean if type_of(mean).torch_dtype == dtype else emit(node, "to", input=mean, dtype=dtype))
 
@@ -348,7 +336,7 @@ def drop_dead(graph: Graph) -> None:
 
 
 PASSES: tuple[Callable[[Graph], None], ...] = (
-    drop_dead, indexing_is_spelled_out, assignments_are_spelled_out, no_ops_leave, addmm_is_linear, linears_keep_their_batch_dims, losses_are_means, cross_entropy_counts_its_targets, means_are_sums, drop_dead,
+    drop_dead, composites_are_opened, drop_dead, indexing_is_spelled_out, assignments_are_spelled_out, no_ops_leave, addmm_is_linear, linears_keep_their_batch_dims, losses_are_means, cross_entropy_counts_its_targets, means_are_sums, drop_dead,
     random_ops_are_numbered, one_name_per_fan_out,
 )
 

@@ -7,12 +7,15 @@ does with them is the algebra's business: a parameter stored in parts is cast an
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.letters import NotServed
@@ -56,8 +59,45 @@ def reference(model: torch.nn.Module, precision: Precision) -> Callable[..., Any
     """The single-device program under a precision, as a function of the model's inputs: what a parallel model computes."""
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, precision.cast, (args, kwargs))
-        return torch.func.functional_call(model, {n: precision.cast(p) for n, p in model.named_parameters()}, args, kwargs)
+        with NormsOfTwoDtypes():
+            return torch.func.functional_call(model, {n: precision.cast(p) for n, p in model.named_parameters()}, args, kwargs)
     return run
+
+
+class NormsOfTwoDtypes(TorchFunctionMode):
+    """Batch and instance norms whose running statistics are stored in another dtype than the one they compute in: torch refuses most of them.
+
+    A narrower input (bfloat16 beside float32) is normalised as torch does under autocast: weight and bias in the dtype of the statistics, the
+    result in that of the input. For any other pair the statistics are cast to the dtype of the input, and written back in their own.
+    """
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function not in _NORMS:
+            return function(*args, **kwargs)
+        given = inspect.signature(function).bind(*args, **kwargs)
+        given.apply_defaults()
+        named = given.arguments
+        input, statistics = named["input"], {n: named[n] for n in _STATISTICS if named[n] is not None}
+        stored = next((t.dtype for t in statistics.values()), input.dtype)
+        if stored == input.dtype:
+            return function(**named)
+        if stored == torch.float32 and input.dtype in (torch.bfloat16, torch.float16):
+            affine = {n: named[n].to(stored) for n in ("weight", "bias") if named[n] is not None}
+            return function(**named | affine)
+        cast = {n: t.to(input.dtype) for n, t in statistics.items()}
+        result = function(**named | cast)
+        if named[_NORMS[function]]:
+            with torch.no_grad():
+                for name, tensor in statistics.items():
+                    tensor.copy_(cast[name])
+        return result
+
+
+_NORMS: dict[Any, str] = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}        # each with the argument by which it writes
+_STATISTICS = ("running_mean", "running_var")
 
 
 @contextlib.contextmanager
@@ -83,7 +123,8 @@ def computing_in(precision: Precision | None, recorder: Recorder) -> Iterator[li
                         casts.append(recorder.values.node(made[id(parameter)]))
                 held.append((module._parameters, name, parameter))
                 module._parameters[name] = made[id(parameter)]     # type: ignore[assignment]
-        yield casts
+        with NormsOfTwoDtypes():
+            yield casts
     finally:
         for holder, name, parameter in held:
             holder[name] = parameter

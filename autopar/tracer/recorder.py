@@ -32,14 +32,16 @@ from autopar.runtime.private import clean_room
 from autopar.tracer import branches
 from autopar.tracer.casts import Casts
 from autopar.tracer.graph import Assume, Info, TensorType
+from autopar.tracer.hooks import Hooks
 from autopar.tracer.lookup import functional, lookup
+from autopar.tracer.respelled import RESPELLED
 from autopar.tracer.values import Values
 from autopar.tracer.vocabulary import OPS, SPELLINGS, WRITES, Apply
 
 _T = Tensor
 QUERIES = frozenset({
     _T.size, _T.dim, _T.numel, _T.stride, _T.is_floating_point, _T.is_complex, _T.is_contiguous, _T.element_size, _T.__len__, _T.storage_offset, _T.ndimension, _T.get_device,
-    _T.__hash__, _T.__repr__, _T.__format__, _T.nelement, _T.is_signed, _T.is_same_size, _T.is_inference, _T.dim_order,
+    _T.__hash__, _T.nelement, _T.is_signed, _T.is_same_size, _T.is_inference, _T.dim_order,
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor, torch.is_same_size, torch.is_grad_enabled, torch.get_default_dtype, torch.result_type,
     torch.can_cast, torch.promote_types, torch.iinfo, torch.finfo})
 REFUSED = {
@@ -57,6 +59,12 @@ DRAWN = OVERWRITES - {"full_like"}
 TURNED = frozenset({_T.swapaxes_, _T.swapdims_, _T.transpose_, _T.t_, _T.squeeze_, _T.unsqueeze_})    # another shape in place, the same numbers
 VALUES = frozenset({_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__})
 SHAPES = frozenset({_T.nonzero, torch.nonzero, torch.argwhere, _T.argwhere, torch.masked_select, _T.masked_select, torch.unique, _T.unique, torch.unique_consecutive, _T.unique_consecutive, torch.bincount, _T.bincount})
+SAYS_ITS_SHAPE = {                                             # the call with the same result whose shape numbers say
+    "one_hot": "one_hot(x, num_classes=n)",
+    "tensor_split": "tensor_split(x, [i, j, ...]), with a list of numbers",
+    "repeat_interleave": "repeat_interleave(x, counts, output_size=n), or one count for all",
+    "bincount": "one_hot(x, num_classes=n).sum(0)",
+}
 _IN_PLACE = frozenset(f"__{n}__" for n in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod", "iand", "ior", "ixor", "ilshift", "irshift", "setitem", "idiv"))
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(contextlib.__file__)))
 _CONTAINERS = (list, tuple, dict)
@@ -72,6 +80,7 @@ class Recorder(TorchFunctionMode):
         self.root, self.assume, self.graph, self.below = root, assume, fx.Graph(), Below(self)
         self.values = Values(self)
         self.casts = Casts(self)
+        self.hooks = Hooks(self)
         self.top: fx.Node | None = None                        # the last input or attribute: they stand together on top
         self.attributes: dict[int, tuple[str, ...]] = {}
         self.kinds: dict[int, str] = {}
@@ -93,6 +102,7 @@ class Recorder(TorchFunctionMode):
         self.sharing: set[int] = set()                         # ids of the tensors whose memory has another name
         self.last_letter: NotCaptured | None = None            # TorchScript swallows what is raised inside it
         self.detached_below: list[fx.Node] = []
+        self.taken: set[str] = set()                           # names that plans know
         self.held: list[Tensor] = []                           # the fakes of the module's tensors
         self.modules_before: list[tuple[torch.nn.Module, str, dict[str, Any], dict[str, Tensor | None], dict[str, Any]]] = []   # what modules held at the start
         self.parameters_before: dict[int, dict[str, Any]] = {}
@@ -119,6 +129,17 @@ class Recorder(TorchFunctionMode):
             self.kinds.setdefault(id(tensor), kind)
         self.paths = {id(m): n for n, m in self.root.named_modules()}
         self.held = held
+        self.taken = {name for names in self.attributes.values() for name in names}
+        for node in self.graph.find_nodes(op="placeholder"):
+            about: Info = node.meta["info"]
+            node.meta["info"] = replace(about, key=self.apart("input", about.key))
+
+    def apart(self, kind: str, name: str, prefix: str = "") -> str:
+        """A name for an input or output that no tensor of the model and no other input has in plans: "input mask" where a buffer is called mask."""
+        while prefix + name in self.taken:
+            name = f"{kind} {name}"
+        self.taken.add(prefix + name)
+        return name
 
     def notice_changes(self) -> None:
         """What forward has set on its modules: buffers become outputs; other attributes are not kept, and the graph says so."""
@@ -210,6 +231,12 @@ class Recorder(TorchFunctionMode):
             return self.casts.call(function, args, kwargs)
         return trait(self, function, args, kwargs)
 
+    def depends_on_values(self, function: Callable[..., Any], args: tuple[Any, ...]) -> NotCaptured:
+        """The letter for a function whose result has a shape that only the values of a tensor say."""
+        name = name_of(function)
+        what = f"the shape of {name}'s result depends on the values of a tensor, which a graph cannot hold"
+        return self.letter(what, args, SAYS_ITS_SHAPE.get(name, "torch.where, or a mask of fixed shape"))
+
     def execute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function on the fakes, and note what it does below."""
         for tensor in tensors_in(args, kwargs):
@@ -219,8 +246,9 @@ class Recorder(TorchFunctionMode):
         try:
             return function(*args, **kwargs)
         except Exception as e:
-            if type(e).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
-                raise self.letter(f"{name_of(function)} depends on the values of a tensor, which a graph cannot hold", args) from e
+            is_told = type(e).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
+            if is_told or "data is not allocated yet" in str(e):               # a kernel that reads values where others read shapes
+                raise self.depends_on_values(function, args) from e
             if isinstance(e, AssertionError) and "FakeTensor" in str(e):
                 raise self.letter(f"{name_of(function)} uses a tensor from outside the model and its inputs", args) from e
             raise
@@ -270,7 +298,8 @@ class Recorder(TorchFunctionMode):
         flows = torch.is_grad_enabled() and function is not torch.ops.aten.detach.default and any(self.node(t).meta["info"].outputs[0].requires_grad for t in tensors_in(args, kwargs))
 
         def type_of(tensor: Tensor) -> TensorType:
-            return replace(TensorType.of(tensor), requires_grad=flows and tensor.is_floating_point())
+            type_ = TensorType.of(tensor)
+            return replace(type_, requires_grad=flows and type_.may_have_gradient)
 
         if writes:
             self.values.refuse_write(args[0], str(function))
@@ -460,8 +489,15 @@ def _value(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     return branches.answer(recorder, function, args[0])
 
 
+def _shown(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """print(x) shows a tensor's form; a hook that does so looks for values."""
+    if recorder.hooks.running:
+        raise recorder.letter(f"a hook ({recorder.hooks.running[-1]}) shows a tensor, which has no values while a model is captured", args, "an output of the model, shown outside")
+    return function(*args, **kwargs)
+
+
 def _shape(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise recorder.letter(f"the shape of {name_of(function)}'s result depends on the values of a tensor, which a graph cannot hold", args, "torch.where, or a mask of fixed shape")
+    raise recorder.depends_on_values(function, args)
 
 
 def _attribute(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -554,6 +590,7 @@ def _wants_gradient(recorder: Recorder, function: Any, args: tuple[Any, ...], kw
     tensor, wanted = args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     if tensor.requires_grad != wanted and (id(tensor) in recorder.attributes or recorder.node(tensor).op == "placeholder" or not wanted):
         raise recorder.letter("requires_grad of a tensor is changed inside the model", args, "setting it before tracing")
+    recorder.hooks.effects += tensor.requires_grad != wanted
     return recorder.execute(function, args, kwargs)
 
 
@@ -573,6 +610,15 @@ def _opened(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: di
         recorder.open.pop()
 
 
+def _respelled(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that asks for values, or draws inside: what it comes to is recorded instead."""
+    spelled, is_asked = RESPELLED[function]
+    if not is_asked(args, kwargs):
+        return recorder.casts.call(function, args, kwargs) if recorder.casts.on() else _op(recorder, function, args, kwargs)
+    with recorder:
+        return spelled(*args, **kwargs)
+
+
 def _assertion(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """An assertion about values changes none; one about shapes is checked here."""
     if not isinstance(args[0], Tensor):
@@ -588,7 +634,7 @@ def _refuse_generator(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[st
 
 TRAITS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(QUERIES, _query), **dict.fromkeys(REFUSED, _refused), **dict.fromkeys(VALUES, _value), **dict.fromkeys(SHAPES, _shape), **dict.fromkeys(TURNED, _turned),
-    **dict.fromkeys((torch._assert, torch._assert_async), _assertion),
+    **dict.fromkeys(RESPELLED, _respelled), **dict.fromkeys((torch._assert, torch._assert_async), _assertion), **dict.fromkeys((_T.__repr__, _T.__format__), _shown),
     **dict.fromkeys((_T.requires_grad_, _T.requires_grad.__set__), _wants_gradient),    # type: ignore[attr-defined]
 }
 _INPLACE_AT: dict[Any, int] = {}
@@ -665,7 +711,7 @@ class Below(FakeTensorMode):
             return result
         except Exception as e:
             if above is None and type(e).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
-                raise recorder.letter(f"{function} depends on the values of a tensor, which a graph cannot hold", args) from e
+                raise recorder.depends_on_values(function, args) from e
             raise
         finally:
             self.deep, recorder.inside = False, above
@@ -730,9 +776,10 @@ def _nature(function: Any) -> tuple[bool, bool, str]:
 
 
 def _is_without_chance(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Random ops called so that they draw nothing, such as attention with a dropout probability of 0."""
+    """Random ops called so that they draw nothing, such as attention with a dropout probability of 0, or what draws in training only."""
     names = [a.name for a in function._schema.arguments]
-    return "dropout_p" in names and not {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")
+    said = {**dict(zip(names, args, strict=False)), **kwargs}
+    return any(n in names and not said.get(n) for n in ("dropout_p", "training"))
 
 
 def identifier(name: str) -> str:

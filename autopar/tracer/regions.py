@@ -4,6 +4,7 @@
     numpy.random, random         a draw would be frozen into the graph: a letter
     transformers                 with no_padding, its mask code is told that nobody traces, so that it looks at the masks and drops them
     clear_autocast_cache         is heard
+    BatchNorm, Gamma.rsample     are spelled without questions about values, and without writing through a detached view
     TorchScript, torch.compile   run op by op, so that every op comes by
 
 Private parts: `torch.utils.checkpoint._checkpoint_without_reentrant_generator` and `CheckpointFunction` (torch 2.11 to 2.13),
@@ -21,8 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint as checkpoints
+from torch.distributions.gamma import Gamma
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.tracer.recorder import patched
+from autopar.tracer.respelled import averages_over_all, cumulative_batch_norm, gamma_rsample
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
@@ -47,6 +51,8 @@ def captured(recorder: Recorder) -> Iterator[None]:
             enter(patched(owner, name, _refusing(recorder, f"torch.{name}", getattr(owner, name), "seeds or sets torch's generator inside forward", "seeding outside the model")))
         enter(patched(torch.autograd.graph.saved_tensors_hooks, "__enter__", _refusing(recorder, "saved_tensors_hooks", torch.autograd.graph.saved_tensors_hooks.__enter__,
                                                                                         "hooks what autograd saves", "them around the call of the model")))
+        enter(patched(_BatchNorm, "forward", _while_captured(recorder, _BatchNorm.forward, cumulative_batch_norm, averages_over_all)))
+        enter(patched(Gamma, "rsample", _while_captured(recorder, Gamma.rsample, gamma_rsample)))
         enter(_no_outside_randomness(recorder))
         yield
 
@@ -81,6 +87,16 @@ def _clearing(recorder: Recorder, original: Callable[[], None]) -> Callable[[], 
         original()
 
     return clear
+
+
+def _while_captured(recorder: Recorder, original: Callable[..., Any], spelled: Callable[..., Any], is_asked: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
+    """A method as it is spelled for a graph, where the model that is captured calls it so that this is asked for."""
+    def method(own: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == recorder.thread and recorder.watched and is_asked(own):
+            return spelled(own, *args, **kwargs)
+        return original(own, *args, **kwargs)
+
+    return method
 
 
 def _region(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:

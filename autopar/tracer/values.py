@@ -109,6 +109,7 @@ class Values:
 
     def rename(self, tensor: Tensor, node: fx.Node) -> None:
         """The tensor stands for `node`, and its memory has no other name."""
+        self.recorder.hooks.effects += 1
         self.nodes[id(tensor)] = node
         self.recipes.pop(id(tensor), None)
 
@@ -137,6 +138,7 @@ class Values:
 
     def write(self, target: Tensor, value: fx.Node) -> None:
         """`target` stands for `value` from here on, and so does every view of its memory."""
+        self.recorder.hooks.effects += 1
         family, path, at = self._family(target), {id(target)}, target
         self.nodes[id(target)] = value
         self.stale.discard(id(target))

@@ -17,7 +17,10 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributions.dirichlet import _Dirichlet
 from torch.utils import _pytree as pytree
+
+from autopar.runtime.ctc import ctc_losses
 
 
 def identity(input: Tensor) -> Tensor:
@@ -95,6 +98,34 @@ def new(name: str) -> Callable[..., Tensor]:
     return call
 
 
+def spread(name: str) -> Callable[..., Any]:
+    """Variance or deviation; `correction` is taken from the count."""
+    def call(input: Tensor, dim: Any = None, correction: float = 1, keepdim: bool = False) -> Any:
+        return getattr(torch, name)(input, dim, correction=correction, keepdim=keepdim)
+    call.__name__ = name
+    return call
+
+
+def polygamma(input: Tensor, n: int) -> Tensor:
+    """The n-th derivative of digamma."""
+    return torch.polygamma(n, input)
+
+
+def rounded(input: Tensor, decimals: int = 0) -> Tensor:
+    """To the nearest, after so many decimals."""
+    return torch.round(input, decimals=decimals) if decimals else torch.round(input)
+
+
+def unfold(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
+    """Windows along one dim, as a view."""
+    return input.unfold(dimension, size, step)
+
+
+def index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
+    """A copy with values put, or added, at [indices]."""
+    return torch.index_put(input, indices, values, accumulate)
+
+
 def where(condition: Tensor, input: Any, other: Any) -> Tensor:
     """One or the other; either may be a number."""
     return torch.where(condition, input, other)
@@ -106,8 +137,13 @@ def scatter(input: Tensor, dim: int, index: Tensor, src: Any) -> Tensor:
 
 
 def repeat(input: Tensor, repeats: Sequence[int]) -> Tensor:
-    """The tensor, tiled."""
-    return input.repeat(*repeats)
+    """The tensor, repeated along each dim."""
+    return input.repeat(tuple(repeats))
+
+
+def tile(input: Tensor, dims: Sequence[int]) -> Tensor:
+    """The tensor, repeated along its last dims: counts may be fewer than dims, which `repeat` refuses."""
+    return torch.tile(input, tuple(dims))
 
 
 def drawn(name: str, first: float | None = None) -> Callable[..., Tensor]:
@@ -131,6 +167,21 @@ def updating(call: Callable[..., Tensor], *written: str) -> Callable[..., tuple[
     return pure
 
 
+def normal_filled(size: Sequence[int], mean: float, std: float, dtype: torch.dtype | None = None) -> Tensor:
+    """torch.normal of two numbers: draws of one distribution in a new tensor."""
+    return torch.normal(mean, std, tuple(size), dtype=dtype)
+
+
+def randint(size: Sequence[int], low: int, high: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Whole numbers from low to high - 1 in a new tensor."""
+    return torch.randint(low, high, tuple(size), dtype=dtype)
+
+
+def randperm(n: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The numbers below n in a random order."""
+    return torch.randperm(n, dtype=dtype or torch.int64)
+
+
 class Apply:
     """An autograd.Function as a function of tensors, forward and backward its own."""
 
@@ -145,6 +196,11 @@ class Apply:
 
     def __hash__(self) -> int:
         return hash(self.cls)
+
+
+def dirichlet(input: Tensor) -> Tensor:
+    """Draws of Dirichlet distributions along the last dim, as torch.distributions makes them."""
+    return _Dirichlet.apply(input)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,8 +330,27 @@ op("floor_divide", torch.floor_divide, "input:T, other:T", T.floor_divide, T.__f
 for n in ("eq", "ne", "lt", "le", "gt", "ge"):
     op(n, getattr(torch, n),        "input:T, other:T", getattr(T, n), getattr(T, f"__{n}__"))
 each("maximum minimum fmod atan2 logaddexp logical_and logical_or logical_xor", "input:T, other:T")
-each("exp log sqrt rsqrt cos sin tan tanh sigmoid floor ceil round trunc sign square reciprocal erf erfc log1p log2 log10 expm1 exp2 acos asin atan cosh sinh atanh isfinite isinf isnan logical_not")
+each("exp log sqrt rsqrt cos sin tan tanh sigmoid floor ceil trunc sign square reciprocal erf erfc log1p log2 log10 expm1 exp2 acos asin atan cosh sinh atanh isfinite isinf isnan logical_not")
+each("acosh asinh angle deg2rad rad2deg digamma lgamma erfinv frac i0 isneginf isposinf sinc signbit sgn")
+op("round",      rounded,           "input:T, *, decimals=0", torch.round, T.round)
+each("logit", "input:T, eps=None")
+each("mvlgamma", "input:T, p")
+op("polygamma",  polygamma,         "input:T, n", (torch.polygamma, "n, input"), (T.polygamma, "input, n"))
+each("hardshrink softshrink", "input:T, lambd=0.5")
+for n in ("airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx i0e i1 i1e log_ndtr ndtri modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 "
+          "scaled_modified_bessel_k1 spherical_bessel_j0").split():
+    op(n, getattr(torch.special, n), "x:T" if n in ("airy_ai", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0") else "input:T")
+each("copysign hypot igamma igammac logaddexp2 nextafter xlogy gcd lcm fmax fmin bitwise_left_shift bitwise_right_shift", "input:T, other:T")
+each("ldexp", "input:T, other:T")
+each("frexp")
+each("heaviside", "input:T, values:T")
+each("isclose", "input:T, other:T, rtol=1e-05, atol=1e-08, equal_nan=False")
+op("zeta",       torch.special.zeta, "input:T, other:T")
+op("xlog1py",    torch.special.xlog1py, "input:T, other:T")
+for n in "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p".split():
+    op(n, getattr(torch.special, n), "x:T, n:T")
 each("clamp", "input:T, min:T=None, max:T=None")
+SPELLINGS |= {f: (OPS["clamp"], _signature(f"input, {side}")) for side in ("min", "max") for f in (getattr(torch, f"clamp_{side}"), getattr(T, f"clamp_{side}"))}
 each("addcmul addcdiv", "input:T, tensor1:T, tensor2:T, *, value=1")
 each("lerp", "input:T, end:T, weight:T")
 each("nan_to_num", "input:T, nan=None, posinf=None, neginf=None")
@@ -309,7 +384,15 @@ op("geometric_like", drawn("geometric_"), "input:T, a")
 for n in ("rand", "randn"):
     op(n, getattr(torch, n),        "size:SHAPE, *, dtype=None", (getattr(torch, n), "*size, dtype=None, **how"))
     op(f"{n}_like", getattr(torch, f"{n}_like"), "input:T, *, dtype=None", (getattr(torch, f"{n}_like"), "input, *, dtype=None, **how"))
-each("multinomial", "input:T, num_samples, replacement=False")
+op("multinomial", torch.multinomial, "input:T, num_samples, replacement=False", *((f, "input, num_samples, replacement=False, generator=None") for f in (torch.multinomial, T.multinomial)))
+op("normal",     torch.normal,      "mean:T, std:T=1.0", (torch.normal, "mean, std=1.0, generator=None"))
+op("normal_filled", normal_filled,  "size:SHAPE, mean, std, *, dtype=None")
+op("randint",    randint,           "size:SHAPE, low, high, *, dtype=None")
+op("randperm",   randperm,          "n, *, dtype=None", (torch.randperm, "n, *, dtype=None, **how"))
+op("poisson",    torch.poisson,     "input:T", (torch.poisson, "input, generator=None"))
+op("standard_gamma", torch._standard_gamma, "input:T", (torch._standard_gamma, "input, generator=None"))
+op("dirichlet",  dirichlet,         "input:T", Apply(_Dirichlet))
+op("rrelu",      F.rrelu,           "input:T, lower=0.125, upper=1/3, training=False, inplace=False", (torch.rrelu, "input, lower=0.125, upper=1/3, training=False, generator=None"))
 
 # reductions, scans, searches
 op("sum",        torch.sum,         "input:T, dim=None, keepdim=False, *, dtype=None", T.sum)
@@ -321,9 +404,59 @@ each("logsumexp", "input:T, dim, keepdim=False")
 each("all any argmax argmin", "input:T, dim=None, keepdim=False")
 each("cumsum cumprod", "input:T, dim, *, dtype=None")
 each("topk", "input:T, k, dim=-1, largest=True, sorted=True")
-each("sort argsort", "input:T, dim=-1, descending=False")
+each("sort argsort", "input:T, dim=-1, descending=False, *, stable=None")
 each("diff", "input:T, n=1, dim=-1, prepend:T=None, append:T=None")
 each("norm", "input:T, p='fro', dim=None, keepdim=False, *, dtype=None")
+each("max min", "input:T, dim, keepdim=False")
+each("median nanmedian", "input:T, dim=None, keepdim=False")
+op("mode",       torch.mode,        "input:T, dim=-1, keepdim=False", T.mode)
+op("kthvalue",   torch.kthvalue,    "input:T, k, dim=-1, keepdim=False", T.kthvalue)
+op("aminmax",    torch.aminmax,     "input:T, *, dim=None, keepdim=False", T.aminmax)
+each("quantile nanquantile", "input:T, q:T, dim=None, keepdim=False, *, interpolation='linear'")
+each("prod", "input:T, dim=None, keepdim=False, *, dtype=None")
+each("nansum", "input:T, dim=None, keepdim=False, *, dtype=None")
+each("count_nonzero", "input:T, dim=None")
+for n in ("var", "std", "var_mean", "std_mean"):
+    op(n, spread(n),                "input:T, dim=None, correction=1, keepdim=False")
+op("vector_norm", torch.linalg.vector_norm, "input:T, ord=2, dim=None, keepdim=False, *, dtype=None")
+each("cummax cummin logcumsumexp", "input:T, dim")
+each("renorm", "input:T, p, dim, maxnorm")
+each("trace")
+op("linalg_cross", torch.linalg.cross, "input:T, other:T, *, dim=-1")
+op("cosine_similarity", F.cosine_similarity, "x1:T, x2:T, dim=1, eps=1e-08")
+op("cdist",      torch.cdist,       "x1:T, x2:T, p=2.0, compute_mode='use_mm_for_euclid_dist_if_necessary'")
+op("pdist",      F.pdist,           "input:T, p=2")
+
+# matrices, one or many
+LA = torch.linalg
+op("inverse",    LA.inv,            "A:T", torch.inverse, T.inverse)
+op("det",        LA.det,            "A:T", torch.det, T.det)
+op("slogdet",    LA.slogdet,        "A:T", torch.slogdet, T.slogdet)
+op("logdet",     torch.logdet,      "input:T", T.logdet)
+op("matrix_exp", LA.matrix_exp,     "input:T", torch.matrix_exp, T.matrix_exp)
+op("matrix_power", LA.matrix_power, "input:T, n", torch.matrix_power, T.matrix_power)
+op("linalg_cholesky", LA.cholesky,  "input:T, *, upper=False")
+op("cholesky",   torch.cholesky,    "input:T, upper=False", T.cholesky)
+op("cholesky_inverse", torch.cholesky_inverse, "input:T, upper=False", T.cholesky_inverse)
+op("pinv",       LA.pinv,           "input:T, *, rtol:T=None, atol:T=None, hermitian=False")
+op("svdvals",    LA.svdvals,        "A:T, *, driver=None")
+op("linalg_svd", LA.svd,            "A:T, full_matrices=True, *, driver=None")
+op("svd",        torch.svd,         "input:T, some=True, compute_uv=True", T.svd)
+op("linalg_qr",  LA.qr,             "A:T, mode='reduced'")
+op("eigh",       LA.eigh,           "input:T, UPLO='L'")
+op("eigvalsh",   LA.eigvalsh,       "input:T, UPLO='L'")
+op("lu_factor",  LA.lu_factor,      "A:T, *, pivot=True")
+op("solve",      LA.solve,          "A:T, B:T, *, left=True")
+op("solve_triangular", LA.solve_triangular, "input:T, B:T, *, upper, left=True, unitriangular=False")
+op("cholesky_solve", torch.cholesky_solve, "input:T, input2:T, upper=False", T.cholesky_solve)
+each("diag_embed", "input:T, offset=0, dim1=-2, dim2=-1")
+each("addbmm", "input:T, batch1:T, batch2:T, *, beta=1, alpha=1")
+each("addmv", "input:T, mat:T, vec:T, *, beta=1, alpha=1")
+each("addr", "input:T, vec1:T, vec2:T, *, beta=1, alpha=1")
+
+# recurrent modules: their weights come as one list
+for n in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    op(n, getattr(torch, n),        "input:T, hx:T, params:T, has_biases, num_layers, dropout, train, bidirectional, batch_first")
 
 # normalisation, attention, losses
 op("layer_norm", F.layer_norm,      "input:T, normalized_shape, weight:T=None, bias:T=None, eps=1e-05")
@@ -343,7 +476,13 @@ op("l1_loss",    F.l1_loss,         "input:T, target:T, size_average=None, reduc
 op("smooth_l1_loss", F.smooth_l1_loss, "input:T, target:T, size_average=None, reduce=None, reduction='mean', beta=1.0")
 op("binary_cross_entropy", F.binary_cross_entropy, "input:T, target:T, weight:T=None, size_average=None, reduce=None, reduction='mean'")
 op("binary_cross_entropy_with_logits", F.binary_cross_entropy_with_logits, "input:T, target:T, weight:T=None, size_average=None, reduce=None, reduction='mean', pos_weight:T=None")
+op("huber_loss", F.huber_loss,      "input:T, target:T, reduction='mean', delta=1.0, weight:T=None")
+op("soft_margin_loss", F.soft_margin_loss, "input:T, target:T, size_average=None, reduce=None, reduction='mean'")
+op("multi_margin_loss", F.multi_margin_loss, "input:T, target:T, p=1, margin=1.0, weight:T=None, size_average=None, reduce=None, reduction='mean'")
+op("multilabel_margin_loss", F.multilabel_margin_loss, "input:T, target:T, size_average=None, reduce=None, reduction='mean'")
 op("kl_div",     F.kl_div,          "input:T, target:T, size_average=None, reduce=None, reduction='mean', log_target=False")
+
+op("ctc_loss",   ctc_losses,        "log_probs:T, targets:T, input_lengths:T, target_lengths:T, blank=0, zero_infinity=False", torch.ops.autopar.ctc_losses, torch.ops.autopar.ctc_losses.default)
 
 # look-up
 op("embedding",  F.embedding,       "input:T, weight:T, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False")
@@ -357,6 +496,19 @@ each("scatter_add", "input:T, dim, index:T, src:T")
 each("one_hot", "input:T, num_classes=-1")
 each("slice_scatter", "input:T, src:T, dim=0, start=None, end=None, step=1")
 each("select_scatter", "input:T, src:T, dim, index")
+each("index_add", "input:T, dim, index:T, source:T, *, alpha=1")
+each("index_copy", "input:T, dim, index:T, source:T")
+each("index_fill", "input:T, dim, index:T, value:T")
+op("index_put",  index_put,         "input:T, indices:T, values:T, accumulate=False", torch.index_put, T.index_put)
+each("index_reduce", "input:T, dim, index:T, source:T, reduce, *, include_self=True")
+each("scatter_reduce", "input:T, dim, index:T, src:T, reduce, *, include_self=True")
+each("take", "input:T, index:T")
+each("take_along_dim", "input:T, indices:T, dim=None")
+op("searchsorted", torch.searchsorted, "sorted_sequence:T, input:T, *, out_int32=False, right=False, side=None, sorter:T=None")
+op("bucketize",  torch.bucketize,   "input:T, boundaries:T, *, out_int32=False, right=False")
+op("isin",       torch.isin,        "elements:T, test_elements:T, *, assume_unique=False, invert=False")
+op("embedding_bag", F.embedding_bag, "input:T, weight:T, offsets:T=None, max_norm=None, norm_type=2, scale_grad_by_freq=False, mode='mean', sparse=False, per_sample_weights:T=None, include_last_offset=False, padding_idx=None")
+op("masked_scatter", torch.masked_scatter, "input:T, mask:T, source:T", T.masked_scatter)
 each("diagonal_scatter", "input:T, src:T, offset=0, dim1=0, dim2=1")
 
 # pictures
@@ -367,6 +519,18 @@ each("avg_pool1d", "input:T, kernel_size, stride=None, padding=0, ceil_mode=Fals
 each("avg_pool2d avg_pool3d", "input:T, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None")
 op("interpolate", F.interpolate,    "input:T, size=None, scale_factor=None, mode='nearest', align_corners=None, recompute_scale_factor=None, antialias=False")
 each("pixel_shuffle", "input:T, upscale_factor")
+each("pixel_unshuffle", "input:T, downscale_factor")
+each("channel_shuffle", "input:T, groups")
+for d in (1, 2, 3):
+    op(f"adaptive_max_pool{d}d", getattr(F, f"adaptive_max_pool{d}d"), "input:T, output_size, return_indices=False")
+    op(f"max_pool{d}d_with_indices", getattr(F, f"max_pool{d}d_with_indices"), "input:T, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=True")
+    op(f"adaptive_max_pool{d}d_with_indices", getattr(F, f"adaptive_max_pool{d}d_with_indices"), "input:T, output_size, return_indices=True")
+    op(f"max_unpool{d}d", getattr(F, f"max_unpool{d}d"), "input:T, indices:T, kernel_size, stride=None, padding=0, output_size=None")
+op("grid_sample", F.grid_sample,    "input:T, grid:T, mode='bilinear', padding_mode='zeros', align_corners=None")
+op("affine_grid", F.affine_grid,    "theta:T, size, align_corners=None")
+op("im2col",     F.unfold,          "input:T, kernel_size, dilation=1, padding=0, stride=1")
+op("col2im",     F.fold,            "input:T, output_size, kernel_size, dilation=1, padding=0, stride=1")
+op("unfold",     unfold,            "input:T, dimension, size, step", T.unfold)
 op("pad",        F.pad,             "input:T, pad, mode='constant', value=None")
 
 # shapes
@@ -382,14 +546,16 @@ op("detach",     torch.detach,      "input:T", T.detach)
 op("contiguous", contiguous,        "input:T", (T.contiguous, "input, memory_format=None"))
 op("clone",      torch.clone,       "input:T", (torch.clone, "input, *, memory_format=None"), (T.clone, "input, *, memory_format=None"))
 op("split",      split,             "input:T, sections:SIZES, dim=0", (T.split, "input, sections, dim=0"), (torch.split, "input, sections, dim=0"), (T.chunk, "input, sections, dim=0"),
-                                    (torch.chunk, "input, sections, dim=0"), (torch.split_with_sizes, "input, sections, dim=0"), (T.split_with_sizes, "input, sections, dim=0"))
+                                    (torch.chunk, "input, sections, dim=0"), (torch.split_with_sizes, "input, sections, dim=0"), (torch.unsafe_split, "input, sections, dim=0"), (torch.unsafe_chunk, "input, sections, dim=0"), (T.split_with_sizes, "input, sections, dim=0"))
 op("cat",        torch.cat,         "tensors:T, dim=0", torch.concat, torch.concatenate)
 op("stack",      torch.stack,       "tensors:T, dim=0")
 op("unbind",     torch.unbind,      "input:T, dim=0", T.unbind)
 op("narrow",     narrow,            "input:T, dim, start, length", T.narrow, torch.narrow)
 op("select",     torch.select,      "input:T, dim, index", T.select)
-op("repeat",     repeat,            "input:T, repeats", (T.repeat, "input, *repeats"), (torch.tile, "input, repeats"), (T.tile, "input, *repeats"))
+op("repeat",     repeat,            "input:T, repeats", (T.repeat, "input, *repeats"))
+op("tile",       tile,              "input:T, dims", (torch.tile, "input, dims"), (T.tile, "input, *dims"))
 each("repeat_interleave", "input:T, repeats:T, dim=None, *, output_size=None")
+each("rot90", "input:T, k=1, dims=[0, 1]")
 each("roll", "input:T, shifts, dims=None")
 op("flip",       torch.flip,        "input:T, dims", (T.flip, "input, *dims"))
 each("diagonal", "input:T, offset=0, dim1=0, dim2=1")

@@ -133,3 +133,30 @@ def test_neither_do_they_later(threads):
             mine(here["x"].clone().requires_grad_(), here["y"])
 
     threads(4, body)
+
+
+class Counted(torch.nn.Module):
+    """As Hugging Face's models take it: a sum over so many items, or a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, _ = mlp_case()
+
+    def forward(self, x, y, **loss_kwargs):
+        off = (self.inner(x) - y).pow(2)
+        count = loss_kwargs.get("num_items_in_batch")
+        return off.mean() if count is None else off.sum() / count
+
+
+def test_a_loss_that_a_trainer_would_scale_is_a_letter(threads):
+    """Its convention is that of DDP, which takes the mean over ranks."""
+    batch = mlp_case()[1]
+
+    def body(rank):
+        mine = local(Counted(), batch, DP, parallel="dp")
+        here = rows(mine, batch)
+        with pytest.raises(NotServed, match="model_accepts_loss_kwargs = False"):
+            mine(**here, num_items_in_batch=torch.tensor(batch["y"].numel()))
+        assert mine(**here, num_items_in_batch=None).isfinite()
+
+    threads(4, body)

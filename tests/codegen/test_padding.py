@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import random
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from torch import nn
 
 import autopar
 from autopar import DeviceMesh
+from autopar.codegen.reach import check_reach
 from autopar.letters import Disagreement, NotServed
 from autopar.testing import on_threads
+from autopar.tracer import ColoTracer
 from tests.models import eager_links
 from tests.oracle import InFloat64
 from tests.training import whole
@@ -298,3 +302,181 @@ def test_ranks_that_pass_other_lengths_of_one_batch_are_a_letter():
 def test_what_is_no_length_is_a_letter(wrong):
     with pytest.raises(NotServed, match="no length"):
         autopar.autoparallelize(nn.Linear(4, 4), {"input": torch.zeros(4, 4)}, mesh=DeviceMesh(1), pad_to=wrong)
+
+
+# -- what padding can reach
+
+
+class Snippet(nn.Module):
+    """A few ops on [rows, length, 6] features, a mask [rows, length] and targets, beside a weight and a table."""
+
+    def __init__(self, body):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.f, self.table, self.conv = body, nn.Linear(6, 6), nn.Embedding(9, 6), nn.Conv1d(6, 6, 3, padding=1)
+
+    def forward(self, x, mask, y):
+        return self.body(self, x, mask, y)
+
+
+def features(length, seed, rows=3):
+    made = torch.Generator().manual_seed(seed)
+    seen = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=made)
+    seen[0] = True
+    y = torch.randint(0, 6, (rows, length), generator=made)
+    return {"x": torch.randn(rows, length, 6, generator=made, dtype=torch.float64) * seed - seed % 3, "mask": seen.long(), "y": torch.where(seen, y, -100)}
+
+
+def masked(x, mask):
+    return x * mask[..., None]
+
+
+def scores(s, x):
+    return s.f(x) @ x.transpose(1, 2)
+
+
+def causal(n):
+    return torch.arange(n)[:, None] >= torch.arange(n)[None]
+
+
+SERVED = {
+    "each position": lambda s, x, mask, y: s.f(x).relu().softmax(-1),
+    "a mean of what the mask shows": lambda s, x, mask, y: masked(s.f(x), mask).sum(1) / mask.sum(1, keepdim=True),
+    "the same, by where": lambda s, x, mask, y: torch.where(mask[..., None] > 0, s.f(x), 0.0).sum(1) / mask.sum(1)[:, None],
+    "a maximum behind -inf": lambda s, x, mask, y: s.f(x).masked_fill(mask[..., None] == 0, float("-inf")).amax(1),
+    "a least number behind inf": lambda s, x, mask, y: s.f(x).masked_fill(mask[..., None] == 0, float("inf")).amin(1),
+    "a softmax behind -inf": lambda s, x, mask, y: (s.f(x)[..., 0].masked_fill(mask == 0, float("-inf")).softmax(1)[..., None] * x).sum(1),
+    "attention with a mask that is added": lambda s, x, mask, y: (scores(s, x) + (1.0 - mask[:, None].double()) * torch.finfo(torch.float64).min).softmax(-1) @ x,
+    "attention in causal order": lambda s, x, mask, y: scores(s, x).masked_fill(~causal(x.shape[1]), float("-inf")).softmax(-1) @ x,
+    "attention by tril": lambda s, x, mask, y: (scores(s, x) * torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()) @ x,
+    "fused attention with a mask": lambda s, x, mask, y: F.scaled_dot_product_attention(x[:, None], s.f(x)[:, None], x[:, None], attn_mask=(mask > 0)[:, None, None])[:, 0],
+    "fused causal attention": lambda s, x, mask, y: F.scaled_dot_product_attention(x, s.f(x), x, is_causal=True),
+    "a loss of shifted targets": lambda s, x, mask, y: F.cross_entropy(s.f(x)[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
+    "losses that are masked": lambda s, x, mask, y: (F.cross_entropy(s.f(x).transpose(1, 2), y.clamp(min=0), reduction="none") * mask).sum() / mask.sum(),
+    "a sum that runs": lambda s, x, mask, y: s.f(x).cumsum(1),
+    "the first": lambda s, x, mask, y: s.f(x)[:, 0],
+    "all but the last, and position embeddings": lambda s, x, mask, y: (s.f(x) + s.table(torch.arange(x.shape[1]) % 9))[:, :-1],
+    "a token in front": lambda s, x, mask, y: torch.cat([s.table(torch.zeros(x.shape[0], 1, dtype=torch.long)), x], 1),
+    "rows and positions in one dim": lambda s, x, mask, y: s.f(x.flatten(0, 1)).relu().view(x.shape),
+    "any that is hidden": lambda s, x, mask, y: s.f(x[:, 0]) * (mask * y.clamp(min=0)).sum(1, keepdim=True),
+}
+REFUSED = {
+    "a maximum": (lambda s, x, mask, y: s.f(x).amax(1), "amax"),
+    "a maximum of what is zero": (lambda s, x, mask, y: masked(-s.f(x).exp(), mask).amax(1), "amax"),
+    "a mean of zeros": (lambda s, x, mask, y: masked(s.f(x), mask).mean(1), "div: it is given the length itself"),
+    "a number that is the length": (lambda s, x, mask, y: s.f(x) / x.shape[1], "given the length itself"),
+    "a softmax of zeros": (lambda s, x, mask, y: (masked(s.f(x), mask).softmax(1) * x).sum(1), "softmax"),
+    "a softmax whose mask is too weak": (lambda s, x, mask, y: ((s.f(x)[..., 0] - 10.0 * (1 - mask)).softmax(1)[..., None] * x).sum(1), "softmax"),
+    "a log-sum-exp": (lambda s, x, mask, y: s.f(x).logsumexp(1), "logsumexp"),
+    "attention to all": (lambda s, x, mask, y: F.scaled_dot_product_attention(x, s.f(x), x), "scaled_dot_product_attention"),
+    "attention to what comes later": (lambda s, x, mask, y: scores(s, x).masked_fill(causal(x.shape[1]), float("-inf")).nan_to_num().softmax(-1) @ x, "softmax"),
+    "a convolution": (lambda s, x, mask, y: s.conv(s.f(x).transpose(1, 2)), "conv1d"),
+    "the last": (lambda s, x, mask, y: s.f(x)[:, -1], "select|narrow|index"),
+    "the wrong way round": (lambda s, x, mask, y: s.f(x).flip(1), "flip"),
+    "a token behind": (lambda s, x, mask, y: torch.cat([s.f(x), s.table(torch.zeros(x.shape[0], 1, dtype=torch.long))], 1), "cat"),
+    "a product along": (lambda s, x, mask, y: masked(s.f(x), mask).cumprod(1).prod(1), "prod"),
+    "a norm over positions": (lambda s, x, mask, y: F.layer_norm(s.f(x).transpose(1, 2), (x.shape[1],)), "layer_norm"),
+    "sorted": (lambda s, x, mask, y: s.f(x).sort(1)[0][:, 0], "sort"),
+    "positions that count from the end": (lambda s, x, mask, y: s.f(x) * torch.arange(x.shape[1], 0, -1)[:, None], "arange"),
+    "a sum of what rows and positions give": (lambda s, x, mask, y: s.f(x.flatten(0, 1)).square().sum(), "sum"),
+    "a square of pairs": (lambda s, x, mask, y: (scores(s, s.f(x)) * mask[:, :, None]).sum((1, 2)), "sum"),
+}
+
+
+def both(body, here=7, longer=12):
+    model = Snippet(body).double()
+    return model, *(ColoTracer().trace(model, features(n, 1)) for n in (here, longer))
+
+
+def agrees(model, here, longer, seeds=range(1, 9)):
+    """Does eager compute the same of padded calls, whatever is in them?"""
+    for seed in seeds:
+        batch = features(here, seed)
+        padded = {n: F.pad(t, [0, 0] * (t.dim() - 2) + [0, longer - here], value=-100 if n == "y" else 0) for n, t in batch.items()}
+        mine, theirs = model(**padded), model(**batch)
+        mine = mine[tuple(slice(0, n) for n in theirs.shape)]
+        if not torch.allclose(mine, theirs, rtol=1e-9, atol=1e-12, equal_nan=True):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_padding_cannot_reach_is_served(name):
+    model, exact, padded = both(SERVED[name])
+    assert agrees(model, 7, 12)
+    check_reach(exact, padded, {"y": -100})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_padding_can_reach_is_a_letter_that_names_the_op(name):
+    body, op = REFUSED[name]
+    model, exact, padded = both(body)
+    assert not agrees(model, 7, 12)
+    with pytest.raises(NotServed, match=f"(?s)depends on the padding.*test_padding.py.*({op})"):
+        check_reach(exact, padded, {"y": -100})
+
+
+def shifted(x, mask):
+    return F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+STEPS = {
+    "linear": lambda s, x, mask: s.f(x), "relu": lambda s, x, mask: x.relu(), "exp": lambda s, x, mask: x.tanh().exp(), "hide": masked, "fill": lambda x, mask: x.masked_fill(mask[..., None] == 0, 0.5),
+    "low": lambda x, mask: x.masked_fill(mask[..., None] == 0, float("-inf")).softmax(1), "add low": lambda x, mask: (x + (mask[..., None] - 1) * 1e30).softmax(1), "softmax": lambda x, mask: x.softmax(1), "channels": lambda x, mask: x.softmax(2),
+    "sum": lambda x, mask: x.sum(1, keepdim=True) * x, "mean": lambda x, mask: x.mean(1, keepdim=True) + x, "masked mean": lambda x, mask: x + masked(x, mask).sum(1, keepdim=True) / mask.sum(1)[:, None, None],
+    "max": lambda x, mask: x + x.amax(1, keepdim=True), "masked max": lambda x, mask: x + x.masked_fill(mask[..., None] == 0, -float("inf")).amax(1, keepdim=True), "running": lambda x, mask: x.cumsum(1) / 9, "shift": shifted, "first": lambda x, mask: x + x[:, :1],
+    "last": lambda x, mask: x - x[:, -1:], "flat": lambda x, mask: x.flatten(0, 1).sin().view(x.shape), "flip": lambda x, mask: x.flip(1), "roll": lambda x, mask: x.roll(1, 1), "heads": lambda x, mask: x.view(*x.shape[:2], 2, 3).transpose(1, 2).transpose(1, 2).reshape(x.shape),
+    "attend": lambda x, mask: F.scaled_dot_product_attention(x, x, x, attn_mask=(mask > 0)[:, None]), "causal": lambda x, mask: F.scaled_dot_product_attention(x, x, x, is_causal=True), "attend to all": lambda x, mask: F.scaled_dot_product_attention(x, x, x),
+    "tril": lambda x, mask: (x @ x.transpose(1, 2) / 6).tril() @ x, "triu": lambda x, mask: (x @ x.transpose(1, 2) / 6).triu() @ x, "count": lambda x, mask: x * torch.arange(x.shape[1])[:, None], "length": lambda x, mask: x / x.shape[1],
+    "put": lambda x, mask: torch.slice_scatter(x, x[:, :-1], 1, 1), "end": lambda x, mask: F.pad(x[:, 1:], (0, 0, 0, 1)), "pairs": lambda x, mask: (mask[:, :, None] * mask[:, None, :] * (x @ x.transpose(1, 2))).sum(2, keepdim=True) * x / 50,
+    "every": lambda x, mask: x[:, torch.arange(x.shape[1])], "half": lambda x, mask: torch.cat(x.chunk(2, 2)[::-1], 2), "logs": lambda x, mask: x - x.logsumexp(1, keepdim=True), "norm": lambda x, mask: F.layer_norm(x, (6,)), "norm of all": lambda x, mask: F.layer_norm(x, x.shape[1:]),
+}
+
+
+def chain(names):
+    def body(s, x, mask, y):
+        for name in names:
+            x = STEPS[name](s, x, mask) if name in ("linear", "relu", "exp") else STEPS[name](x, mask)
+        return x
+    return body
+
+
+def looked_at(seeds):
+    """How many chains of ops are served; each of those computes the same of any padded batch."""
+    served = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        names = [rng.choice(list(STEPS)) for _ in range(rng.randint(1, 4))]
+        model, exact, padded = both(chain(names), 5 + seed % 3, 8 + seed % 4)
+        with contextlib.suppress(NotServed):
+            check_reach(exact, padded, {"y": -100})
+            served += 1
+            assert agrees(model, 5 + seed % 3, 8 + seed % 4, range(1, 4)), names
+    return served
+
+
+def test_chains_of_ops_that_are_served_compute_the_same():
+    assert looked_at(range(40)) > 10
+
+
+@pytest.mark.nightly
+def test_many_chains_of_ops_that_are_served_compute_the_same():
+    assert looked_at(range(60, 2000)) > 400
+
+
+def test_one_batch_in_which_padding_does_not_show_does_not_tell():
+    """A maximum over positions is above 0 in a long batch, where zeros of padding do not show, and below in a short one."""
+    class Pool(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x):
+            return self.f(x).amax(1)
+
+    torch.manual_seed(1)
+    long, short = torch.randn(4, 31, 8, dtype=torch.float64), torch.randn(4, 2, 8, dtype=torch.float64)
+    mine = autopar.autoparallelize(Pool().double(), {"x": torch.randn(4, 32, 8, dtype=torch.float64)}, mesh=1, pad_to=32)
+    for x in (long, short):
+        with pytest.raises(NotServed, match="depends on the padding"):
+            mine(x=x)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
-from torch.distributed.tensor import distribute_module, distribute_tensor, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.letters import BadInput, BadPlan, BadWeights, Consumed, Disagreement, NotCaptured, NotServed
@@ -91,7 +95,46 @@ def twice_differentiated():
     torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
+def new_forward():
+    model = make()
+    model.forward = lambda x: x.sum()
+
+
+def prepared(model, mixed=False):
+    """What Accelerate's prepare and Fabric's setup do: with mixed precision a forward of their own, then DDP."""
+    if mixed:
+        forward = model.forward.__func__
+        model.forward = types.MethodType(torch.autocast("cpu", torch.bfloat16)(forward), model)
+    return DistributedDataParallel(model)
+
+
+def written_by_one(what):
+    torch.save(what(make(parallel="zero3")), io.BytesIO())
+
+
+def stepped(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(X)["loss"].backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+AROUND = {
+    "in DDP": (lambda: DistributedDataParallel(make()), Consumed, "leave it out of accelerator.prepare"),
+    "DDP around what holds it": (lambda: DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), make())), Consumed, "DistributedDataParallel is put around"),
+    "prepared": (lambda: prepared(make()), Consumed, "model.no_sync"), "prepared for mixed precision": (lambda: prepared(make(), True), NotServed, "torch.autocast around the call"),
+    "in FSDP": (lambda: FullyShardedDataParallel(make(), device_id=torch.device("cpu")), Consumed, "FullyShardedDataParallel is put around"),
+    "fully_shard": (lambda: fully_shard(make(), mesh=init_device_mesh("cpu", (2,))), Consumed, "fully_shard is put around"),
+    "fully_shard of a part": (lambda: fully_shard(make().first, mesh=init_device_mesh("cpu", (2,))), Consumed, "fully_shard is put around"),
+    "a forward set later": (new_forward, NotServed, "the forward of a parallel Net is replaced"),
+    "a part called": (lambda: make().first(X), NotServed, "first, a part of a parallel model, is called by itself"),
+    "a part called that is cut": (lambda: make(parallel="zero3").first(X), NotServed, "inside the model or in loss="),
+    "a state dict written by a rank": (lambda: written_by_one(lambda m: m.state_dict()), NotServed, "StateDictOptions"),
+    "its optimizer's": (lambda: written_by_one(stepped), NotServed, "of which it holds a part"),
+    "a parameter written": (lambda: written_by_one(lambda m: m.first.weight), NotServed, r"\(4, 4\) of \(8, 4\)"),
+}
 WRONG = {
+    **AROUND,
     "an input is missing": (lambda: make()(), BadInput, "missing"), "one has another name": (lambda: make()(y=X), BadInput, "missing"), "one too many": (lambda: make()(X, 1.0, 2.0), BadInput, "too many"),
     "the width is wrong": (lambda: make()(X[:, :3]), NotCaptured, "raises RuntimeError"), "text for a tensor": (lambda: make()("text"), NotCaptured, "raises TypeError"),
     "an argument of which nothing can be said": (lambda: make()(X, scale=lambda: 1), BadInput, "cannot be said"),
@@ -126,6 +169,38 @@ def test_it_is_a_letter_on_every_rank(name):
 
 def test_there_are_more_than_twenty():
     assert len(WRONG) >= 20
+
+
+def test_others_use_what_wrappers_and_pickle_are_for():
+    """Models and DTensors that are nobody's but the caller's."""
+    def body(rank):
+        make()
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("another",))
+        buffer = io.BytesIO()
+        torch.save(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]), buffer)
+        sharded = fully_shard(Net(), mesh=mesh)
+        with pytest.raises(RuntimeError, match="got mixed"):
+            distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]) @ torch.ones(4, 4)
+        return len(list(sharded.parameters())), copy.deepcopy(make(parallel="zero3")).first.weight.shape
+
+    assert on_threads(2, body) == [(4, (8, 4))] * 2
+
+
+def test_a_part_whose_forward_is_replaced_is_looked_at_again():
+    model = Net().double()
+
+    def twice(x):
+        return 2 * type(model.first).forward(model.first, x)
+
+    mine = autopar.autoparallelize(model, (X.double(),), mesh=1)
+    before = mine(X.double())["logits"].detach()
+    model.first.forward = twice
+    expected = Net().double()
+    expected.load_state_dict({n: p.detach().to_local() for n, p in mine.named_parameters()})
+    first = expected.first.forward
+    assert torch.allclose(before, expected(X.double())["logits"])
+    expected.first.forward = lambda x: 2 * first(x)
+    assert torch.allclose(mine(X.double())["logits"], expected(X.double())["logits"])
 
 
 @pytest.mark.parametrize("outputs, kinds", [("auto", (True, True)), ("full", (False, False)), ("sharded", (True, True)), (("logits",), (False, True))], ids=str)

@@ -1,6 +1,7 @@
 """Random small modules x meshes x random legal plans, in float64, against eager: losses, outputs, gradients, parameters and buffers.
 
     python -m tests.frame.fuzz 2000 [first]         as many modules, from that seed on; prints what was drawn, and each seed that came out otherwise
+    python -m tests.frame.fuzz 2000 [first] torch   the same, and half of the steps are calls of any function of torch
     python -m tests.frame.fuzz mutants              by which of the first 200 each broken compiler of tests/mutants.py is noticed
 
 A module is a list of steps, each drawn from STEPS and made on what the steps before it made; what a step cannot be made on, it refuses by None.
@@ -29,6 +30,7 @@ from autopar.sharding import shardings
 from autopar.solver import solve
 from autopar.testing import Equality, Unequal, on_threads
 from autopar.tracer import ColoTracer
+from tests.frame.functions import of_torch
 from tests.models import eager_links
 from tests.mutants import GPT2_MUTANTS, MUTANTS
 from tests.oracle import ByPosition
@@ -42,17 +44,17 @@ MEMBERS = 2000                                                 # elements of a v
 class Drawn(nn.Module):
     """`forward` runs the steps; whatever no step has read counts in the loss."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, of_all: bool = False) -> None:
         super().__init__()
         self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.steps, self.names = [], []
+        self.steps, self.names, self.called = [], [], []        # called: which functions of torch
         rows, length, width = (self.rng.choice(SIZES) for _ in range(3))
         self.batch = {"x": self.drawn(rows, length, width), "ids": torch.randint(0, 7, (rows, length), generator=self.generator), "target": torch.randint(0, 2, (rows,), generator=self.generator).index_fill(0, torch.tensor(0), 1)}
         values = [self.batch["x"]]
         for _ in range(self.rng.randint(3, 9)):
-            name = self.rng.choice(list(STEPS))
-            made = STEPS[name](self, values)
+            name = "torch" if of_all and self.rng.random() < 0.5 else self.rng.choice(list(STEPS))
+            made = of_torch(self, values) if name == "torch" else STEPS[name](self, values)
             if made is None:
                 continue
             read, step = made
@@ -328,22 +330,28 @@ def two_steps(model, batch, next_step=lambda: None):
     return found | {n: whole(t).detach().clone() for n, t in (*parameters.items(), *model.named_buffers())}
 
 
-def fuzz(seed: int) -> Drawn:
-    """Raises Unequal where the parallel module is not what eager is."""
-    model = Drawn(seed)
+def fuzz(seed: int, of_all: bool = False) -> Drawn:
+    """Raises Unequal where the parallel module is not what eager is. With `of_all`, steps are drawn from all of torch."""
+    model = Drawn(seed, of_all)
     rng = np.random.default_rng(seed)
     mesh = MESHES[rng.integers(len(MESHES))]
+    alone = Drawn(seed, of_all)                                # made before draws go by position
     with ByPosition(SEED) as numbers:
-        expected = two_steps(Drawn(seed), model.batch, numbers.next_step)
+        expected = two_steps(alone, model.batch, numbers.next_step)
     plan = random_plan(ColoTracer().trace(model, model.batch), mesh, rng)
 
+    made = [Drawn(seed, of_all) for _ in range(mesh.size)]
+
     def body(rank):
-        mine = autopar.autoparallelize(Drawn(seed), model.batch, plan=plan)
+        mine = autopar.autoparallelize(made[rank], model.batch, plan=plan)
         mine.random_state.seed = SEED
         return two_steps(mine, model.batch)
 
-    for rank, result in enumerate(on_threads(mesh.size, body)):
-        Equality.in_float64(f"seed {seed} on {mesh}, rank {rank}: {', '.join(model.names)}", result, expected, 1e-9).check()
+    results, case = on_threads(mesh.size, body), f"seed {seed} on {mesh}: {', '.join([*model.names, *model.called])}"
+    for rank, result in enumerate(results):
+        Equality.in_float64(f"{case}, rank {rank}", result, expected, 1e-9).check()
+        if drifting := [name for name in result if not torch.equal(result[name], results[0][name])]:
+            raise Unequal(f"{case}: ranks 0 and {rank} hold different bits of {', '.join(drifting)}")
     return model
 
 
@@ -366,12 +374,12 @@ def kills(mutant, seeds):
     return None
 
 
-def main(count: int = 2000, first: int = 0) -> None:
+def main(count: int = 2000, first: int = 0, of_all: bool = False) -> None:
     torch.set_num_threads(1)
     drawn, refused, wrong, started = Counter(), Counter(), [], time.process_time()
     for seed in range(first, first + count):
         try:
-            drawn.update(fuzz(seed).names)
+            drawn.update(fuzz(seed, of_all).names)
         except Letter as e:
             refused[f"{type(e).__name__}: {e.what}"] += 1
             print(f"seed {seed}: {type(e).__name__}: {e.what}", flush=True)
@@ -393,4 +401,4 @@ if __name__ == "__main__":
         for name, mutant in (MUTANTS | GPT2_MUTANTS).items():
             print(f'    "{name}": {kills(mutant, range(200))},', flush=True)
     else:
-        main(*map(int, sys.argv[1:]))
+        main(*map(int, (a for a in sys.argv[1:] if a != "torch")), of_all="torch" in sys.argv)

@@ -160,6 +160,8 @@ FUNCTIONS = {
     "statistics of pictures": lambda m, x: (F.batch_norm((x @ m.weight).view(2, 6, 3), m.mean, m.var, m.weight[0], m.weight[1], training=True).pow(3) * x.view(2, 6, 3)).sum(),
     "statistics that nobody keeps": lambda m, x: (F.batch_norm((x @ m.weight).view(6, 2, 3), None, None, training=True).pow(3) * x.view(6, 2, 3)).sum(),
     "a checkpoint": lambda m, x: torch.utils.checkpoint.checkpoint(lambda y: (y @ m.weight).tanh(), x @ m.weight, use_reentrant=False).sum(),
+    "parts of complex numbers": lambda m, x: (torch.fft.rfft(x @ m.weight)[1:5, :3] * torch.view_as_complex((x @ m.weight).view(6, 3, 2))[2]).abs().pow(3).sum(),
+    "vmap of complex numbers": lambda m, x: torch.vmap(lambda r: torch.fft.rfft(r).abs().pow(3).sum())(x @ m.weight).sum(),
     "vmap": lambda m, x: torch.vmap(lambda r: r.sin() * r.sum())(x @ m.weight).sum(),
 }
 

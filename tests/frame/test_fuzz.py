@@ -23,6 +23,22 @@ def test_two_thousand_compute_the_same(first):
         fuzz(seed)
 
 
+@pytest.mark.parametrize("first", range(0, 40, AT_ONCE))
+@pytest.mark.filterwarnings("ignore")
+def test_random_modules_of_all_of_torch_compute_the_same(first):
+    """Half of their steps are calls of any function of torch, with or without a rule."""
+    for seed in range(first, first + AT_ONCE):
+        fuzz(seed, of_all=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(40, 2000, 49))
+@pytest.mark.filterwarnings("ignore")
+def test_two_thousand_of_all_of_torch_compute_the_same(first):
+    for seed in range(first, first + 49):
+        fuzz(seed, of_all=True)
+
+
 KILLED_BY = {                                                  # python -m tests.frame.fuzz mutants: the first of the two hundred that notices it
     "a reduction is dropped": 0, "a reduce-scatter forgets to reduce": 0, "an axis is swapped": 68, "a mean is divided by the local count": 0, "a bias is added once per device": 0,
     "a reduction's gradient is reduced again": 1, "a lodged value is kept by every rank": 0, "gathered parts are out of order": 0, "the vocabulary is not masked": 9, "every device counts the log-sum": 5,

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.distributions import Bernoulli, Beta, Categorical, Dirichlet, Exponential, Gamma, Independent, Normal, Uniform, kl_divergence
 
 import autopar
 from autopar.runtime import forms
 from autopar.runtime.random import key_of, uniform
 from autopar.testing import Equality
 from tests.frame.test_found import Of, random_plan
+from tests.oracle import ByPosition
 from tests.training import whole
 
 
@@ -60,6 +63,72 @@ def test_draws_are_the_same_on_any_mesh(name, threads):
         for seed in range(2):
             for result in threads(mesh.size, body, random_plan(model, batch, mesh, seed)):
                 Equality.in_float64(f"{name} on {mesh}, plan {seed}", result, expected, 1e-9).check()
+
+
+def vae(m, x):
+    latent = Normal(x @ m.weight, (x @ m.weight).exp())
+    prior = Normal(torch.zeros_like(x), torch.ones_like(x))
+    return -Normal(latent.rsample(), 1.0).log_prob(x).mean() + kl_divergence(latent, prior).mean() + latent.rsample((2,)).cos().mean() + (Normal(0.0, 1.0).sample(x.shape) * latent.mean).mean()
+
+
+def policy(m, x):
+    h = x @ m.weight
+    action, press, move = Categorical(logits=h), Bernoulli(logits=h), Independent(Normal(h, h.exp()), 1)
+    return (action.log_prob(action.sample()) * x.sum(1)).mean() + action.entropy().mean() + (press.log_prob(press.sample()) * x).mean() + move.log_prob(move.sample()).mean()
+
+
+def others(m, x):
+    h = x @ m.weight
+    drawn = Beta(h.exp(), h.exp() + 1).rsample() + Gamma(h.exp(), h.cos() + 2).rsample() + Uniform(h, h + 1).rsample() + Dirichlet(h.exp()).rsample() + Exponential(h.exp()).rsample()
+    return drawn.pow(2).mean() + Beta(h.exp(), h.exp() + 1).log_prob(x.sigmoid()).mean() + Gamma(h.exp(), 2.0).log_prob(x.exp()).mean() + Gamma(h.exp() / 50, 1.0).rsample().mean()
+
+
+def draws(m, x):
+    h = x @ m.weight
+    with torch.no_grad():
+        noise = torch.normal(h, h.exp()) + torch.normal(h, 2.0) + torch.normal(1.0, h.exp()) + torch.normal(h) + torch.normal(0.5, 2.0, (6, 6), dtype=x.dtype)
+        noise = noise + torch.normal(h[:1], h[:, :1].exp()) + torch.randint(2, 9, (6, 6)) + torch.randint(3, (6, 1)) + torch.randint_like(x, 4) + torch.randint_like(x, -2, 3)
+        noise = noise + torch.poisson(h.sigmoid() * 20)
+    return (noise * h).mean() + F.rrelu(h, 0.1, 0.4, True).pow(2).mean() + (h[torch.randperm(6)] * x).sum()
+
+
+class Recurrent(nn.Module):
+    """Layers with dropout between them."""
+
+    def __init__(self, kind, **how):
+        super().__init__()
+        self.layers, self.weight = kind(6, 5, num_layers=2, dropout=0.4, **how).double(), nn.Parameter(torch.randn(6, 6).double())
+
+    def forward(self, x):
+        out, states = self.layers((x @ self.weight).unsqueeze(int(self.layers.batch_first)).expand(*((-1, 3, -1) if self.layers.batch_first else (3, -1, -1))))
+        return out.pow(2).sum() + sum(s.sin().sum() for s in (states if isinstance(states, tuple) else (states,)))
+
+
+DRAWN = {"vae": lambda: Of(vae, 6, 6), "policy": lambda: Of(policy, 6, 6), "other distributions": lambda: Of(others, 6, 6), "draws": lambda: Of(draws, 6, 6),
+         "lstm": lambda: Recurrent(nn.LSTM, bidirectional=True, batch_first=True), "gru": lambda: Recurrent(nn.GRU)}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_draws_is_eager_with_the_same_bits(name, threads):
+    model, batch = DRAWN[name](), {"x": torch.randn(6, 6).double()}
+    reference, bits = copy.deepcopy(model), ByPosition(seed=11)
+    with bits:
+        bits.next_step()
+        reference(**batch).backward()
+        bits.next_step()
+        second = reference(**batch).detach()
+    expected = {"second": second, **{n: p.grad for n, p in reference.named_parameters()}}
+
+    def body(rank, plan):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
+        mine.random_state.load_state_dict({"seed": 11, "step": 0})
+        mine(**batch).backward()
+        return {"second": mine(**batch).detach(), **{n: whole(p.grad) for n, p in mine.named_parameters()}}       # whole() compares copies bit by bit
+
+    free = autopar.DeviceMesh((2,)) if isinstance(model, Recurrent) else autopar.DeviceMesh((2, 2), ("dp", "tp"))
+    for plan in (autopar.plan(model, batch, mesh=2, parallel="dp"), random_plan(model, batch, free, 1)):
+        for result in threads(plan.mesh.size, body, plan):
+            Equality.in_float64(f"{name} on {plan.mesh}", result, expected, 1e-9).check()
 
 
 KEY, N = torch.tensor(key_of(11, 2)), 60000

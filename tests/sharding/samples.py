@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from autopar.sharding.rules import RULES
+from autopar.tracer.vocabulary import OPS
+
 RANDOM = torch.Generator().manual_seed(2)                     # samples are the same in every run
 
 
@@ -103,7 +106,9 @@ SAMPLES |= {
     "group_norm": [dict(input=normal(6, 12, 5), num_groups=6, weight=normal(12), bias=normal(12)), dict(input=normal(6, 12, 2, 2), num_groups=6), dict(input=normal(6, 6, 2), num_groups=1, weight=normal(6), bias=normal(6))],
     "batch_norm": [dict(input=normal(6, 4, 5), running_mean=None, running_var=None, weight=normal(4), bias=normal(4), training=True),
                    dict(input=normal(6, 4), running_mean=normal(4).detach(), running_var=positive(4).detach(), weight=normal(4), bias=normal(4))],
-    "instance_norm": [dict(input=normal(6, 4, 5), weight=normal(4), bias=normal(4))], "weight_norm": [dict(v=normal(6, 4, 3), g=positive(6, 1, 1))],
+    "instance_norm": [dict(input=normal(6, 4, 5), weight=normal(4), bias=normal(4))], "weight_norm": [dict(v=normal(6, 4, 3), g=positive(6, 1, 1)), dict(v=normal(6, 4, 3), g=normal(1).sum().detach().requires_grad_(), dim=-1)],
+    "ctc_loss": [dict(log_probs=normal(7, 6, 5).detach().log_softmax(-1).requires_grad_(), targets=1 + whole_numbers(4, 6, 3), input_lengths=torch.tensor([7, 6, 7, 5, 7, 6]), target_lengths=torch.tensor([3, 1, 2, 3, 0, 2])),
+                 dict(log_probs=normal(7, 6, 5).detach().log_softmax(-1).requires_grad_(), targets=1 + whole_numbers(4, 11), input_lengths=torch.tensor([7, 6, 7, 5, 7, 6]), target_lengths=torch.tensor([3, 1, 2, 3, 0, 2]), blank=0)],
     "conv1d": [dict(input=normal(6, 4, 9), weight=normal(8, 4, 3), bias=normal(8), padding=1), dict(input=normal(6, 12, 9), weight=normal(6, 2, 3), bias=normal(6), groups=6)],
     "conv2d": [dict(input=normal(6, 4, 5, 5), weight=normal(8, 4, 3, 3), stride=2)], "conv3d": [dict(input=normal(2, 2, 3, 3, 3), weight=normal(4, 2, 2, 2, 2))],
     "conv_transpose1d": [dict(input=normal(6, 4, 5), weight=normal(4, 8, 3), bias=normal(8))], "conv_transpose2d": [dict(input=normal(6, 4, 3, 3), weight=normal(4, 8, 2, 2), stride=2)],
@@ -117,7 +122,7 @@ SAMPLES |= {
     "binary_cross_entropy_with_logits": [dict(input=normal(5, 4), target=between(0, 1, 5, 4), reduction="none"), dict(input=normal(5, 4), target=between(0, 1, 5, 4), weight=positive(4).detach(), pos_weight=positive(4).detach(), reduction="none")],
     "nll_loss": [dict(input=normal(6, 7), target=ignoring(whole_numbers(7, 6), 0, 1, 2), reduction="sum"), dict(input=normal(6, 7, 3), target=whole_numbers(7, 6, 3), weight=positive(7).detach(), reduction="sum")],
     "expand": [dict(input=normal(5, 1, 4), size=(6, 5, 7, 4)), dict(input=normal(4), size=(6, 4))], "stack": [dict(tensors=[normal(5, 4), normal(5, 4)], dim=1)], "unbind": [dict(input=normal(5, 3, 4), dim=1)],
-    "repeat": [dict(input=normal(5, 4), repeats=(2, 1, 3))], "repeat_interleave": [dict(input=normal(5, 4, 6), repeats=2, dim=1)], "diagonal": [dict(input=normal(6, 5, 4), dim1=1, dim2=2)],
+    "repeat": [dict(input=normal(5, 4), repeats=(2, 1, 3))], "tile": [dict(input=normal(5, 4, 3), dims=(2, 1))], "repeat_interleave": [dict(input=normal(5, 4, 6), repeats=2, dim=1)], "diagonal": [dict(input=normal(6, 5, 4), dim1=1, dim2=2)],
     "slice_scatter": [dict(input=normal(5, 6), src=normal(5, 2), dim=1, start=2, end=4)], "select_scatter": [dict(input=normal(5, 6), src=normal(5), dim=1, index=2)],
     "gather": [dict(input=normal(6, 5), dim=1, index=whole_numbers(5, 6, 7)), dict(input=normal(6, 5), dim=0, index=whole_numbers(6, 4, 5))], "index_select": [dict(input=normal(6, 5), dim=1, index=whole_numbers(5, 7))],
     "scatter": [dict(input=normal(6, 5), dim=1, index=torch.stack([torch.randperm(5, generator=RANDOM)[:3] for _ in range(6)]), src=normal(6, 3)), dict(input=normal(6, 5), dim=1, index=whole_numbers(5, 6, 3), src=2.0)],
@@ -136,7 +141,7 @@ SAMPLES |= {
     "instance_norm_updating": [dict(input=normal(6, 5, 4), running_mean=normal(5).detach(), running_var=positive(5).detach(), weight=normal(5), bias=normal(5))],
     **{op: [dict(size=(6, 5))] for op in ("zeros", "ones")}, "full": [dict(size=(6, 5), fill_value=2.0)], "empty": [], "empty_like": [], "new_empty": [],
     **{op: [] for op in ("dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout bernoulli multinomial rand randn rand_like randn_like uniform_like normal_like exponential_like "
-                         "log_normal_like cauchy_like random_like geometric_like").split()},              # draws go by position: tests/frame/test_random.py runs them on ranks
+                         "log_normal_like cauchy_like random_like geometric_like normal normal_filled randint randperm poisson standard_gamma dirichlet rrelu").split()},              # draws go by position: tests/frame/test_random.py runs them on ranks
     "arange": [],                                              # counts from where its part begins: there too
     "pixel_shuffle": [dict(input=normal(5, 24, 6, 3), upscale_factor=2)], "diagonal_scatter": [dict(input=normal(6, 5, 4), src=normal(6, 4), dim1=1, dim2=2)],
     "copy": [dict(input=normal(6, 5), source=normal(5)), dict(input=whole_numbers(5, 6, 4), source=normal(6, 4))],
@@ -144,6 +149,16 @@ SAMPLES |= {
                 dict(input=normal(6, 5, 4), index=(..., torch.tensor([[3, 0]]), slice(None)), value=2.0), dict(input=normal(6, 5, 4), index=torch.tensor([3, 0]), value=normal(5, 1))],
     **{op: [dict(input=normal(3), size=(6, 5))] for op in ("new_zeros", "new_ones")}, "new_full": [dict(input=normal(3), size=(6, 5), fill_value=2.0)],
 }
+
+
+def is_plain(op):
+    """Is it pointwise, and finite on ordinary numbers?"""
+    if str(RULES[op]) not in ("... -> ...", "... -> ...   linear=x"):
+        return False
+    try:
+        return bool(torch.isfinite(OPS[op].run(dict(input=torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(3))))).all())
+    except TypeError:
+        return False
 
 
 def samples(op):

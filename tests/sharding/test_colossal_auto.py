@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autopar import Cluster, DeviceMesh, R, S
-from autopar.sharding.convert import ShapeConsistencyManager, Step
+from autopar.sharding.convert import ShapeConsistencyManager, Step, steps_from
 from autopar.sharding.layout import Layout
 from autopar.sharding.placement import Sharding
 from autopar.sharding.rules import rule_of
@@ -149,9 +149,8 @@ def sharding(text):
     ("S0, S1, R", "all_gather", {"R, S1, R", "S0, R, R"}), ("S0, S1, R", "all_to_all", {"S01, R, R", "R, S1, S0", "S0, R, S1"}), ("S0, R, R", "slice", {"S01, R, R", "S0, S1, R", "S0, R, S1"}),
 ])
 def test_one_step_reaches_what_its_one_step_reaches(source, kind, targets):
-    manager = ShapeConsistencyManager(FOUR, Cluster.of("generic"))
     before = Layout.of(SHAPE, sharding(source), FOUR)
-    reached = {step.after(before, FOUR) for step in manager._steps(before, [S(d) for d in range(3)]) if step.kind == kind}
+    reached = {step.after(before, FOUR) for step in steps_from(before, [S(d) for d in range(3)], FOUR) if step.kind == kind}
     assert {Layout.of(SHAPE, sharding(t), FOUR) for t in targets} <= reached
 
 

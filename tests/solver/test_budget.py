@@ -82,7 +82,7 @@ def test_under_a_budget_the_solver_agrees_with_trying_everything(space, share, s
     assert free.step_time_s == pytest.approx(min(s for s, _ in all_), abs=1e-12) and free.lower_bound_s <= free.step_time_s + 1e-15
     counted = Budgeted(space)
     outcome = counted.fastest(budget, 0.0)
-    assert outcome.bound <= best + 1e-12 and (outcome.best is None or (outcome.best.seconds >= best - 1e-12 and outcome.best.peak <= budget))
+    assert not outcome.hopeless and outcome.bound <= best + 1e-12 and (outcome.best is None or (outcome.best.seconds >= best - 1e-12 and outcome.best.peak <= budget))
     found, bound = counted.smallest()
     assert bound <= low + 1e-6 and found.peak >= low - 1e-6
     if low > 1:

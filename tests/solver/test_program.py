@@ -9,19 +9,25 @@ import sys
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
 from autopar import Cluster, DeviceMesh, Plan
-from autopar.letters import BadPlan, NotServed
+from autopar.letters import BadPlan, Infeasible, NotServed
+from autopar.sharding import shardings
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.placement import Flow, P, R, S, flow
 from autopar.sharding.space import Edge, Site, Space
 from autopar.sharding.strategies import Choice, Strategy
-from autopar.solver import solve
+from autopar.solver import eliminate, integer, polish, program, solve
+from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import Factor, Problem
-from autopar.solver.integer import fold_single_ends
+from autopar.solver.integer import backend_of, fold_single_ends, optimise
+from autopar.tracer import ColoTracer
+from benchmarks.hard_plans import causal_masks
 from tests.models import eager_links, mlp_case
 
 MESH = DeviceMesh((2,))
@@ -106,6 +112,23 @@ def test_elimination_finds_the_least_and_goes_under_it_where_variables_are_split
     if not found.split:
         assert found.bound == pytest.approx(best) and found.cost == pytest.approx(best)
     assert found.cost >= best - 1e-9 and (np.isinf(found.cost) or problem.value(found.picked) == pytest.approx(found.cost))
+
+
+def grid(seed: int, side: int = 7, most: int = 6) -> Problem:
+    """Variables in a square, each with tables to the next, the one below and the one between: as in dynamic programming."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(2, most + 1, (side, side))
+    places = list(itertools.product(range(side), range(side)))
+    pairs = [((i, j), (i + a, j + b)) for i, j in places for a, b in ((0, 1), (1, 0), (1, 1)) if max(i + a, j + b) < side]
+    factors = [Factor((places.index(u), places.index(v)), (np.arange(sizes[u]), np.arange(sizes[v])), rng.random((sizes[u], sizes[v]))) for u, v in pairs]
+    return Problem([rng.random(sizes[p]) for p in places], factors)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_everything_goes_together_elimination_finds_choices(seed):
+    problem = grid(seed)
+    found = problem.minimise(widest=100)
+    assert found.split and found.bound <= found.cost == pytest.approx(problem.value(found.picked))
 
 
 @st.composite
@@ -218,3 +241,79 @@ def test_the_solver_and_the_package_import_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+
+
+def two_layers():
+    """A model whose windows leave something open between prices and plans."""
+    with torch.device("meta"):
+        model, ids = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2)).train(), torch.zeros(8, 16, dtype=torch.long)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def test_a_backend_is_stopped_by_work_that_it_counts_and_claims_no_bound_then(monkeypatch):
+    with torch.device("meta"):
+        model, x = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4096, 4096, bias=False), torch.nn.GELU()) for _ in range(3))), torch.empty(512, 4096)
+    space = shardings(ColoTracer().trace(model, (x,), loss=lambda out, inputs: out.square().mean()), DeviceMesh((2, 2)), Cluster.of("h100-8x1"))
+    whole, cut = optimise(space, backend_of("cbc")), optimise(space, backend_of("cbc", nodes=1, pivots=10))
+    assert whole.ended and not cut.ended
+    monkeypatch.setattr(program, "backend_of", lambda name: backend_of(name, nodes=1, pivots=10))
+    plan = solve(space, reduce=False)
+    assert plan.stopped and plan.lower_bound_s <= whole.value * (1 + 1e-6) and plan.step_time_s >= whole.value * (1 - 1e-6)
+
+
+def test_a_plan_says_what_was_stopped(monkeypatch, tmp_path):
+    model, batch = two_layers()
+    monkeypatch.setattr(polish, "_PIVOTS", 10)
+    plan = autopar.plan(model, batch, mesh=(2, 2))
+    assert plan.stopped and "stopped   the integer program" in str(plan) and plan.gap > 0
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").stopped == plan.stopped
+
+
+def test_a_hopeless_budget_is_known_after_a_few_eliminations(monkeypatch):
+    """The first prices that no plan can pay are a proof, and the smallest plan is looked for once."""
+    asked = []
+    eliminate = Budgeted.at
+    monkeypatch.setattr(Budgeted, "at", lambda self, *how, **more: asked.append(how) or eliminate(self, *how, **more))
+    model, batch = two_layers()
+    with pytest.raises(Infeasible, match="no plan of"):
+        autopar.plan(model, batch, mesh=(2, 2), memory_budget=1 << 20)
+    assert len(asked) <= 30
+
+
+def test_what_a_site_needs_to_be_explained_serves_the_next(monkeypatch):
+    runs = []
+    start = eliminate._Run.__init__
+    monkeypatch.setattr(eliminate._Run, "__init__", lambda self, *how, **more: runs.append(how[1]) or start(self, *how, **more))
+    config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
+    with torch.device("meta"):
+        model, ids = transformers.LlamaForCausalLM(config).train(), torch.zeros(16, 8192, dtype=torch.long)
+    plan = autopar.plan(model, {"input_ids": ids, "labels": ids}, mesh=(8, 8), cluster="h100-8x8", assume=autopar.Assume(no_padding=True), gap=0.05)
+    plan.explain("model.layers.0.mlp")
+    runs.clear()
+    again = plan.explain("model.layers.1.mlp")
+    whole = [how for how in runs if how]                       # those of everything: a region's has nothing fixed
+    assert again.count("rival") >= 8 and len(whole) == sum(name.startswith("model.layers.1.mlp") for name in plan.decisions)
+
+
+def test_thirteen_attentions_with_thirteen_masks_need_no_large_program(monkeypatch):
+    """What elimination had to split is agreed on by descent: the program of all choices, of 120,000 pairs, kept CBC busy for minutes."""
+    sizes = []
+    build = integer.Program.__init__
+
+    def noted(self, *how, **more):
+        build(self, *how, **more)
+        sizes.append(sum(map(len, self.y)))
+
+    monkeypatch.setattr(integer.Program, "__init__", noted)
+    model, batch = causal_masks()
+    plan = autopar.plan(model, batch, mesh=(2, 2), cluster=eager_links())
+    assert plan.gap < 0.005 and max(sizes, default=0) <= 20_000
+
+
+@pytest.mark.nightly
+def test_granites_rotary_tables_are_agreed_on():
+    config = transformers.GraniteConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=256, max_position_embeddings=64)
+    ids = torch.zeros(8, 16, dtype=torch.long)
+    plan = autopar.plan(transformers.GraniteForCausalLM(config).train(), {"input_ids": ids, "labels": ids}, mesh=(2, 2, 2))
+    assert plan.gap < 0.02

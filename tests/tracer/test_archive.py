@@ -46,7 +46,7 @@ HOSTILE = ["hub.load", "load", "os.system", "__init__", "ops.load_library", "_C.
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_name_reads_back_only_as_what_a_tracer_meets(name):
-    data = json.loads(traced(lambda m, x: (x @ m.weight).cumsum(0).std()).to_json())
+    data = json.loads(traced(lambda m, x: torch.fft.rfft((x @ m.weight).cumsum(0)).abs().sum()).to_json())
     entry = next(n for n in data["nodes"] if isinstance(n["target"], dict) and "function" in n["target"])
     entry["target"]["function"] = name
     with pytest.raises(BadGraph):

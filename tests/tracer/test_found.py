@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import json
 
 import pytest
@@ -370,7 +371,7 @@ def test_a_hostile_structure_imports_nothing():
 
 @pytest.mark.parametrize("name", ["from_file", "set_num_threads", "frombuffer", "fork", "import_ir_module", "_from_blob"])
 def test_a_hostile_function_is_not_read(name):
-    data = json.loads(traced(lambda m, x: (x @ m.weight).std()).to_json())
+    data = json.loads(traced(lambda m, x: torch.fft.rfft(x @ m.weight).abs().sum()).to_json())
     next(n for n in data["nodes"] if isinstance(n["target"], dict) and "function" in n["target"])["target"]["function"] = name
     with pytest.raises(BadGraph):
         Graph.from_json(json.dumps(data))
@@ -394,6 +395,30 @@ def test_a_cache_keeps_no_tensor_of_the_capture():
     graph = ColoTracer().trace(model, (x,))
     torch.testing.assert_close(graph.module(model)(x), model(x))
     positions.cache_clear()
+
+
+class Kept(nn.Linear):
+    mask = None
+
+    def forward(self, x):
+        Kept.mask = x > 0
+        return super().forward(x) * Kept.mask
+
+
+def test_a_class_that_keeps_a_tensor_of_the_capture_is_a_letter():
+    with pytest.raises(NotCaptured, match=r"keeps a tensor as Kept\.mask"):
+        ColoTracer().trace(Kept(4, 4), (torch.randn(2, 4),))
+    Kept.mask = None
+
+
+def test_what_keeps_tensors_of_the_capture_is_looked_for_once(monkeypatch):
+    looks, look = [], gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda *objects: (looks.append(len(objects)), look(*objects))[1])
+    caches = [functools.lru_cache(lambda n: torch.arange(n).float()) for _ in range(4)]
+    model, x = Of(lambda m, x: x @ m.weight + sum(cache(4) for cache in caches)), torch.randn(4, 4)
+    graph = ColoTracer().trace(model, (x,))
+    assert len(looks) <= 2                                     # each look goes through all objects of the process
+    torch.testing.assert_close(graph.module(model)(x), model(x))
 
 
 def test_defaults_are_put_back():

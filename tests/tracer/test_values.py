@@ -239,3 +239,12 @@ def test_a_write_that_cannot_be_a_value_is_a_letter(function, match):
     with pytest.raises(NotCaptured, match=match) as letter:
         traced(function)
     assert f"in {function.__name__}" in letter.value.at and letter.value.at.startswith("test_values.py:")
+
+
+@pytest.mark.parametrize("function, advice", [
+    (lambda x: F.one_hot((x > 0).long()), "num_classes"), (lambda x: torch.tensor_split(x, torch.tensor([1, 2])), "list of numbers"),
+    (lambda x: x.repeat_interleave((x > 0).long()[:, 0], 0), "output_size"), (lambda x: x[x > 0], r"torch\.where"),
+])
+def test_a_shape_that_values_say_is_a_letter_that_names_another_call(function, advice):
+    with pytest.raises(NotCaptured, match=rf"(?s)shape of .* depends on the values.*try .*{advice}"):
+        traced(lambda m, x: function(x @ m.weight))

@@ -19,6 +19,9 @@ TABLE = sorted(name for name, op in OPS.items() if op.signature is not None and 
 def test_an_op_takes_its_arguments_by_the_names_in_the_table(name):
     """Whatever it makes of these, it does not complain of a name."""
     op, x = OPS[name], torch.randn(2, 3, 4, 4)
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):        # torch tells its two forms by the types of all arguments
+        assert [*op.signature.parameters] == [a.name for a in getattr(torch.ops.aten, name).input._schema.arguments]
+        return
     arguments = {n: x if p.annotation is Tensor else (2, 3) if n == "size" else p.default if p.default is not p.empty else 1 for n, p in op.signature.parameters.items()}
     try:
         op.run(arguments)

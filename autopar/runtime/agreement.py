@@ -1,0 +1,202 @@
+"""Ranks of one job agree before one of them does something else than before: runs another program, lowers, saves.
+
+    agree       a rank that is about to writes so into the job's store, and waits until all ranks have written the same;
+                where they write different things it is a letter on every rank
+    wait_for    a rank that runs on as before writes nothing, and so pays nothing. It may be waiting in a collective to
+                which the others do not come: a wait that lasts looks into the store
+
+Ranks count their calls since the last agreement alike. A rank that waits in a call which another has not begun, while
+that other asks, will never be asked: it writes so into the store, and both have their letter. What is in flight by then
+cannot be called back, so every later call is that letter, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar.letters import Disagreement, Letter, Lost
+from autopar.runtime.private import job_store
+
+_PATIENCE = timedelta(seconds=1)                               # that a wait lasts before it looks into the store
+_BEGINS, _ASKS, _RUNS, _IS_DONE = range(4)                     # where in a call a rank is
+_ADVICE = "the same calls, modes, attributes, hooks and shapes on every rank; save_pretrained on all, or with state_dict="
+
+
+@dataclass(slots=True)
+class Standing:
+    """Where this rank stands among the others of its job."""
+
+    store: Any = None                                          # the job's, for which this was written
+    agreements: int = 0                                        # so many it has come to
+    calls: int = 0                                             # so many it has begun since the last one
+    where: int = _IS_DONE
+    is_patient: bool = False                                   # does this thread wait in collectives?
+    limit_s: float = 600.0
+    broken: Letter | None = None                               # ranks have parted ways for good
+    written: list[str] = field(default_factory=list)           # keys of the last agreement
+
+    @property
+    def place(self) -> int:
+        """Grows along a rank's program."""
+        return 4 * self.calls + self.where
+
+
+_HERE = Standing()
+
+
+def _standing() -> Standing | None:
+    """This rank's, where ranks are processes that wait for one another."""
+    if not dist.is_initialized() or dist.get_backend() not in ("gloo", "nccl") or dist.get_world_size() == 1:
+        return None
+    if _HERE.store is not (store := job_store()):              # another world than before
+        _HERE.store, _HERE.agreements, _HERE.calls, _HERE.where = store, 0, 0, _IS_DONE
+        _HERE.broken, _HERE.written = None, []
+    return _HERE
+
+
+def wait_at_most(seconds: float) -> None:
+    """For ranks that do not come to an agreement."""
+    _HERE.limit_s = seconds
+
+
+def begin_call() -> None:
+    """This rank calls a parallel model."""
+    here = _standing()
+    _HERE.is_patient = here is not None and dist.get_backend() == "gloo"       # with NCCL it is a GPU that waits
+    if here is not None:
+        if here.broken is not None:
+            raise here.broken
+        here.calls, here.where = here.calls + 1, _BEGINS
+
+
+def run_program() -> None:
+    """It has found the program of this call, and runs it."""
+    _HERE.where = _RUNS
+
+
+def agree(what: object, said: str, is_call: bool = True) -> None:
+    """Wait until all ranks are about to do `what`, which `said` tells a person; a letter on all where some are not."""
+    here = _standing()
+    if here is None:
+        return
+    if here.broken is not None:
+        raise here.broken
+    here.where = _ASKS if is_call else _IS_DONE
+    store, rank, ranks, k = here.store, dist.get_rank(), dist.get_world_size(), here.agreements
+    mine = hashlib.sha256(repr(what).encode()).hexdigest()
+    store.set(_key(k, rank), said)
+    store.add(_key(k, mine), 1)
+    if store.add(_key(k, "came"), 1) == ranks:                 # the last one sees what all have said
+        differ = ""
+        if store.add(_key(k, mine), 0) < ranks:
+            differ = _difference([store.get(_key(k, r)).decode() for r in range(ranks)])
+        _judge(store, k, differ, False)
+    _await_verdict(here, said)
+    differ, is_final = json.loads(store.get(_key(k, "verdict")))
+    here.agreements, here.calls = k + 1, 0
+    _tidy(here, k, mine)
+    if differ:
+        raise _letter(here, differ, is_final)
+
+
+def wait_for(work: Any) -> None:
+    """Wait for a collective; where that takes long, look whether another rank asks for something else meanwhile."""
+    if work is None:
+        return
+    if not _HERE.is_patient:
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(_PATIENCE)
+            return
+        except RuntimeError:
+            has_ended = work.is_completed()                    # it has failed, or has come to its end just now
+            with contextlib.suppress(RuntimeError):            # the store may be gone with rank 0
+                _look(_HERE)
+            if has_ended:
+                work.wait()
+                return
+
+
+def _look(here: Standing) -> None:
+    """Does another rank ask for something that this one has passed by?"""
+    store, k = here.store, here.agreements
+    if store.check([_key(k, "verdict")]):
+        differ, is_final = json.loads(store.get(_key(k, "verdict")))
+        raise _letter(here, differ, is_final)
+    if not store.check([_key(k, "asked")]):
+        return
+    place, asker, said = json.loads(store.get(_key(k, "asked")))
+    if here.place > place:
+        differ = f"rank {asker} {said}, and rank {dist.get_rank()} runs its call as before"
+        _judge(store, k, differ, True)
+        raise _letter(here, differ, True)
+
+
+def _await_verdict(here: Standing, said: str) -> None:
+    """Until all ranks have come, one has said that it never will, or time is up."""
+    store, k, end = here.store, here.agreements, time.monotonic() + here.limit_s
+    has_asked = False
+    while True:
+        try:
+            store.wait([_key(k, "verdict")], _PATIENCE)
+            return
+        except RuntimeError:
+            if store.check([_key(k, "verdict")]):
+                return
+        if not has_asked:                                      # aloud, for those who wait in collectives
+            store.set(_key(k, "asked"), json.dumps([here.place, dist.get_rank(), said]))
+            has_asked = True
+        others = [r for r in range(dist.get_world_size()) if not store.check([_key(k, r)])]
+        ended = {r: store.get(f"autopar/ended/{r}").decode() for r in others if store.check([f"autopar/ended/{r}"])}
+        if raised := {r: text for r, text in ended.items() if text.startswith("raised")}:
+            what = "; ".join(f"rank {r} {text}" for r, text in raised.items())
+            here.broken = Lost(what, at=f"rank {dist.get_rank()}, which {said}", advice="the log of that rank")
+            raise here.broken
+        if time.monotonic() > end:
+            here.broken = Lost(
+                f"rank {', '.join(map(str, others))} did not come to an agreement: it hangs, has ended, or does something else",
+                at=f"rank {dist.get_rank()}, which {said}", advice=f"{_ADVICE}; timeout_s= for how long others wait",
+            )
+            raise here.broken
+
+
+def _judge(store: Any, k: int, differ: str, is_final: bool) -> None:
+    """The first to judge is right."""
+    if store.add(_key(k, "judges"), 1) == 1:
+        store.set(_key(k, "verdict"), json.dumps([differ, is_final]))
+
+
+def _difference(said: list[str]) -> str:
+    """Who does what, in the order of ranks."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(said):
+        by_text.setdefault(text, []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, ranks))} {text}" for text, ranks in by_text.items())
+
+
+def _letter(here: Standing, differ: str, is_final: bool) -> Disagreement:
+    letter = Disagreement(f"ranks do different things: {differ}", advice=_ADVICE)
+    here.broken = letter if is_final else None
+    return letter
+
+
+def _tidy(here: Standing, k: int, mine: str) -> None:
+    """What was written before the last agreement has been read by all."""
+    for key in here.written:
+        here.store.delete_key(key)
+    names = (0, mine, "came", "judges", "asked", "verdict") if dist.get_rank() == 0 else (dist.get_rank(),)
+    here.written = [_key(k, name) for name in names]
+
+
+def _key(k: int, name: object) -> str:
+    return f"autopar/agreement/{k}/{name}"

@@ -1,0 +1,68 @@
+"""CTC loss of each sequence, as an op whose shapes do not depend on lengths.
+
+torch's own reads the lengths to shape what it keeps for its backward. Here the lengths are read where the op runs,
+forward and backward, and backward works the sums over paths out again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_Context = Any
+
+
+@torch.library.custom_op("autopar::ctc_losses", mutates_args=())
+def ctc_losses(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int = 0,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """The negative log-likelihood of each sequence; with `zero_infinity` an infinite one has no gradient."""
+    if log_probs.shape[1] == 0:
+        return log_probs.new_zeros(0)
+    lengths = input_lengths.tolist(), target_lengths.tolist()
+    return torch.ops.aten._ctc_loss(log_probs, targets.contiguous(), *lengths, blank, zero_infinity)[0].clone()
+
+
+@ctc_losses.register_fake
+def _(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int = 0,
+    zero_infinity: bool = False,
+) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+@torch.library.custom_op("autopar::ctc_gradient", mutates_args=())
+def ctc_gradient(
+    gradient: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int,
+    zero_infinity: bool,
+) -> Tensor:
+    """The gradient of the log-probabilities, from those of the losses."""
+    if log_probs.shape[1] == 0:
+        return torch.zeros_like(log_probs)
+    given = log_probs, targets.contiguous(), input_lengths.tolist(), target_lengths.tolist()
+    losses, paths = torch.ops.aten._ctc_loss(*given, blank, zero_infinity)
+    made = torch.ops.aten._ctc_loss_backward(gradient.contiguous(), *given, losses, paths, blank, zero_infinity)
+    return torch.empty_like(log_probs).copy_(made)             # laid out as it was said to be
+
+
+@ctc_gradient.register_fake
+def _(
+    gradient: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int,
+    zero_infinity: bool,
+) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+def _remember(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.blank, ctx.zero_infinity = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: _Context, gradient: Tensor) -> tuple[Any, ...]:
+    return ctc_gradient(gradient, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity), None, None, None, None, None
+
+
+ctc_losses.register_autograd(_backward, setup_context=_remember)

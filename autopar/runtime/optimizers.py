@@ -1,0 +1,60 @@
+"""Which of torch's optimizers cannot make a step of parameters that are DTensors.
+
+Every class and form of them was tried (tests/runtime/test_optimizers.py): those that are not here make the step of one
+device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.letters import NotServed
+from autopar.runtime.private import StridedShard
+
+_WHOLE = 'parallel="dp", which stores parameters whole'
+_WITHOUT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)        # torch has no form of these kernels for DTensors
+
+
+def check_step(optimizer: torch.optim.Optimizer) -> None:
+    """A letter where a step would end in the middle, before it changes anything."""
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        spread = [p for p in group["params"] if isinstance(p, DTensor)]
+        if not spread:
+            continue
+        if isinstance(optimizer, torch.optim.Rprop):
+            raise _letter(name, spread[0], "it writes by masks", "torch.optim.RMSprop or AdamW")
+        if isinstance(optimizer, torch.optim.Adafactor) and (cut := [p for p in spread if _is_cut(p)]):
+            raise _letter(name, cut[0], "it takes norms of whole rows", f"torch.optim.AdamW, or {_WHOLE}")
+        if isinstance(optimizer, torch.optim.LBFGS) and (cut := [p for p in spread if not _can_be_flattened(p)]):
+            raise _letter(name, cut[0], "it makes one vector of all parameters: one is cut unevenly or by blocks", _WHOLE)
+        if isinstance(optimizer, _WITHOUT_FUSED) and group.get("fused"):
+            why, advice = "torch has no such kernel for DTensors", f"{name}(..., foreach=True)"
+            raise _letter(f"{name}(fused=True)", spread[0], why, advice)
+
+
+def _letter(name: str, parameter: Tensor, why: str, advice: str) -> NotServed:
+    spread: Any = parameter
+    seen = f"one of shape {tuple(spread.shape)}, stored as {spread.placements}"
+    return NotServed(f"{name} cannot step parameters of a parallel model: {why}", seen=seen, advice=advice)
+
+
+def _is_cut(parameter: DTensor) -> bool:
+    return any(not p.is_replicate() for p in parameter.placements)
+
+
+def _can_be_flattened(parameter: DTensor) -> bool:
+    """Is it one run of elements after another on every rank?"""
+    sizes = list(parameter.shape)
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, StridedShard):
+            return False
+        if placement.is_shard():
+            if sizes[placement.dim] % parameter.device_mesh.size(axis):
+                return False
+            sizes[placement.dim] //= parameter.device_mesh.size(axis)
+    return True

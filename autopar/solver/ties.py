@@ -1,0 +1,148 @@
+"""Plans of the same seconds are told apart: by less communication, then less memory, then fewer kinds of sharding. Communication that hides behind compute takes no time, so that many plans are as fast as the best.
+
+    settled     from a plan on: sites that are alike (the same site of each layer but the first and the last) are all given the one other choice under which the plan comes first, until no such change is left
+
+What a change does to seconds, communication and bytes is added up from the tables that it touches, for all choices at once. No plan takes longer than the one that was given, or holds more than the budget; the bound is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.sharding.memory import Piece
+from autopar.sharding.space import Space
+from autopar.solver.budget import Budgeted, Point
+from autopar.solver.polish import numbered
+
+_SAME, _LESS = 1e-12, 1e-9                                     # of the seconds: what those of two equal plans differ by, and communication that is less
+_MOST = 8                                                      # changes of one kind of site
+
+
+def settled(counted: Budgeted, best: Point, budget: float) -> Point:
+    """A plan as fast as the best one, or faster, that comes before it or is it."""
+    if not best.seconds > 0:
+        return best
+    point = counted.point(_Changes(counted.space, best, budget).run())
+    return point if point.seconds <= best.seconds * (1 + _SAME) and point.peak <= max(budget, best.peak) else best
+
+
+def communication(space: Space, picked: Sequence[int]) -> float:
+    """Seconds of all communication, hidden or not."""
+    return float(sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in space.edges))
+
+
+class _Changes:
+    """A plan while it is changed, and what its windows and its times hold."""
+
+    def __init__(self, space: Space, best: Point, budget: float) -> None:
+        self.sites, self.edges, self.windows, self.budget = space.sites, space.edges, space.windows, budget
+        self.picked, self.step, self.held = list(best.picked), best.seconds, best.held.copy()
+        self.room = best.seconds * _SAME                       # that all changes together may take
+        self.pairs = np.array([w.seconds(best.picked, space.edges) for w in space.windows]).reshape(-1, 2)
+        kinds: dict[int, list[int]] = {}
+        for i, kind in enumerate(numbered(space)):
+            kinds.setdefault(kind, []).append(i)
+        self.kinds = [alike for alike in kinds.values() if len(self.sites[alike[0]].choices) > 1]
+        self.kind_of = {i: k for k, alike in enumerate(self.kinds) for i in alike}
+        self.near: list[list[int]] = [[] for _ in self.sites]  # the edges of each site
+        for k, e in enumerate(self.edges):
+            self.near[e.source].append(k)
+            self.near[e.target].append(k)
+        self.moves: dict[int, list[tuple[int, np.ndarray]]] = {}       # of an edge the windows that it moves in, and its seconds there
+        self.runs: dict[int, list[tuple[int, np.ndarray]]] = {}        # of a site those beside which it computes
+        for w, window in enumerate(space.windows):
+            for k, table in window.communication:
+                self.moves.setdefault(k, []).append((w, table))
+            for i, run in window.compute:
+                self.runs.setdefault(i, []).append((w, run))
+        self.on_site: dict[int, list[Piece]] = {}
+        self.on_edge: dict[int, list[Piece]] = {}
+        for piece in space.memory.pieces if space.memory else ():
+            (self.on_edge if piece.is_edge else self.on_site).setdefault(piece.place, []).append(piece)
+
+    def run(self) -> list[int]:
+        waiting, made = dict.fromkeys(range(len(self.kinds))), [0] * len(self.kinds)
+        while waiting:
+            k = next(iter(waiting))
+            del waiting[k]
+            if made[k] < _MOST and self._change(self.kinds[k]):
+                made[k] += 1
+                near = {i for m in self.kinds[k] for j in self.near[m] for i in (self.edges[j].source, self.edges[j].target)}
+                waiting.update(dict.fromkeys(sorted({self.kind_of[i] for i in near if i in self.kind_of})))
+        return self.picked
+
+    def _change(self, alike: Sequence[int]) -> bool:
+        """Give sites that are alike the choice with which the plan comes first."""
+        edges = sorted({k for i in alike for k in self.near[i]})
+        more, moved, beside = self._seconds(alike, edges)
+        before, peak = {self.picked[i] for i in alike}, float(self.held.max())
+        able = [int(c) for c in np.flatnonzero((more <= self.room) & ((more < -_SAME * self.step) | (moved <= _LESS * self.step))) if before != {c}]
+        found = [(self._order(float(more[c]), float(moved[c]), float(h.max()), 1), c, h) for c, h in zip(able, self._held(alike, edges, able), strict=True) if h.max() <= max(self.budget, peak)]
+        first = min(found, key=lambda one: one[:2], default=None)
+        if first is None or first[0] >= self._order(0.0, 0.0, peak, len(before)):
+            return False
+        _, c, self.held = first
+        for w, change in beside.items():
+            self.pairs[w] += change[:, c]
+        for i in alike:
+            self.picked[i] = c
+        self.room, self.step = _SAME * self.step if more[c] < -_SAME * self.step else self.room - float(more[c]), self.step + float(more[c])
+        return True
+
+    def _order(self, more: float, moved: float, peak: float, kinds: int) -> tuple[float, ...]:
+        """By what a changed plan comes before others: what differs by rounding is the same."""
+        return round(more / (_SAME * self.step)) if more < -_SAME * self.step else 0.0, round(moved / (_LESS * self.step)), round(peak), kinds
+
+    def _seconds(self, alike: Sequence[int], edges: Sequence[int]) -> tuple[np.ndarray, np.ndarray, dict[int, np.ndarray]]:
+        """For each choice that all of them might take: seconds more, communication more, and communication and compute more in each window."""
+        count, members, known = len(self.sites[alike[0]].choices), set(alike), dict[Any, np.ndarray]()
+        in_line, moved = np.zeros(count), np.zeros(count)
+        beside: dict[int, np.ndarray] = {}
+
+        def by_choice(k: int, table: np.ndarray) -> np.ndarray:
+            e = self.edges[k]
+            f, g = self.picked[e.source], self.picked[e.target]
+            key = id(table), id(e.given_by), id(e.taken_by), f, g, e.source in members, e.target in members
+            if key not in known:
+                known[key] = table[e.given_by if key[5] else e.given_by[f], e.taken_by if key[6] else e.taken_by[g]] - table[e.given_by[f], e.taken_by[g]]
+            return known[key]
+
+        for k in edges:
+            moved += by_choice(k, self.edges[k].seconds)
+            for w, table in self.moves.get(k, ()):
+                beside.setdefault(w, np.zeros((2, count)))[0] += by_choice(k, table)
+        for i in alike:
+            in_line += self.sites[i].seconds - self.sites[i].seconds[self.picked[i]]
+            for w, run in self.runs.get(i, ()):
+                beside.setdefault(w, np.zeros((2, count)))[1] += run - run[self.picked[i]]
+        hidden = np.zeros(count)
+        for w, change in beside.items():
+            hidden += self.windows[w].times * (np.minimum(*(self.pairs[w][:, None] + change)) - self.pairs[w].min())
+        return in_line + moved - hidden, moved, beside
+
+    def _held(self, alike: Sequence[int], edges: Sequence[int], able: list[int]) -> np.ndarray:
+        """Bytes at every time under each of these choices."""
+        members = set(alike)
+        changes = np.zeros((len(able), len(self.held) + 1))
+        if not able:
+            return changes[:, 1:]
+
+        def add(piece: Piece, amount: np.ndarray) -> None:
+            changes[:, piece.first] += amount
+            changes[:, piece.last + 1] -= amount
+
+        for i in alike:
+            for piece in self.on_site.get(i, ()):
+                add(piece, piece.bytes[able] - piece.bytes[self.picked[i]])
+        for k in edges:
+            if k in self.on_edge:
+                e = self.edges[k]
+                f, g = e.given_by[self.picked[e.source]], e.taken_by[self.picked[e.target]]
+                ends = e.given_by[able] if e.source in members else f, e.taken_by[able] if e.target in members else g
+                for piece in self.on_edge[k]:
+                    add(piece, piece.bytes[ends] - piece.bytes[f, g])
+        held: np.ndarray = self.held + np.cumsum(changes, axis=1)[:, :-1]
+        return held

@@ -1,0 +1,362 @@
+"""Open composite functions of torch: what they are made of takes their place in the graph.
+
+A function that is in no line of the vocabulary may be a composite: torch runs it as a chain of other ops, and autograd
+differentiates those. Where the vocabulary has every one of them, they are what the graph holds.
+
+    before    y = margin_ranking_loss(a, b, target, margin=0.5, reduction="none")
+    after     d = sub(a, b);  n = neg(target);  p = mul(n, d);  q = add(p, 0.5);  y = clamp(q, min=0)
+
+The chain is what torch itself dispatches below autograd when the function runs on fakes, so that values and gradients
+are eager's. Each link is translated into a canonical op, and the translation is dispatched again: it must come to the
+very same call. A write to a tensor that the chain itself made is a new value. A function stays whole where its chain
+writes to anything else, draws, has a gradient of its own, or holds an op that the vocabulary lacks.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.declared import WHOLE
+from autopar.runtime.private import clean_room
+from autopar.tracer.graph import Graph, TensorType, fresh_key, info, type_of
+from autopar.tracer.lookup import functional, lookup
+from autopar.tracer.vocabulary import Apply, Op
+
+LONGEST = 64                                                   # links: a recurrent module unrolled is not for a reader
+
+# The same numbers in another shape, or one number everywhere: the canonical form says shape and number, whichever of
+# these says it.
+_SAME_NUMBERS = frozenset(
+    "_unsafe_view alias full zeros ones empty scalar_tensor full_like zeros_like ones_like empty_like".split())
+
+Spelling = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]      # a function of torch, and what it is called with
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor of a chain: operand `at` of the function (`link` -1), or output `at` of a link."""
+
+    link: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """One op of a chain, its arguments with a `Ref` for each tensor."""
+
+    op: Op
+    arguments: dict[str, Any]
+    outputs: tuple[TensorType, ...]
+    is_listed: bool                                            # it gives a list or a tuple, be it of one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """The ops that a composite function runs, in order, and which of their tensors it gives back."""
+
+    links: tuple[Link, ...]
+    results: tuple[Ref, ...]
+
+
+def composites_are_opened(graph: Graph) -> None:
+    """Put the chain of a composite function in its place.
+
+    before    y = kron(a, b)                                       # a is f32[2, 3], b is f32[4, 5]
+    after     u = view(a, [2, 1, 3, 1]);  v = view(b, [1, 4, 1, 5]);  p = mul(u, v);  y = view(p, [8, 15])
+    """
+    for node in list(graph.nodes):
+        if info(node).kind == "op" and _may_be_opened(node):
+            chain = chain_of(node)
+            if chain is not None:
+                _splice(graph, node, chain)
+
+
+def _may_be_opened(node: fx.Node) -> bool:
+    op, about = node.target, info(node)
+    is_known = op.signature is not None or op.name in WHOLE
+    if op.name == "cross_entropy":                             # of probabilities, not of classes: a product and a sum
+        is_known = "float" not in type_of(node.kwargs["target"]).dtype
+    return not is_known and about.random < 0 and not isinstance(op.call, Apply)
+
+
+_CHAINS: dict[Any, Chain | None] = {}
+
+
+def chain_of(node: fx.Node) -> Chain | None:
+    """The chain of the op of a node; None where it stays whole. Calls that are alike share one."""
+    operands = [n for n in pytree.tree_leaves(list(node.kwargs.values())) if isinstance(n, fx.Node)]
+    types = tuple(type_of(n) for n in operands)
+    trained = any(t.requires_grad for t in info(node).outputs)
+    described = pytree.tree_map_only(fx.Node, lambda n: "tensor", list(node.kwargs.items()))
+    key = node.target, repr(described), types, info(node).outputs, trained
+    if key not in _CHAINS:
+        if len(_CHAINS) > 4096:
+            _CHAINS.clear()
+        _CHAINS[key] = _traced(node, operands, types, trained)
+    return _CHAINS[key]
+
+
+def _traced(node: fx.Node, operands: list[fx.Node], types: tuple[TensorType, ...], trained: bool) -> Chain | None:
+    """Run the op on fakes and translate what it dispatches."""
+    with clean_room(), FakeTensorMode():
+        given = []
+        for type_ in types:
+            wants = type_.requires_grad and trained
+            given.append(torch.empty(type_.shape, dtype=type_.torch_dtype, device="cpu", requires_grad=wants))
+        waiting = iter(given)
+        arguments = pytree.tree_map_only(fx.Node, lambda n: next(waiting), dict(node.kwargs))
+        seen = _Dispatched()
+        try:
+            with torch.set_grad_enabled(trained), seen:
+                result = node.target.run(arguments)            # type: ignore[union-attr]
+            return _translated(seen, given, result, info(node).outputs)
+        except _Whole:
+            return None
+        except Exception:                                      # a function that does not run on plain fakes stays whole
+            return None
+
+
+class _Whole(Exception):
+    """The function is not opened."""
+
+
+class _Dispatched(TorchDispatchMode):
+    """Notes every call below autograd, with the tensors that it was given and gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any, bool]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        enabled = torch.is_grad_enabled()
+        result = function(*args, **kwargs)
+        self.calls.append((function, args, kwargs, result, enabled))
+        return result
+
+
+def _translated(seen: _Dispatched, given: list[Tensor], result: Any, expected: tuple[TensorType, ...]) -> Chain:
+    if len(seen.calls) > LONGEST:
+        raise _Whole
+    _forget_what_autograd_keeps(seen, result)
+    where: dict[int, Ref] = {id(t): Ref(-1, i) for i, t in enumerate(given)}
+    flows: dict[int, bool] = {id(t): t.requires_grad for t in given}
+    links: list[Link] = []
+    for function, args, kwargs, made, enabled in list(seen.calls):
+        outputs = [t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)]
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if function.namespace == "prim":                       # a question about a device
+            continue
+        draws = torch.Tag.nondeterministic_seeded in function.tags
+        if draws or not outputs or any(id(t) not in where for t in tensors):       # or reads a constant of the function's own
+            raise _Whole
+        writes = function._schema.is_mutable
+        if writes:                                             # what nobody else sees stands for a new value from here on
+            through = enabled or not flows[id(args[0])]
+            if not through or not _is_temporary(made, args[0], where, seen):
+                raise _Whole
+            op, arguments = _canonical_of_write(function, args, kwargs)
+        else:
+            op, arguments = _canonical(seen, function, args, kwargs, made)
+        wants = enabled and any(flows[id(t)] for t in tensors) and op.name != "detach"
+        if not writes and {id(t) for t in outputs} & where.keys():
+            if len(outputs) == 1:                              # an op that gives back what it was given
+                continue
+            raise _Whole
+        types = tuple(TensorType.of(t) for t in outputs)
+        types = tuple(replace(t, requires_grad=wants and t.may_have_gradient) for t in types)
+        referred = pytree.tree_map_only(Tensor, lambda t: where[id(t)], arguments)
+        for at, t in enumerate(outputs):
+            where[id(t)], flows[id(t)] = Ref(len(links), at), types[at].requires_grad
+        links.append(Link(op, referred, types, not isinstance(made, Tensor)))
+    results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    if any(id(t) not in where for t in results):               # autograd hands out the very objects that were dispatched
+        raise _Whole
+    found = [where[id(t)] for t in results]
+    if len(results) != len(expected) or not links:
+        raise _Whole
+    for t, ref, type_ in zip(results, found, expected, strict=True):
+        mine = links[ref.link].outputs[ref.at] if ref.link >= 0 else TensorType.of(given[ref.at])
+        if mine != type_ or tuple(t.shape) != type_.shape:     # autograd differentiates something else than what runs below
+            raise _Whole
+    return Chain(tuple(links), tuple(found))
+
+
+def _forget_what_autograd_keeps(seen: _Dispatched, result: Any) -> None:
+    """Leave out the detached copies that nobody reads: autograd makes them to save a result of an op for its backward."""
+    read = {id(t) for c in seen.calls for t in pytree.tree_leaves((c[1], c[2])) if isinstance(t, Tensor)}
+    read |= {id(t) for t in pytree.tree_leaves(result) if isinstance(t, Tensor)}
+    seen.calls = [c for c in seen.calls if c[0] is not torch.ops.aten.detach.default or id(c[3]) in read]
+
+
+def _is_temporary(made: Any, target: Tensor, where: Mapping[int, Ref], seen: _Dispatched) -> bool:
+    """Is what is written to made in the chain, and is its memory known by this one name?"""
+    memory = StorageWeakRef(target.untyped_storage())
+    held = [t for c in seen.calls for t in pytree.tree_leaves((c[1], c[2], c[3])) if isinstance(t, Tensor)]
+    has_other_names = any(t is not target and StorageWeakRef(t.untyped_storage()) == memory for t in held)
+    return made is target and where[id(target)].link >= 0 and not has_other_names
+
+
+def _canonical_of_write(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
+    """The pure form of a call that writes to its first argument; it must give what is written without a cast."""
+    op, arguments = functional(function, args, kwargs)
+    if op is None or op.signature is None:
+        raise _Whole
+    with torch.no_grad():
+        pure = op.run(arguments)
+    if not isinstance(pure, Tensor) or pure.dtype != args[0].dtype or pure.shape != args[0].shape:
+        raise _Whole
+    return op, arguments
+
+
+def _canonical(
+    seen: _Dispatched, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any,
+) -> tuple[Op, dict[str, Any]]:
+    """The canonical op of an ATen call, which comes to the same ATen call."""
+    name = function._schema.name.partition("::")[2]
+    if function.namespace != "aten":
+        raise _Whole
+    spelled, given, named = _SPELLED[function](*args, **kwargs) if function in _SPELLED else (function, args, kwargs)
+    op, arguments = lookup(spelled, given, named, made)
+    if op.signature is None:
+        raise _Whole
+    if name in _SAME_NUMBERS or function in _RENAMED or function is torch.ops.aten._to_copy.default:
+        return op, arguments
+    before = len(seen.calls)
+    with torch.no_grad(), seen:
+        again = op.run(arguments)
+    calls = [c for c in seen.calls[before:] if c[0].namespace == "aten"]
+    del seen.calls[before:]
+    if function.is_view:                                       # of one tensor: where it looks says all
+        if not _look_alike(made, again):
+            raise _Whole
+    elif [c[0]._schema.name for c in calls] != [function._schema.name] or not _alike(function, (args, kwargs), calls[0]):
+        raise _Whole
+    return op, arguments
+
+
+def _look_alike(one: Any, other: Any) -> bool:
+    """Do these views show the same places of the same memory?"""
+    def shown(tensor: Tensor) -> tuple[Any, ...]:
+        memory = StorageWeakRef(tensor.untyped_storage())
+        return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, memory
+
+    return [shown(t) for t in pytree.tree_leaves(one)] == [shown(t) for t in pytree.tree_leaves(other)]
+
+
+def _alike(function: Any, said: tuple[Any, Any], call: tuple[Any, ...]) -> bool:
+    """Does a call say the same, with defaults spelled out? Another overload may take a number where this one takes a tensor."""
+    def bound(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        by_name = {**{a.name: v for a, v in zip(schema.arguments, args, strict=False)}, **kwargs}
+        return {a.name: by_name.get(a.name, a.default_value) for a in schema.arguments}
+
+    left, right = bound(function._schema, *said), bound(call[0]._schema, *call[1:3])
+    for name in {**left, **right}:
+        one, other = left.get(name), right.get(name)
+        if _is_unsaid(one) and _is_unsaid(other):
+            continue
+        leaves = [pytree.tree_leaves(side, is_leaf=lambda v: v is None) for side in (one, other)]
+        if len(leaves[0]) != len(leaves[1]) or not all(map(_same, *leaves)):
+            return False
+    return True
+
+
+def _is_unsaid(value: Any) -> bool:
+    """Is it what an argument is that another overload does not have?"""
+    return value is None or value is False or (isinstance(value, (list, tuple)) and not value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """The same tensor, or the same number. A device or a layout says nothing of values."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    where = (torch.device, torch.layout, torch.memory_format, type(None))
+    return bool(a == b) or (isinstance(a, where) and isinstance(b, where))
+
+
+def _slice(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Spelling:
+    return Tensor.__getitem__, (x, (*[slice(None)] * (dim % x.dim()), slice(start, end, step))), {}
+
+
+def _index(x: Tensor, indices: list[Tensor | None]) -> Spelling:
+    return Tensor.__getitem__, (x, tuple(slice(None) if i is None else i for i in indices)), {}
+
+
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Spelling:
+    return torch.softmax, (x, dim), {"dtype": torch.float32} if half_to_float else {}
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Spelling:
+    return torch.log_softmax, (x, dim), {"dtype": torch.float32} if half_to_float else {}
+
+
+def _scalar(value: float, **how: Any) -> Spelling:
+    return torch.full, ((), value), {}
+
+
+def _norm(x: Tensor, p: float | None = None, dim: Sequence[int] | None = None, keepdim: bool = False) -> Spelling:
+    return torch.linalg.vector_norm, (x, 2.0 if p is None else p, dim, keepdim), {}
+
+
+def _at_least(x: Tensor, bound: Any) -> Spelling:
+    return torch.clamp, (x,), {"min": bound}
+
+
+def _at_most(x: Tensor, bound: Any) -> Spelling:
+    return torch.clamp, (x,), {"max": bound}
+
+
+def _moved(x: Tensor, dims: Sequence[int]) -> Spelling:
+    return torch.permute, (x, tuple(d % x.dim() for d in dims)), {}
+
+
+_aten = torch.ops.aten
+_RENAMED: dict[Any, Callable[..., Spelling]] = {               # the same function under a newer name
+    _aten.norm.ScalarOpt_dim: _norm, _aten.norm.Scalar: _norm,
+    _aten.clamp_min.default: _at_least, _aten.clamp_min.Tensor: _at_least,
+    _aten.clamp_max.default: _at_most, _aten.clamp_max.Tensor: _at_most,
+}
+_SPELLED: dict[Any, Callable[..., Spelling]] = {               # ATen's form of a call, and torch's
+    **_RENAMED, _aten.slice.Tensor: _slice, _aten.index.Tensor: _index, _aten.permute.default: _moved,
+    _aten._softmax.default: _softmax, _aten._log_softmax.default: _log_softmax, _aten.scalar_tensor.default: _scalar,
+}
+
+
+def _splice(graph: Graph, node: fx.Node, chain: Chain) -> None:
+    """The chain's nodes before the function's, which nobody uses afterwards."""
+    about = info(node)
+    operands = [n for n in pytree.tree_leaves(list(node.kwargs.values())) if isinstance(n, fx.Node)]
+    made: dict[Ref, fx.Node] = {Ref(-1, i): n for i, n in enumerate(operands)}
+    base = about.key.rpartition("/")[0]
+    with graph.fx.inserting_before(node):
+        for k, link in enumerate(chain.links):
+            arguments = pytree.tree_map_only(Ref, lambda r: made[r], link.arguments)
+            name = f"{about.module}_{link.op.name}".replace(".", "_").strip("_")
+            new = graph.fx.create_node("call_function", link.op, (), arguments, name=name)
+            new.meta["info"] = replace(about, key=fresh_key(graph.fx, f"{base}/{link.op.name}"), outputs=link.outputs)
+            if not link.is_listed:
+                made[Ref(k, 0)] = new
+                continue
+            for at, type_ in enumerate(link.outputs):
+                part = graph.fx.create_node("call_function", operator.getitem, (new, at), name=f"{new.name}_{at}")
+                part.meta["info"] = replace(info(new), key=f"{info(new).key}[{at}]", kind="part", outputs=(type_,))
+                made[Ref(k, at)] = part
+    parts = [u for u in node.users if info(u).kind == "part"]
+    if parts:
+        for part in parts:
+            part.replace_all_uses_with(made[chain.results[part.args[1]]])    # type: ignore[index]
+            graph.fx.erase_node(part)
+    else:
+        node.replace_all_uses_with(made[chain.results[0]])
+    graph.fx.erase_node(node)

@@ -1,0 +1,154 @@
+"""Functions of torch that read values where a graph has shapes, or draw inside, as functions that do neither.
+
+    cov, corrcoef    torch looks whether weights are whole numbers, and at the sign of what it divides by
+    combinations     torch makes a mask and counts it
+    ctc_loss         torch reads the lengths
+    lstm, gru, rnn   with dropout between layers: a layer at a time
+    Gamma            torch lifts the smallest draws through a detached view
+    BatchNorm        with momentum=None: torch reads how many batches there were
+
+What they compute, and the order in which they draw, is torch's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions.gamma import Gamma
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None,
+) -> Tensor:
+    """How rows vary together; columns are observations."""
+    rows = input.view(1, -1) if input.dim() < 2 else input
+    weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    if weights is None:
+        count: Any = rows.shape[1]
+        centred = rows - (rows.sum(1) / count).unsqueeze(1)
+        divisor: Any = max(count - correction, 0)
+        weighted = centred
+    else:
+        count = weights.sum()
+        centred = rows - ((rows * weights).sum(1) / count).unsqueeze(1)
+        taken = correction if aweights is None or correction == 0 else correction * (weights * aweights).sum() / count
+        divisor = (count - taken).clamp(min=0)
+        weighted = centred * weights
+    return (torch.mm(centred, weighted.t().conj()) / divisor).squeeze()
+
+
+def corrcoef(input: Tensor) -> Tensor:
+    """The same on the scale from -1 to 1."""
+    c = cov(input)
+    if c.dim() == 0:
+        return c / c
+    deviation = torch.diagonal(c).sqrt()
+    return (c / deviation.view(-1, 1) / deviation.view(1, -1)).clamp(-1, 1)
+
+
+def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """Every choice of r elements of a vector, as rows."""
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = list(choose(range(input.shape[0]), r))
+    if not places or not r:
+        return input.new_empty((0,) if not r else (0, r))
+    return input[torch.tensor(places)]
+
+
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: Any = "mean", zero_infinity: bool = False,
+) -> Tensor:
+    """CTC loss; lengths are tensors, lists or tuples."""
+    reduction = {0: "none", 1: "mean", 2: "sum"}.get(reduction, reduction)
+    if log_probs.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled("cpu"):
+        log_probs = log_probs.float()
+    is_batch = log_probs.dim() == 3
+    batch = log_probs if is_batch else log_probs.unsqueeze(1)
+    rows = targets if is_batch or targets.dim() == 2 else targets.unsqueeze(0)
+    lengths = [x if isinstance(x, Tensor) else torch.tensor(x) for x in (input_lengths, target_lengths)]
+    read, wanted = (x.reshape(-1) for x in lengths)
+    losses = torch.ops.autopar.ctc_losses(batch, rows, read, wanted, blank, zero_infinity)
+    if zero_infinity:
+        losses = torch.where(losses == float("inf"), 0, losses)
+    if reduction == "mean":
+        return (losses / wanted.clamp(min=1).to(losses.dtype)).mean()
+    if reduction == "sum":
+        return losses.sum()
+    return losses if is_batch else losses.squeeze(0)
+
+
+def by_layers(recurrent: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent function as one call for each layer, with dropout between."""
+    def call(
+        input: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
+        train: bool, bidirectional: bool, batch_first: bool,
+    ) -> Any:
+        has_many = isinstance(hx, (tuple, list))               # a state and a cell
+        held = hx if has_many else (hx,)
+        directions, each = 2 if bidirectional else 1, len(params) // num_layers
+        values, ends = input.transpose(0, 1) if batch_first else input, []
+        for layer in range(num_layers):
+            states = [h.narrow(0, layer * directions, directions) for h in held]
+            weights = params[layer * each : (layer + 1) * each]
+            how = has_biases, 1, 0.0, train, bidirectional, False
+            values, *after = recurrent(values, states if has_many else states[0], weights, *how)
+            ends.append(after)
+            if layer + 1 < num_layers:
+                values = F.dropout(values, dropout, True)
+        return values.transpose(0, 1) if batch_first else values, *(torch.cat(end) for end in zip(*ends, strict=True))
+    return call
+
+
+def gamma_rsample(distribution: Gamma, sample_shape: Any = ()) -> Tensor:
+    """Draws of gamma distributions; those that are too small are lifted, and keep their gradient."""
+    shape = distribution._extended_shape(torch.Size(sample_shape))
+    value = torch._standard_gamma(distribution.concentration.expand(shape)) / distribution.rate.expand(shape)
+    least = torch.finfo(value.dtype).tiny
+    return torch.where(value < least, value + (least - value.detach()), value)
+
+
+def cumulative_batch_norm(module: _BatchNorm, input: Tensor) -> Tensor:
+    """Batch norm whose running statistics are the mean over all batches so far."""
+    module._check_input_dim(input)
+    module.num_batches_tracked.add_(1)                         # type: ignore[union-attr, operator]
+    running = [t for t in (module.running_mean, module.running_var) if t is not None]
+    before = [t.clone() for t in running]
+    statistics = module.running_mean, module.running_var
+    result = F.batch_norm(input, *statistics, module.weight, module.bias, True, 1.0, module.eps)
+    for now, old in zip(running, before, strict=True):         # which hold those of this batch now
+        share = 1.0 / module.num_batches_tracked.to(now.dtype)    # type: ignore[union-attr]
+        now.copy_(now * share + old * (1 - share))
+    return result
+
+
+def averages_over_all(module: _BatchNorm) -> bool:
+    """Does this batch norm count its batches?"""
+    counts = module.track_running_stats and module.num_batches_tracked is not None
+    return module.training and counts and module.momentum is None
+
+
+def drops_between(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Does this call of a recurrent function drop between layers? That of packed sequences has another order."""
+    is_plain = len(args) == 9 and isinstance(args[2], (tuple, list))
+    return is_plain and args[4] > 1 and bool(args[5]) and bool(args[6])
+
+
+def _always(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return True
+
+
+# What is spelled otherwise, how, and which calls of it.
+RESPELLED: dict[Any, tuple[Callable[..., Any], Callable[..., bool]]] = {
+    **dict.fromkeys((torch.cov, Tensor.cov), (cov, _always)),
+    **dict.fromkeys((torch.corrcoef, Tensor.corrcoef), (corrcoef, _always)),
+    **dict.fromkeys((torch.ctc_loss, F.ctc_loss), (ctc_loss, _always)),
+    torch.combinations: (combinations, _always),
+    **{f: (by_layers(f), drops_between) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+}

@@ -1,0 +1,201 @@
+"""Every optimizer of torch, and what stands around optimizers, on parameters that are cut: the step that one device would make of the same parameters and gradients, or a letter."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.letters import Letter
+from autopar.testing import Equality, on_processes
+from tests.models import eager_links
+from tests.training import whole
+
+FORMS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False),
+    "Adam foreach": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True, foreach=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, foreach=False),
+    "Adagrad foreach": lambda p: torch.optim.Adagrad(p, lr=0.1, foreach=True),
+    "Adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "Muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.1),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1),
+    "SparseAdam": lambda p: torch.optim.SparseAdam(p, lr=0.1),
+    **{name: lambda p, name=name: getattr(torch.optim, name)(p, lr=0.1, foreach=False)                # type: ignore[misc]
+       for name in ("Adafactor", "Rprop", "ASGD", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop")},
+    **{f"{name} foreach": lambda p, name=name: getattr(torch.optim, name)(p, lr=0.1, foreach=True)    # type: ignore[misc]
+       for name in ("Adafactor", "Rprop", "ASGD", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop")},
+    "RMSprop centered": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.9),
+    "NAdam decoupled": lambda p: torch.optim.NAdam(p, lr=0.1, decoupled_weight_decay=True, weight_decay=0.1),
+}
+LETTERS = {"Adafactor": "AdamW", "Adafactor foreach": "AdamW", "Rprop": "RMSprop", "Rprop foreach": "RMSprop", "LBFGS": 'parallel="dp"',
+           "SGD fused": "foreach=True", "Adagrad fused": "foreach=True"}
+AS_TORCH = {"SparseAdam": "does not support dense gradients"}  # on one device, too
+
+
+def averaged(parameters: list[Any], decay: float | None) -> list[torch.Tensor]:
+    """What AveragedModel has of them after two updates."""
+    model = nn.ParameterList(parameters)
+    average = None if decay is None else torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
+    mean = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average)
+    for factor in (2.0, 0.5):
+        with torch.no_grad():
+            for p in parameters:
+                p.mul_(factor)
+        mean.update_parameters(model)
+    return [whole(p.detach()) for p in mean.module]
+
+
+def scheduled(parameters: list[Any]) -> None:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    schedulers = [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.3)]
+    for _ in range(3):
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+def scaled(parameters: list[Any]) -> None:
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=4.0), torch.optim.SGD(parameters, lr=0.1)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def clipped(parameters: list[Any], kind: float, foreach: bool | None = None) -> list[torch.Tensor]:
+    norm: Any = torch.nn.utils.clip_grad_norm_(parameters, 0.01, kind, foreach=foreach)
+    return [norm.full_tensor() if hasattr(norm, "full_tensor") else norm, *(whole(p.grad) for p in parameters)]
+
+
+AROUND: dict[str, Callable[[list[Any]], list[torch.Tensor] | None]] = {
+    "clip by norm": lambda p: clipped(p, 2.0), "clip by norm in a loop": lambda p: clipped(p, 2.0, False),
+    "clip by the largest": lambda p: clipped(p, float("inf")), "clip by the sum": lambda p: clipped(p, 1.0),
+    "clip by value": lambda p: torch.nn.utils.clip_grad_value_(p, 0.01),                              # type: ignore[func-returns-value]
+    "loss scaling": scaled, "schedules": scheduled, "an average": lambda p: averaged(p, None), "a running average": lambda p: averaged(p, 0.9),
+}
+
+
+class Net(nn.Module):
+    """A head cut by blocks, as a fused QKV is, and other parameters cut unevenly or whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head, self.gain = nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 12), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        q, k, v = self.head(self.norm(torch.tanh(self.first(x)))).split(4, -1)
+        return (q.softmax(-1) * k * self.gain + v).pow(2).mean()
+
+
+STORED = {"first.weight": "S(0); *", "first.bias": "S(0); *", "head.weight": "S(0, blocks=(4,4,4)); *", "head.bias": "S(0); *", "norm.weight": "S(0); *"}
+
+
+def parameters_after(parameters: dict[str, Any], form: str, before: Callable[[], None]) -> dict[str, torch.Tensor]:
+    given = list(parameters.values())
+    if form in AROUND:
+        before()
+        found = AROUND[form](given) or []
+        return {**{n: whole(p.detach()).clone() for n, p in parameters.items()}, **{str(i): t.detach() for i, t in enumerate(found)}}
+    optimizer = FORMS[form](given)
+    for _ in range(3):
+        before()
+        optimizer.step(*[lambda: torch.ones(())] if form == "LBFGS" else [])
+    return {n: whole(p.detach()).clone() for n, p in parameters.items()}
+
+
+def on_ranks(rank, model, x, dtype):
+    """Of every form what parameters become, and what one device makes of the same parameters and gradients; or the letter."""
+    mine = autopar.autoparallelize(copy.deepcopy(model).to(dtype), (x.to(dtype),), mesh=2, cluster=eager_links(), constraints=STORED)
+    mine(x.to(dtype)).backward()
+    parameters = dict(mine.named_parameters())
+    assert {str(p.placements) for p in parameters.values()} == {"(Replicate(),)", "(Shard(dim=0),)", "(_StridedShard(dim=0, sf=3),)"}
+    start, gradients = ({n: (p.grad if g else p).detach().clone() for n, p in parameters.items()} for g in (False, True))
+    whole_start, whole_gradients = ({n: whole(t) for n, t in of.items()} for of in (start, gradients))
+    results = {}
+    for form in (*FORMS, *AROUND):
+        with torch.no_grad():
+            for n, p in parameters.items():
+                p.copy_(start[n])
+
+        def give(to: dict[str, Any], of: dict[str, torch.Tensor]) -> None:
+            for n, p in to.items():
+                p.grad = of[n].clone()
+
+        alone = {n: nn.Parameter(t.clone()) for n, t in whole_start.items()}
+        rounds = torch.Tensor.bfloat16                         # Muon iterates in bfloat16, whose rounding hides much
+        torch.Tensor.bfloat16 = (lambda self: self) if dtype == torch.float64 else rounds              # type: ignore[assignment, method-assign]
+        try:
+            found: Any = parameters_after(parameters, form, lambda give=give: give(parameters, gradients))            # type: ignore[misc]
+            results[form] = found, parameters_after(alone, form, lambda give=give, to=alone: give(to, whole_gradients))     # type: ignore[misc]
+        except Exception as e:
+            same = all(torch.equal(p.detach().to_local(), start[n].to_local()) for n, p in parameters.items())
+            results[form] = isinstance(e, Letter), f"{type(e).__name__}: {e}", same
+        torch.Tensor.bfloat16 = rounds                         # type: ignore[method-assign]
+    return results
+
+
+@functools.cache
+def outcomes(dtype: torch.dtype) -> list[Any]:
+    torch.manual_seed(0)
+    return on_processes(2, on_ranks, Net(), torch.randn(4, 6), dtype)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("form", [*FORMS, *AROUND])
+def test_it_makes_the_step_of_one_device_or_is_a_letter(form, dtype):
+    for results in outcomes(dtype):
+        outcome = results[form]
+        if form in LETTERS or form in AS_TORCH:
+            is_letter, text, is_unchanged = outcome
+            assert is_letter == (form in LETTERS) and (LETTERS | AS_TORCH)[form] in text and is_unchanged, text
+        else:
+            assert len(outcome) == 2, outcome
+            rounding = 1e-8 if dtype == torch.float64 else 2**-3 if form == "Muon" else 2**-8
+            Equality.in_float64(form, *outcome, rounding).check()
+
+
+def test_every_optimizer_of_torch_is_tried():
+    classes = {name for name, cls in vars(torch.optim).items() if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)}
+    assert classes - {"Optimizer"} == {form.split()[0] for form in FORMS}
+
+
+@pytest.mark.parametrize("build", [torch.optim.Adafactor, torch.optim.LBFGS], ids=lambda c: c.__name__)
+def test_where_parameters_are_whole_they_serve(build):
+    """Adafactor and LBFGS, on a mesh of one."""
+    torch.manual_seed(0)
+    model, x = Net().double(), torch.randn(4, 6, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    mine = autopar.autoparallelize(model, (x,), mesh=1)
+    try:
+        for one in (mine, expected):
+            optimizer = build(one.parameters(), lr=0.1)
+
+            def closure(one=one, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = one(x)
+                loss.backward()
+                return loss
+
+            for _ in range(3):
+                optimizer.step(closure)
+        found = {n: p.detach().to_local() for n, p in mine.named_parameters()}
+        Equality.in_float64(build.__name__, found, {n: p.detach() for n, p in expected.named_parameters()}, 1e-8).check()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,30 @@
+"""Every function of torch that a model may call: what plans may do with it is proven, or it is computed whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sharding.audit import audit, table
+
+SHARES = 4
+
+
+def held(found) -> None:
+    assert not found.raw, sorted(found.raw)
+    assert not found.wrong, sorted(found.wrong)
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.filterwarnings("ignore")
+def test_one_call_of_every_function(share):
+    """Its strategies compute what it computes; what has no rule is computed whole on every device."""
+    found = audit(table()[share::SHARES], most=1, first=share)
+    held(found)
+    assert found.calls > 110 and len(found.functions) > 110    # four shares: more than 440 functions
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("share", range(16))
+@pytest.mark.filterwarnings("ignore")
+def test_every_call_of_every_function(share):
+    held(audit(table()[share::16], most=24))
