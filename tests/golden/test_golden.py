@@ -1,4 +1,7 @@
-"""Plans and emitted code stay what they are, byte for byte: an intended change is a diff of the text beside this file."""
+"""Plans and emitted code stay what they are, byte for byte.
+
+An intended change is a diff of the text beside this file.
+"""
 
 from __future__ import annotations
 
