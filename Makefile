@@ -40,6 +40,7 @@ test: $(VENV)/.test            ## every test but the nightly ones
 	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 check: $(VENV)/.dev            ## lint, types, and the rings that need no processes
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not nightly and not machines"

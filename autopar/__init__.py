@@ -13,7 +13,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {                                                      # public name -> the module that holds it
+_HOME = {  # public name -> the module that holds it
     "autoparallelize": "autopar.api",
     "plan": "autopar.api",
     "Plan": "autopar.solver.plan",

@@ -1,9 +1,9 @@
 """`plan` and `autoparallelize`: the compiler in one sentence.
 
-    graph = trace(model, meta_inputs)        # autopar/tracer      Module -> Graph
-    space = shardings(graph, mesh)           # autopar/sharding    Graph  -> Space
-    plan  = solve(space)                     # autopar/solver      Space  -> Plan
-    model = lower(graph, plan)               # autopar/codegen     Plan   -> ParallelModule
+graph = trace(model, meta_inputs)        # autopar/tracer      Module -> Graph
+space = shardings(graph, mesh)           # autopar/sharding    Graph  -> Space
+plan  = solve(space)                     # autopar/solver      Space  -> Plan
+model = lower(graph, plan)               # autopar/codegen     Plan   -> ParallelModule
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from autopar.codegen.parts import WHOLE, rows_of
 from autopar.letters import BadPlan, Consumed, NotServed
 from autopar.request import Request, refuse_unserved
 from autopar.runtime.faults import limit
-from autopar.runtime.world import all_ranks_hold, coordinate, digest_of, from_rank_0, once_all_have, start_world, world_size
+from autopar.runtime.world import (
+    all_ranks_hold,
+    coordinate,
+    digest_of,
+    from_rank_0,
+    once_all_have,
+    start_world,
+    world_size,
+)
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
@@ -55,15 +63,36 @@ def plan(
     gap: float = 0.0,
     outputs: str | Sequence[str] = "auto",
 ) -> Plan:
-    """The fastest plan found for one training step of `model` on `mesh`, with a bound on any: `plan.gap`. Needs no device, no process group and no weights.
+    """The fastest plan found for one training step of `model` on `mesh`, with a bound on any: `plan.gap`.
+
+    Needs no device, no process group and no weights.
 
     `meta_inputs` are example tensors (meta ones are enough) of the global shapes, as a dict or a tuple. `loss(outputs,
-    inputs)` is planned with the model. `constraints` pin what they name. With `accumulation`, the inputs are one of so many
-    micro-batches of a step. `outputs` names those beside the loss that gradients arrive at, as autoparallelize is told. After `time_limit` seconds a plan that was found is not improved. The model is not modified.
+    inputs)` is planned with the model. `constraints` pin what they name. With `accumulation`, the inputs are one of so
+    many micro-batches of a step. `outputs` names those beside the loss that gradients arrive at, as autoparallelize is
+    told. After `time_limit` seconds a plan that was found is not improved. The model is not modified.
     """
     started = time.monotonic()
     _refuse_parallel(model)
-    request = Request(mesh, cluster, memory_budget, optimizer, precision, recompute, loss, parallel, constraints, assume, strict, accumulation, kernels, solver, time_limit, gap, outputs)
+    request = Request(
+        mesh,
+        cluster,
+        memory_budget,
+        optimizer,
+        precision,
+        recompute,
+        loss,
+        parallel,
+        constraints,
+        assume,
+        strict,
+        accumulation,
+        kernels,
+        solver,
+        time_limit,
+        gap,
+        outputs,
+    )
     graph = request.trace(model, meta_inputs)
     _all_there(outputs, graph)
     return request.plan(graph, started)
@@ -84,40 +113,68 @@ def autoparallelize(
     timeout_s: float = 600.0,
     **planning: Any,
 ) -> torch.nn.Module:
-    """Turn `model` into its parallel self, in place, and return it: an instance of its own class, to be trained as before.
+    """Turn `model` into its parallel self, in place, and return it.
 
-    Runs on every rank (torchrun), or on one process. `meta_inputs` are of the batch of all ranks; with `inputs="local"` each rank then passes its own rows of it
-    (`model.input_specs`, `model.sampler`), else all pass the same batch. Takes a `plan`, or any of `autopar.plan`'s arguments; then rank 0
-    plans and the others receive. `sync` takes parameters and buffers from rank 0. A model on meta gets its values from its own
-    recipes (`init="module"`), or from the same ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever there in full. `outputs` beside a loss are DTensors where the plan cuts them; whole with "full",
-    all DTensors with "sharded"; those that are named come whole, and may be given gradients. With `pad_to` calls of other lengths than `meta_inputs` run as those of the next multiple of it: fewer programs. With `compile`, what stands between collectives is given to torch.compile (True, or the name of a backend). No collective waits
-    longer than `timeout_s` for another rank.
+    An instance of its own class, to be trained as before.
+
+    Runs on every rank (torchrun), or on one process. `meta_inputs` are of the batch of all ranks; with `inputs="local"`
+    each rank then passes its own rows of it (`model.input_specs`, `model.sampler`), else all pass the same batch. Takes
+    a `plan`, or any of `autopar.plan`'s arguments; then rank 0 plans and the others receive. `sync` takes parameters
+    and buffers from rank 0. A model on meta gets its values from its own recipes (`init="module"`), or from the same
+    ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever
+    there in full. `outputs` beside a loss are DTensors where the plan cuts them; whole with "full", all DTensors with
+    "sharded"; those that are named come whole, and may be given gradients. With `pad_to` calls of other lengths than
+    `meta_inputs` run as those of the next multiple of it: fewer programs. With `compile`, what stands between
+    collectives is given to torch.compile (True, or the name of a backend). No collective waits longer than `timeout_s`
+    for another rank.
     """
     started = time.monotonic()
 
     def asked() -> tuple[tuple[str, Request, Graph, How, Reads], dict[str, str]]:
         """The caller's arguments, read; and in words, by which ranks see that they were given the same."""
         if pad_to is not None and (isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1):
-            raise NotServed(f"pad_to={pad_to!r} is no length", advice="pad_to=64: sequences are padded to the next multiple of it")
+            raise NotServed(
+                f"pad_to={pad_to!r} is no length", advice="pad_to=64: sequences are padded to the next multiple of it"
+            )
         refuse_unserved(inputs=(inputs, ("global", "local")), init=(init, ("module", "counter")))
         _refuse_parallel(model)
         if plan is not None and not isinstance(plan, Plan):
             raise BadPlan(f"plan={plan!r} is no Plan", advice='autopar.Plan.load("plan.json")')
         backend = compile if isinstance(compile, str) else "inductor" if compile is True else None
-        if not isinstance(compile, (bool, str)) or (backend is not None and backend not in torch.compiler.list_backends(exclude_tags=())):
-            raise NotServed(f"compile={compile!r} is no backend of torch.compile", seen=", ".join(torch.compiler.list_backends(exclude_tags=())), advice="compile=True")
+        if not isinstance(compile, (bool, str)) or (
+            backend is not None and backend not in torch.compiler.list_backends(exclude_tags=())
+        ):
+            raise NotServed(
+                f"compile={compile!r} is no backend of torch.compile",
+                seen=", ".join(torch.compiler.list_backends(exclude_tags=())),
+                advice="compile=True",
+            )
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e7:
             raise NotServed(f"timeout_s={timeout_s!r} is no number of seconds", advice="timeout_s=600.0")
         if plan is not None and set(planning) - {"loss", "assume"}:
-            raise BadPlan(f"plan= is given, and so is {', '.join(sorted(set(planning) - {'loss', 'assume'}))}", advice="one or the other: a plan already decides it")
+            raise BadPlan(
+                f"plan= is given, and so is {', '.join(sorted(set(planning) - {'loss', 'assume'}))}",
+                advice="one or the other: a plan already decides it",
+            )
         if unknown := set(planning) - set(inspect.signature(Request).parameters):
-            raise NotServed(f"autoparallelize knows no argument {', '.join(sorted(unknown))}", advice="its own, or those of autopar.plan")
+            raise NotServed(
+                f"autoparallelize knows no argument {', '.join(sorted(unknown))}",
+                advice="its own, or those of autopar.plan",
+            )
         device = start_world(timeout_s)
-        request = Request(**{"mesh": world_size(), **planning, "outputs": outputs}) if plan is None else Request.of(plan, **planning, outputs=outputs)
+        request = (
+            Request(**{"mesh": world_size(), **planning, "outputs": outputs})
+            if plan is None
+            else Request.of(plan, **planning, outputs=outputs)
+        )
         with reads_of(model) as read:
             graph = request.trace(model, meta_inputs)
         _all_there(outputs, graph)
-        how = How(backend, outputs, (), inputs == "local", pad_to) if isinstance(outputs, str) else How(backend, "auto", tuple(outputs), inputs == "local", pad_to)
+        how = (
+            How(backend, outputs, (), inputs == "local", pad_to)
+            if isinstance(outputs, str)
+            else How(backend, "auto", tuple(outputs), inputs == "local", pad_to)
+        )
         own = {"inputs": inputs, "outputs": outputs, "compile": compile, "sync": sync, "pad_to": pad_to, "init": init}
         words = {f"{name}=": _in_words(value) for name, value in (own | planning | {"plan": plan}).items()}
         return (device, request, graph, how, read), words | {"models or meta_inputs": graph.digest}
@@ -155,16 +212,35 @@ def _in_words(value: Any) -> str:
 def _all_there(outputs: str | Sequence[str], graph: Graph) -> None:
     """A letter where an output is named that the model does not have."""
     if not isinstance(outputs, str) and (missing := [n for n in outputs if n not in graph.output_names]):
-        raise NotServed(f"outputs={outputs!r}: there is no output {missing[0]!r}", seen=f"outputs: {', '.join(graph.output_names)}", advice='outputs=("logits",)')
+        raise NotServed(
+            f"outputs={outputs!r}: there is no output {missing[0]!r}",
+            seen=f"outputs: {', '.join(graph.output_names)}",
+            advice='outputs=("logits",)',
+        )
 
 
 def _refuse_parallel(model: Any) -> None:
     if isinstance(model, ParallelModule):
-        raise Consumed(f"this {type(model).__name__} is parallel already", seen=f"mesh {model.plan.mesh}", advice="model.plan, or the model as it was before autoparallelize")
+        raise Consumed(
+            f"this {type(model).__name__} is parallel already",
+            seen=f"mesh {model.plan.mesh}",
+            advice="model.plan, or the model as it was before autoparallelize",
+        )
     if (kind := type(model).__name__) in _AROUND:
         raise Consumed(f"the model stands inside a wrapper, {kind}", advice=_AROUND[kind])
-    if isinstance(model, torch.nn.Module) and (spread := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]):
-        raise Consumed(f"parameters of this {kind} are spread over devices already", seen=", ".join(spread[:3]), advice="the model as it was before")
+    if isinstance(model, torch.nn.Module) and (
+        spread := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    ):
+        raise Consumed(
+            f"parameters of this {kind} are spread over devices already",
+            seen=", ".join(spread[:3]),
+            advice="the model as it was before",
+        )
 
 
-_AROUND = {"OptimizedModule": "the model itself, with compile=True", **dict.fromkeys(("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"), "model.module, which is inside")}
+_AROUND = {
+    "OptimizedModule": "the model itself, with compile=True",
+    **dict.fromkeys(
+        ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"), "model.module, which is inside"
+    ),
+}

@@ -12,7 +12,11 @@ T = TypeVar("T")
 
 
 def without_collections(working: Callable[P, T]) -> Callable[P, T]:
-    """Tracing, planning and lowering make many small objects that all stay and hold no cycles: the collector would look through them, and all of torch, again and again."""
+    """Tracing, planning and lowering make many small objects that all stay and hold no cycles.
+
+    The collector would look through them, and all of torch, again and again.
+    """
+
     @functools.wraps(working)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         was_on = gc.isenabled()
@@ -22,4 +26,5 @@ def without_collections(working: Callable[P, T]) -> Callable[P, T]:
         finally:
             if was_on:
                 gc.enable()
+
     return run

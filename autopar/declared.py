@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-WHOLE: set[str] = set()                                        # by the names that graphs print
+WHOLE: set[str] = set()  # by the names that graphs print

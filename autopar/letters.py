@@ -5,7 +5,8 @@
         with    scores: f32[8, 512]
         try     rule("cumsum", "b s! -> b s!")            docs/rules.md
 
-What happened, where in the user's own source, what was seen, what to do. `raise` speaks to users, `assert` to ourselves.
+What happened, where in the user's own source, what was seen, what to do. `raise` speaks to users, `assert` to
+ourselves.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Letter(Exception):
                 lines.append(f"    {label:<8}" + text.replace("\n", "\n" + " " * 12))
         super().__init__("\n".join(lines))
 
-    def __reduce__(self) -> tuple[Any, ...]:                   # letters cross process boundaries whole
+    def __reduce__(self) -> tuple[Any, ...]:  # letters cross process boundaries whole
         return _rebuild, (type(self), self.what, self.at, self.seen, self.advice)
 
 
@@ -77,7 +78,10 @@ class BadPlan(Letter):
 
 
 class Infeasible(Letter):
-    """No plan satisfies what was asked. Of a budget: the bytes that any plan needs, and those of the smallest plan that was found."""
+    """No plan satisfies what was asked.
+
+    Of a budget: the bytes that any plan needs, and those of the smallest plan that was found.
+    """
 
     needs: float = 0.0
     smallest: float = 0.0

@@ -2,7 +2,8 @@
 
     python benchmarks/capture.py [rounds]
 
-All three run in one process, interleaved, after one warm-up each; seconds are of all threads (process_time). Peak memory is of a process that captures and does nothing else.
+All three run in one process, interleaved, after one warm-up each; seconds are of all threads (process_time). Peak
+memory is of a process that captures and does nothing else.
 """
 
 from __future__ import annotations
@@ -48,18 +49,31 @@ def by_make_fx(model, batch) -> int:
     def step(parameters, buffers, batch):
         return torch.func.functional_call(model, {**parameters, **buffers}, (), batch, tie_weights=True).loss
 
-    return len(make_fx(step, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(parameters, buffers, batch).graph.nodes)
+    return len(
+        make_fx(step, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(
+            parameters, buffers, batch
+        ).graph.nodes
+    )
 
 
 ROUTES = {"autopar": autopar, "torch.export": export, "make_fx": by_make_fx}
 
 
-BAR = 0.25                                                     # of torch.export's seconds
+BAR = 0.25  # of torch.export's seconds
+
+
+def _peak_of(name: str) -> str:
+    """Memory of a process of its own that captures the model."""
+    command = [sys.executable, __file__, "--memory", name]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main(rounds: int) -> None:
     worst = 0.0
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads; batch 2, sequence 1024; median of {rounds} (least to most)\n")
+    print(
+        f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
+        f"{torch.get_num_threads()} threads; batch 2, sequence 1024; median of {rounds} (least to most)\n"
+    )
     print(f"| {'model':26} | {'route':12} | {'nodes':>5} | CPU seconds         | of torch.export |")
     print("|---|---|---|---|---|")
     for name in MODELS:
@@ -71,16 +85,20 @@ def main(rounds: int) -> None:
                 start = time.process_time()
                 try:
                     nodes[route] = capture(model, batch)
-                except Exception as e:                         # a route that cannot says so
+                except Exception as e:  # a route that cannot says so
                     nodes[route] = type(e).__name__
                 if round_:
                     seconds[route].append(time.process_time() - start)
         middle = {route: statistics.median(s) for route, s in seconds.items()}
         worst = max(worst, middle["autopar"] / middle["torch.export"])
         for route, s in seconds.items():
-            print(f"| {name:26} | {route:12} | {nodes[route]!s:>5} | {middle[route]:.2f} ({min(s):.2f} to {max(s):.2f}) | {middle[route] / middle['torch.export']:.2f} |", flush=True)
+            print(
+                f"| {name:26} | {route:12} | {nodes[route]!s:>5} | {middle[route]:.2f} ({min(s):.2f} to "
+                f"{max(s):.2f}) | {middle[route] / middle['torch.export']:.2f} |",
+                flush=True,
+            )
     for name in MODELS:
-        print(f"\npeak memory of capturing {name}: {subprocess.run([sys.executable, __file__, '--memory', name], capture_output=True, text=True, check=True).stdout.strip()}", end="")
+        print(f"\npeak memory of capturing {name}: {_peak_of(name)}", end="")
     print()
     if worst > BAR:
         sys.exit(f"capture takes {worst:.2f} of torch.export's time: the bar is {BAR}")

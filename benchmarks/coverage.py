@@ -1,6 +1,6 @@
 """What is captured and equal to eager, and what is refused: the zoo, Colossal-Auto's lists, classes drawn by lot.
 
-    AUTOPAR_EXTRAS=.venv-extras python -m benchmarks.coverage > benchmarks/coverage.md
+AUTOPAR_EXTRAS=.venv-extras python -m benchmarks.coverage > benchmarks/coverage.md
 """
 
 from __future__ import annotations
@@ -28,18 +28,31 @@ def result(name: str, entry: Entry) -> tuple[str, str, str]:
             return str(len(list(graph.nodes))), "equal", "; ".join(graph.assumptions)
         except Letter as e:
             return "", f"refused: {e.what} ({e.at})", ""
-        except Exception as e:                                 # neither: this must not be
+        except Exception as e:  # neither: this must not be
             return "", f"FAILED: {type(e).__name__}: {str(e).splitlines()[0]}", ""
 
 
 def main() -> None:
-    tables = {"The zoo": ZOO, "Colossal-Auto's lists": COLOSSAL, "Drawn by lot (`python -m tests.zoo.lot 2026 20`)": {n: Entry(any_hf(n), any_inputs(n)) for n in DRAWN}}
-    print("# What is captured\n\nTrain mode, dropout on, same seeds: outputs within 1e-6, every gradient within 1e-5 of the scale of DESIGN's Equality, buffers and the generator's state after replay equal to eager's.")
-    print(f"`python -m benchmarks.coverage`, torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}.\n")
+    tables = {
+        "The zoo": ZOO,
+        "Colossal-Auto's lists": COLOSSAL,
+        "Drawn by lot (`python -m tests.zoo.lot 2026 20`)": {n: Entry(any_hf(n), any_inputs(n)) for n in DRAWN},
+    }
+    print(
+        "# What is captured\n\nTrain mode, dropout on, same seeds: outputs within 1e-6, every gradient within "
+        "1e-5 of the scale of DESIGN's Equality, buffers and the generator's state after replay equal to eager's."
+    )
+    print(
+        f"`python -m benchmarks.coverage`, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}.\n"
+    )
     for title, table in tables.items():
         rows = {name: result(name, entry) for name, entry in table.items()}
         equal = sum(r[1] == "equal" for r in rows.values())
-        print(f"## {title}: {equal} of {len(rows)} captured and equal\n\n| model | nodes | result | assumed |\n|---|---|---|---|")
+        print(
+            f"## {title}: {equal} of {len(rows)} captured and equal\n\n| model | nodes | result | assumed "
+            "|\n|---|---|---|---|"
+        )
         for name, cells in rows.items():
             print(f"| {name} | {' | '.join(cells)} |")
         print(flush=True)

@@ -1,8 +1,11 @@
-"""CPU seconds and gaps of planning calls that once hung, took minutes, or ended with a bad certificate, each with its bar.
+"""CPU seconds and gaps of planning calls that once hung, took minutes, or ended with a bad certificate, each with its
+bar.
 
-    AUTOPAR_EXTRAS=.venv-extras python -m benchmarks.hard_plans [case ...]     each case in a process of its own; fails above a bar
+    AUTOPAR_EXTRAS=.venv-extras python -m benchmarks.hard_plans [case ...]     each case in a process of its own; fails
+    above a bar
 
-CPU seconds are those of the process and of the integer programs that it starts: a machine that does other work beside does not change them much. The budgets of convnext go down to one that nothing fits.
+CPU seconds are those of the process and of the integer programs that it starts: a machine that does other work beside
+does not change them much. The budgets of convnext go down to one that nothing fits.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-SHARES = (0.9, 0.7, 0.6, 0.5, 0.48, 0.45, 0.3)                 # of the free plan's peak
-LIMIT_S = 600                                                  # of a case, after which it is a failure
+SHARES = (0.9, 0.7, 0.6, 0.5, 0.48, 0.45, 0.3)  # of the free plan's peak
+LIMIT_S = 600  # of a case, after which it is a failure
 
 #       case: (what it is, most CPU seconds of a call, largest gap or None where it has no bar)
 BARS: dict[str, tuple[str, float, float | None]] = {
@@ -27,7 +30,11 @@ BARS: dict[str, tuple[str, float, float | None]] = {
     "masks": ("13 attentions of one sequence with 13 masks, on (2, 2) with fast links", 20.0, 0.005),
     "gpt2": ("GPT-2 small, 2 layers, 8 x 128, on (2, 2)", 6.0, 0.035),
     "granite": ("Granite, 2 layers, 64 wide, 8 x 16, on (2, 2, 2)", 20.0, 0.02),
-    "infeasible": ("LLaMA-8B's shape on (8, 8): budgets that nothing fits, far under and just under the smallest", 15.0, None),
+    "infeasible": (
+        "LLaMA-8B's shape on (8, 8): budgets that nothing fits, far under and just under the smallest",
+        15.0,
+        None,
+    ),
     "explain": ("LLaMA-8B's shape on (8, 8): explain an MLP, then a layer", 2.0, None),
     "gpt3": ("GPT-3 175B's shape on (16, 8, 8) at 80 GiB", 25.0, 0.02),
 }
@@ -49,7 +56,21 @@ def timed(what: str, call: Callable[[], Any]) -> Any:
         said = f"nothing fits: {e.seen.split(';')[0]}"
     gap, step = getattr(result, "gap", None), getattr(result, "step_time_s", None)
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"what": what, "cpu": cpu() - before, "wall": time.perf_counter() - wall, "gap": gap, "step": step, "rss": rss, "said": said, "stopped": list(getattr(result, "stopped", ()))}), flush=True)
+    print(
+        json.dumps(
+            {
+                "what": what,
+                "cpu": cpu() - before,
+                "wall": time.perf_counter() - wall,
+                "gap": gap,
+                "step": step,
+                "rss": rss,
+                "said": said,
+                "stopped": list(getattr(result, "stopped", ())),
+            }
+        ),
+        flush=True,
+    )
     return result
 
 
@@ -69,7 +90,10 @@ def causal_masks() -> Any:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             b, s, d = x.shape
             q, k, v = (t.view(b, s, self.heads, d // self.heads).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-            total = sum(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=getattr(self, f"mask{i}")) for i in range(self.count))
+            total = sum(
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=getattr(self, f"mask{i}"))
+                for i in range(self.count)
+            )
             return self.out(total.transpose(1, 2).reshape(b, s, d)).square().mean()
 
     return Attentions(), (torch.zeros(8, 16, 64),)
@@ -89,8 +113,21 @@ def llama_8b() -> tuple[Any, Any, dict[str, Any]]:
 
     import autopar
 
-    config = transformers.LlamaConfig(num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192)
-    return *language_model("LlamaForCausalLM", config, 16, 8192), {"mesh": (8, 8), "cluster": "h100-8x8", "assume": autopar.Assume(no_padding=True), "gap": 0.005}
+    config = transformers.LlamaConfig(
+        num_hidden_layers=32,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+    )
+    return *language_model("LlamaForCausalLM", config, 16, 8192), {
+        "mesh": (8, 8),
+        "cluster": "h100-8x8",
+        "assume": autopar.Assume(no_padding=True),
+        "gap": 0.005,
+    }
 
 
 def run(case: str) -> None:
@@ -112,7 +149,10 @@ def run(case: str) -> None:
         how: dict[str, Any] = {"mesh": (4,), "loss": lambda out, inputs: out.square().mean()}
         free = timed("free", lambda: autopar.plan(model, batch, **how))
         for share in SHARES:
-            timed(f"{share:.0%} of the free peak", lambda share=share: autopar.plan(model, batch, memory_budget=int(share * free.peak_bytes), **how))
+            timed(
+                f"{share:.0%} of the free peak",
+                lambda share=share: autopar.plan(model, batch, memory_budget=int(share * free.peak_bytes), **how),
+            )
     elif case == "masks":
         from tests.models import eager_links
 
@@ -122,7 +162,15 @@ def run(case: str) -> None:
         model, batch = language_model("GPT2LMHeadModel", transformers.GPT2Config(n_layer=2), 8, 128)
         timed("free", lambda: autopar.plan(model, batch, mesh=(2, 2)))
     elif case == "granite":
-        config = transformers.GraniteConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=256, max_position_embeddings=64)
+        config = transformers.GraniteConfig(
+            num_hidden_layers=2,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=256,
+            max_position_embeddings=64,
+        )
         model, batch = language_model("GraniteForCausalLM", config, 8, 16)
         timed("free", lambda: autopar.plan(model, batch, mesh=(2, 2, 2)))
     elif case == "infeasible":
@@ -135,20 +183,40 @@ def run(case: str) -> None:
         timed("model.layers.3.mlp", lambda: plan.explain("model.layers.3.mlp"))
         timed("model.layers.7", lambda: plan.explain("model.layers.7"))
     else:
-        model, batch = language_model("GPT2LMHeadModel", transformers.GPT2Config(n_layer=96, n_embd=12288, n_head=96, n_positions=2048), 64, 2048)
-        timed("80 GiB", lambda: autopar.plan(model, batch, mesh=(16, 8, 8), cluster="h100-8x128", memory_budget=80 * 2**30, gap=0.005))
+        model, batch = language_model(
+            "GPT2LMHeadModel", transformers.GPT2Config(n_layer=96, n_embd=12288, n_head=96, n_positions=2048), 64, 2048
+        )
+        timed(
+            "80 GiB",
+            lambda: autopar.plan(
+                model, batch, mesh=(16, 8, 8), cluster="h100-8x128", memory_budget=80 * 2**30, gap=0.005
+            ),
+        )
 
 
 def main(cases: list[str]) -> None:
     import torch
 
-    print(f"torch {torch.__version__}; default cluster where none is named; weights on meta but for convnext's and the masks'\n")
-    print("| case | call | CPU s | bar | wall s | step | gap | bar | peak of the process | |\n|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        f"torch {torch.__version__}; default cluster where none is named; weights on meta but for convnext's and "
+        "the masks'\n"
+    )
+    print(
+        "| case | call | CPU s | bar | wall s | step | gap | bar | peak of the process | "
+        "|\n|---|---|---|---|---|---|---|---|---|---|"
+    )
     late = []
     for case in cases:
         title, most, widest = BARS[case]
         try:
-            said = subprocess.run([sys.executable, "-m", "benchmarks.hard_plans", "--here", case], check=True, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout
+            said = subprocess.run(
+                [sys.executable, "-m", "benchmarks.hard_plans", "--here", case],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            ).stdout
         except subprocess.TimeoutExpired:
             late.append((case, f"no end in {LIMIT_S} s"))
             continue
@@ -158,7 +226,11 @@ def main(cases: list[str]) -> None:
         for r in map(json.loads, filter(lambda line: line.startswith("{"), said.splitlines())):
             remark = r["said"] or (f"stopped: {', '.join(r['stopped'])}" if r["stopped"] else "")
             step, gap = ("-", "-") if r["step"] is None else (f"{r['step'] * 1e3:.3f} ms", f"{r['gap']:.2%}")
-            print(f"| {title} | {r['what']} | {r['cpu']:.1f} | {most:g} | {r['wall']:.1f} | {step} | {gap} | {'-' if widest is None else f'{widest:.1%}'} | {r['rss'] / 2**30:.2f} GiB | {remark} |", flush=True)
+            print(
+                f"| {title} | {r['what']} | {r['cpu']:.1f} | {most:g} | {r['wall']:.1f} | {step} | {gap} | "
+                f"{'-' if widest is None else f'{widest:.1%}'} | {r['rss'] / 2**30:.2f} GiB | {remark} |",
+                flush=True,
+            )
             if r["cpu"] > most or (widest is not None and r["gap"] is not None and r["gap"] > widest):
                 late.append((case, r["what"]))
             if case == "infeasible" and not r["said"]:

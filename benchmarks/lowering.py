@@ -1,6 +1,8 @@
-"""CPU seconds to lower LLaMA-8B's shape, 32 layers, for the first of 64 devices, and to go on with another sequence length.
+"""CPU seconds to lower LLaMA-8B's shape, 32 layers, for the first of 64 devices, and to go on with another sequence
+length.
 
-    python -m benchmarks.lowering       medians of five; fails where lowering takes more than 15 s, or a new length more than 3 s
+python -m benchmarks.lowering       medians of five; fails where lowering takes more than 15 s, or a new length more
+than 3 s
 """
 
 from __future__ import annotations
@@ -31,7 +33,16 @@ def batch(length: int) -> dict[str, torch.Tensor]:
 def main() -> None:
     torch.set_num_threads(1)
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)).train()
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                num_hidden_layers=32,
+                hidden_size=4096,
+                intermediate_size=14336,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                vocab_size=128256,
+            )
+        ).train()
     request = Request((8, 8), "h100-8x8", assume=autopar.Assume(no_padding=True))
     taken: dict[str, list[float]] = {}
 
@@ -49,7 +60,9 @@ def main() -> None:
         other = timed("trace the new length", lambda: request.trace(model, batch(1024)))
         again = timed("plan the new length", lambda: request.plan_again(other, plan))
         timed("lower the new length", lambda: lower(other, again, (0, 0)))
-    taken["a new length in all"] = [sum(t) for t in zip(*(t for what, t in taken.items() if "new length" in what), strict=True)]
+    taken["a new length in all"] = [
+        sum(t) for t in zip(*(t for what, t in taken.items() if "new length" in what), strict=True)
+    ]
     print("| CPU seconds | median | least | most |\n|---|---|---|---|")
     for what, seconds in taken.items():
         print(f"| {what} | {statistics.median(seconds):.2f} | {min(seconds):.2f} | {max(seconds):.2f} |")

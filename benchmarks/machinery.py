@@ -1,15 +1,21 @@
-"""What a parallel program costs beside one that experts wrote on torch's own tools: CPU seconds, collectives, bytes on the wire, peak bytes.
+"""What a parallel program costs beside one that experts wrote on torch's own tools.
+
+CPU seconds, collectives, bytes on the wire, peak bytes.
 
     python -m benchmarks.machinery                         all sections; ends with an error where a bar does not hold
     python -m benchmarks.machinery one gpt --rounds 15     some of: one, dropout, mlp, gpt
     python -m benchmarks.machinery calibrate               measures the machine again: benchmarks/machinery.json
 
     one, dropout     one device, GPT-2 of 12 layers in float32, beside eager; with dropout the generator's share is told
-    mlp, gpt         four ranks over gloo: each preset beside its twin, and the free plan beside the fastest of the twins that fit the budget
+    mlp, gpt         four ranks over gloo: each preset beside its twin, and the free plan beside the fastest of the
+    twins that fit the budget
 
-Every contestant of a section lives in the same processes and steps once a round, in an order that turns. A ratio is that of the CPU seconds of all ranks in one round, barriers included; what is printed is the median
-over rounds and its 95% interval by order statistics. Collectives are counted where torch.ops.c10d and torch.ops._c10d_functional are dispatched, wire bytes are those of rings, peak bytes are what tensors hold before a step and the most that the CPU allocator hands out in it, the
-least of six steps: for both sides the same instrument. Gradients of every contestant are compared with eager's on one device first.
+Every contestant of a section lives in the same processes and steps once a round, in an order that turns. A ratio is
+that of the CPU seconds of all ranks in one round, barriers included; what is printed is the median over rounds and its
+95% interval by order statistics. Collectives are counted where torch.ops.c10d and torch.ops._c10d_functional are
+dispatched, wire bytes are those of rings, peak bytes are what tensors hold before a step and the most that the CPU
+allocator hands out in it, the least of six steps: for both sides the same instrument. Gradients of every contestant are
+compared with eager's on one device first.
 """
 
 from __future__ import annotations
@@ -52,7 +58,7 @@ from autopar.testing import on_processes
 PROFILE = Path(__file__).with_suffix(".json")
 HIDDEN, LAYERS, HEADS, LENGTH, BATCH, VOCABULARY = 512, 4, 8, 256, 8, 8192
 WIDTH, ROWS = 2048, 256
-BUDGETS = {"mlp": 160, "gpt": 320}                             # MiB a rank, in which not every twin fits
+BUDGETS = {"mlp": 160, "gpt": 320}  # MiB a rank, in which not every twin fits
 
 
 # -- the two models, the loss inside
@@ -125,7 +131,10 @@ class Mlp(nn.Module):
 def model_and_batch(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     if kind == "gpt":
-        return Gpt(), {"x": torch.randint(0, VOCABULARY, (BATCH, LENGTH)), "target": torch.randint(0, VOCABULARY, (BATCH, LENGTH))}
+        return Gpt(), {
+            "x": torch.randint(0, VOCABULARY, (BATCH, LENGTH)),
+            "target": torch.randint(0, VOCABULARY, (BATCH, LENGTH)),
+        }
     return Mlp(), {"x": torch.randn(ROWS, WIDTH), "target": torch.randn(ROWS, WIDTH)}
 
 
@@ -139,12 +148,15 @@ class Contestant:
     model: nn.Module
     batch: dict[str, torch.Tensor]
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    around: Callable[[], Any] = contextlib.nullcontext         # a context in which forward and backward run
+    around: Callable[[], Any] = contextlib.nullcontext  # a context in which forward and backward run
     read: Callable[[Any], torch.Tensor] = lambda output: output
-    rows: Any = None                                           # the group over which the batch is cut, where the model itself does not make the loss that of the whole batch
+    # the group over which the batch is cut, where the model itself does not make the loss that of the whole batch
+    rows: Any = None
 
     def __post_init__(self) -> None:
-        kinds = [[p for p in self.model.parameters() if isinstance(p, DTensor) is k] for k in (True, False)]      # fused AdamW takes them apart
+        kinds = [
+            [p for p in self.model.parameters() if isinstance(p, DTensor) is k] for k in (True, False)
+        ]  # fused AdamW takes them apart
         self.optimizers = [torch.optim.AdamW(ps, lr=1e-4, fused=True) for ps in kinds if ps]
 
     def gradients(self) -> torch.Tensor:
@@ -166,9 +178,10 @@ class Contestant:
         for optimizer in self.optimizers:
             optimizer.step()
 
-
     def forget(self) -> None:
-        """Gradients that the next step would drop as it begins are dropped now, so that many contestants fit in one process."""
+        """Gradients that the next step would drop as it begins are dropped now, so that many contestants fit in one
+        process.
+        """
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -178,17 +191,36 @@ def part(batch: dict[str, torch.Tensor], i: int, n: int) -> dict[str, torch.Tens
 
 
 def tensor_parallel(kind: str, model: nn.Module, mesh: Any, embedding: bool = True) -> nn.Module:
-    """As `parallelize_module` wants it said: columns, then rows; of gpt the head, and with `embedding` the embedding too, by vocabulary."""
+    """As `parallelize_module` wants it said: columns, then rows.
+
+    Of gpt the head, and with `embedding` the embedding too, by vocabulary.
+    """
     column, row = ColwiseParallel, RowwiseParallel
     for block in model.blocks:
-        parallelize_module(block, mesh, {"a": column(), "b": row()} if kind == "mlp" else {"at.q": column(), "at.k": column(), "at.v": column(), "at.o": row(), "ml.a": column(), "ml.b": row()})
+        parallelize_module(
+            block,
+            mesh,
+            {"a": column(), "b": row()}
+            if kind == "mlp"
+            else {"at.q": column(), "at.k": column(), "at.v": column(), "at.o": row(), "ml.a": column(), "ml.b": row()},
+        )
     if kind == "gpt":
-        parallelize_module(model, mesh, {"head": column(output_layouts=Shard(-1), use_local_output=False), **({"te": row(input_layouts=Replicate())} if embedding else {})})
+        parallelize_module(
+            model,
+            mesh,
+            {
+                "head": column(output_layouts=Shard(-1), use_local_output=False),
+                **({"te": row(input_layouts=Replicate())} if embedding else {}),
+            },
+        )
     return model
 
 
 def stated() -> Cluster:
-    """What presets are planned on: as measured, but a reduce-scatter takes half of an all-reduce, as in rings. gloo makes one out of an all-reduce; at its price ZeRO would be written with all-reduces, of which rings send twice as much. The free plan is planned on what was measured."""
+    """What presets are planned on: as measured, but a reduce-scatter takes half of an all-reduce, as in rings. gloo
+    makes one out of an all-reduce; at its price ZeRO would be written with all-reduces, of which rings send twice as
+    much. The free plan is planned on what was measured.
+    """
     measured = Cluster.of(str(PROFILE))
     whole = {(m.size, m.stride): m for m in measured.measured if m.kind == "all_reduce"}
 
@@ -196,7 +228,9 @@ def stated() -> Cluster:
         like = whole[m.size, m.stride]
         return replace(like, kind=m.kind, times=tuple((nbytes, taken / 2) for nbytes, taken in like.times))
 
-    return replace(measured, name="stated", measured=tuple(half(m) if m.kind == "reduce_scatter" else m for m in measured.measured))
+    return replace(
+        measured, name="stated", measured=tuple(half(m) if m.kind == "reduce_scatter" else m for m in measured.measured)
+    )
 
 
 TWINS = {"dp": "DDP", "zero3": "FSDP2", "megatron": "TP", "zero3 x megatron": "FSDP2 x TP"}
@@ -221,20 +255,33 @@ def contestants(kind: str, rank: int, ranks: int) -> dict[str, Callable[[], Cont
         return fully_shard(model, mesh=mesh)
 
     def by_autopar(**how: Any) -> Callable[[], Contestant]:
-        return lambda: Contestant(autopar.autoparallelize(copy.deepcopy(base), batch, **{"memory_budget": "inf", **how}), batch)
+        return lambda: Contestant(
+            autopar.autoparallelize(copy.deepcopy(base), batch, **{"memory_budget": "inf", **how}), batch
+        )
 
     here = square["dp"].get_local_rank()
     made: dict[str, Callable[[], Contestant]] = {
-        "DDP": lambda: Contestant(DistributedDataParallel(copy.deepcopy(base)), part(batch, rank, ranks), rows=world.get_group()),
+        "DDP": lambda: Contestant(
+            DistributedDataParallel(copy.deepcopy(base)), part(batch, rank, ranks), rows=world.get_group()
+        ),
         "FSDP2": lambda: Contestant(fsdp(copy.deepcopy(base), world), part(batch, rank, ranks), rows=world.get_group()),
         "TP": lambda: Contestant(tensor_parallel(kind, copy.deepcopy(base), world), batch, around=parallel_loss),
-        "FSDP2 x TP": lambda: Contestant(fsdp(tensor_parallel(kind, copy.deepcopy(base), square["tp"]), square["dp"]), part(batch, here, 2), around=parallel_loss, rows=square["dp"].get_group()),
+        "FSDP2 x TP": lambda: Contestant(
+            fsdp(tensor_parallel(kind, copy.deepcopy(base), square["tp"]), square["dp"]),
+            part(batch, here, 2),
+            around=parallel_loss,
+            rows=square["dp"].get_group(),
+        ),
         **{name: by_autopar(cluster=stated(), **how) for name, how in PRESETS.items()},
         "free": by_autopar(cluster=str(PROFILE), mesh=ranks),
-        f"free in {BUDGETS[kind]} MiB": by_autopar(cluster=str(PROFILE), mesh=ranks, memory_budget=f"{BUDGETS[kind]}MiB"),
+        f"free in {BUDGETS[kind]} MiB": by_autopar(
+            cluster=str(PROFILE), mesh=ranks, memory_budget=f"{BUDGETS[kind]}MiB"
+        ),
     }
     if kind == "gpt":
-        made["TP, embedding whole"] = lambda: Contestant(tensor_parallel(kind, copy.deepcopy(base), world, embedding=False), batch, around=parallel_loss)
+        made["TP, embedding whole"] = lambda: Contestant(
+            tensor_parallel(kind, copy.deepcopy(base), world, embedding=False), batch, around=parallel_loss
+        )
     return made
 
 
@@ -242,10 +289,13 @@ def contestants(kind: str, rank: int, ranks: int) -> dict[str, Callable[[], Cont
 
 
 class Counted(TorchDispatchMode):
-    """Collectives, the bytes that rings of them send, and calls of ATen, as they are dispatched on this thread; what DTensors and DDP call, too."""
+    """Collectives, the bytes that rings of them send, and calls of ATen, as they are dispatched on this thread.
+
+    What DTensors and DDP call, too.
+    """
 
     WAITS = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
-    SHARE = {"all_reduce": 2, "allreduce": 2}                  # times (n - 1) / n of the largest tensor there is: the whole one
+    SHARE = {"all_reduce": 2, "allreduce": 2}  # times (n - 1) / n of the largest tensor there is: the whole one
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +306,7 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented                              # its own calls come here again
+            return NotImplemented  # its own calls come here again
         result = function(*args, **kwargs)
         if function.namespace in ("c10d", "_c10d_functional", "_dtensor") and function._opname not in self.WAITS:
             self._collective(function, args, result)
@@ -273,7 +323,7 @@ class Counted(TorchDispatchMode):
                 try:
                     n = dist.distributed_c10d._resolve_process_group(a).size()
                 except (RuntimeError, ValueError, LookupError):
-                    pass                                       # a reduction's name
+                    pass  # a reduction's name
             elif isinstance(a, torch.Tensor):
                 sizes.append(a.numel() * a.element_size())
         assert n is not None, (function, args)
@@ -288,7 +338,9 @@ def live_bytes() -> dict[int, int]:
     """Of every storage that a tensor of this process shows, its bytes."""
     found = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and type(thing).__name__ != "FakeTensor":       # a proxy lies about its class, not about its type
+        if (
+            issubclass(type(thing), torch.Tensor) and type(thing).__name__ != "FakeTensor"
+        ):  # a proxy lies about its class, not about its type
             local = thing._local_tensor if isinstance(thing, DTensor) else thing
             if local.device.type == "cpu" and type(local) in (torch.Tensor, nn.Parameter):
                 found[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
@@ -296,17 +348,24 @@ def live_bytes() -> dict[int, int]:
 
 
 def peak_bytes(made: Contestant, before: dict[int, int], steps: int = 6) -> float:
-    """What is there before a step, and the most that the CPU allocator hands out in it: the least of several steps, as a thread of gloo's may hold a message a while after the program has let go of it."""
+    """What is there before a step, and the most that the CPU allocator hands out in it.
+
+    The least of several steps, as a thread of gloo's may hold a message a while after the program has let go of it.
+    """
     found = []
     for _ in range(steps):
         made.forget()
         gc.collect()
         held = sum(n for where, n in live_bytes().items() if where not in before)
-        if isinstance(made.model, DistributedDataParallel):    # its buckets are no tensors that Python sees
+        if isinstance(made.model, DistributedDataParallel):  # its buckets are no tensors that Python sees
             held += sum(map(int, made.model._get_ddp_logging_data()["bucket_sizes"].split(",")))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
             made.step()
-        handed_out = itertools.accumulate(e.nbytes() for e in sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns()) if e.name() == "[memory]")
+        handed_out = itertools.accumulate(
+            e.nbytes()
+            for e in sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+            if e.name() == "[memory]"
+        )
         found.append(float(held + max(handed_out)))
     return min(found)
 
@@ -323,7 +382,7 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
     while k + 1 < n / 2 and 1 - 2 * sum(math.comb(n, i) for i in range(k + 2)) / 2**n >= 0.95:
         k += 1
     if 1 - 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n < 0.95:
-        return statistics.median(ordered), -math.inf, math.inf   # too few rounds to say
+        return statistics.median(ordered), -math.inf, math.inf  # too few rounds to say
     return statistics.median(ordered), ordered[k], ordered[-1 - k]
 
 
@@ -331,7 +390,7 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 class Sheet:
     """What one rank has measured of a contestant."""
 
-    error: float = 0.0                                         # worst relative error of a gradient
+    error: float = 0.0  # worst relative error of a gradient
     collectives: int = 0
     wire_bytes: float = 0.0
     aten: int = 0
@@ -342,7 +401,9 @@ class Sheet:
 
 
 def worst_error(model: nn.Module, wanted: dict[str, torch.Tensor]) -> float:
-    """Of all gradients the worst, relative to its norm or to a thousandth of the whole gradient's, shared among tensors."""
+    """Of all gradients the worst, relative to its norm or to a thousandth of the whole gradient's, shared among
+    tensors.
+    """
     floor = 1e-3 * math.sqrt(sum(float(g.double().square().sum()) for g in wanted.values()) / len(wanted))
     found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
     assert found.keys() == wanted.keys()
@@ -353,14 +414,21 @@ def worst_error(model: nn.Module, wanted: dict[str, torch.Tensor]) -> float:
     return max(errors)
 
 
-def by_eager(model: nn.Module, batch: dict[str, torch.Tensor], read: Callable[[Any], torch.Tensor] = lambda output: output) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def by_eager(
+    model: nn.Module, batch: dict[str, torch.Tensor], read: Callable[[Any], torch.Tensor] = lambda output: output
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of one process."""
     loss = read(model(**batch))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def measure(rank: int, built: dict[str, Callable[[], Contestant]], wanted: tuple[torch.Tensor, dict[str, torch.Tensor]], rounds: int) -> dict[str, Sheet]:
+def measure(
+    rank: int,
+    built: dict[str, Callable[[], Contestant]],
+    wanted: tuple[torch.Tensor, dict[str, torch.Tensor]],
+    rounds: int,
+) -> dict[str, Sheet]:
     """Of each contestant its counts, then so many interleaved rounds."""
     sheets, running = {name: Sheet() for name in built}, dict[str, Contestant]()
     for name, build in built.items():
@@ -369,8 +437,10 @@ def measure(rank: int, built: dict[str, Callable[[], Contestant]], wanted: tuple
         before = live_bytes()
         running[name] = build()
         loss = running[name].gradients()
-        sheet.error = max(worst_error(running[name].model, wanted[1]), abs(float(loss - wanted[0])) / abs(float(wanted[0])))
-        running[name].step()                                   # DDP makes its buckets anew, optimizers make their states
+        sheet.error = max(
+            worst_error(running[name].model, wanted[1]), abs(float(loss - wanted[0])) / abs(float(wanted[0]))
+        )
+        running[name].step()  # DDP makes its buckets anew, optimizers make their states
         running[name].step()
         sheet.peak_bytes = peak_bytes(running[name], before)
         with Counted() as counted:
@@ -385,7 +455,7 @@ def measure(rank: int, built: dict[str, Callable[[], Contestant]], wanted: tuple
     gc.freeze()
     names = list(running)
     for r in range(rounds):
-        turn = names[r % len(names):] + names[:r % len(names)]
+        turn = names[r % len(names) :] + names[: r % len(names)]
         for name in turn if r // len(names) % 2 == 0 else reversed(turn):
             dist.barrier()
             start, used = time.perf_counter(), cpu_s()
@@ -410,25 +480,58 @@ def on_four(rank: int, kind: str, rounds: int, only: list[str]) -> dict[str, She
 
 def together(ranks: list[dict[str, Sheet]]) -> dict[str, Sheet]:
     """Sums over ranks of CPU seconds and wire bytes, the largest of the rest."""
-    return {name: Sheet(max(s[name].error for s in ranks), max(s[name].collectives for s in ranks), sum(s[name].wire_bytes for s in ranks), max(s[name].aten for s in ranks), max(s[name].peak_bytes for s in ranks),
-                        [sum(x) for x in zip(*(s[name].cpu_s for s in ranks), strict=True)], [max(x) for x in zip(*(s[name].wall_s for s in ranks), strict=True)], ranks[0][name].note) for name in ranks[0]}
+    return {
+        name: Sheet(
+            max(s[name].error for s in ranks),
+            max(s[name].collectives for s in ranks),
+            sum(s[name].wire_bytes for s in ranks),
+            max(s[name].aten for s in ranks),
+            max(s[name].peak_bytes for s in ranks),
+            [sum(x) for x in zip(*(s[name].cpu_s for s in ranks), strict=True)],
+            [max(x) for x in zip(*(s[name].wall_s for s in ranks), strict=True)],
+            ranks[0][name].note,
+        )
+        for name in ranks[0]
+    }
 
 
 def show(sheets: dict[str, Sheet], pairs: list[tuple[str, str]], bar: float) -> list[str]:
     """Print the table and the ratios; what does not hold."""
-    print("| contestant | CPU s a step, all ranks | wall s | collectives | wire MiB, all ranks | peak MiB, fullest rank | ATen calls | worst gradient |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "| contestant | CPU s a step, all ranks | wall s | collectives | wire MiB, all ranks | peak MiB, fullest "
+        "rank | ATen calls | worst gradient |\n|---|---|---|---|---|---|---|---|"
+    )
     for name, s in sheets.items():
-        print(f"| {name}{f' ({s.note})' if s.note else ''} | {statistics.median(s.cpu_s):.3f} | {statistics.median(s.wall_s):.3f} | {s.collectives} | {s.wire_bytes / 2**20:.2f} | {s.peak_bytes / 2**20:.1f} | {s.aten} | {s.error:.1e} |")
-    print(f"\n| ours | beside | CPU, median and 95% interval | bar {bar} | collectives | wire | peak | ATen calls |\n|---|---|---|---|---|---|---|---|")
+        print(
+            f"| {name}{f' ({s.note})' if s.note else ''} | {statistics.median(s.cpu_s):.3f} | "
+            f"{statistics.median(s.wall_s):.3f} | {s.collectives} | {s.wire_bytes / 2**20:.2f} | "
+            f"{s.peak_bytes / 2**20:.1f} | {s.aten} | {s.error:.1e} |"
+        )
+    print(
+        f"\n| ours | beside | CPU, median and 95% interval | bar {bar} | collectives | wire | peak | ATen calls "
+        "|\n|---|---|---|---|---|---|---|---|"
+    )
     broken = [f"{name}: a gradient is off by {s.error:.1e}" for name, s in sheets.items() if not s.error < 1e-4]
     for ours, theirs in pairs:
         a, b = sheets[ours], sheets[theirs]
         median, low, high = interval([x / y for x, y in zip(a.cpu_s, b.cpu_s, strict=True)])
-        print(f"| {ours} | {theirs} | {median:.3f} [{low:.3f}, {high:.3f}] | {'holds' if high <= bar else 'does not hold'} | {a.collectives} : {b.collectives} | {a.wire_bytes / 2**20:.2f} : {b.wire_bytes / 2**20:.2f} | "
-              f"{a.peak_bytes / 2**20:.1f} : {b.peak_bytes / 2**20:.1f} | {a.aten} : {b.aten} |")
+        print(
+            f"| {ours} | {theirs} | {median:.3f} [{low:.3f}, {high:.3f}] | "
+            f"{'holds' if high <= bar else 'does not hold'} | {a.collectives} : {b.collectives} | "
+            f"{a.wire_bytes / 2**20:.2f} : {b.wire_bytes / 2**20:.2f} | "
+            f"{a.peak_bytes / 2**20:.1f} : {b.peak_bytes / 2**20:.1f} | {a.aten} : {b.aten} |"
+        )
         broken += [f"{ours}: {high:.3f} of {theirs}"] if not high <= bar else []
         if not ours.startswith("free"):
-            broken += [f"{ours}: more {what} than {theirs}" for what, x, y in (("collectives", a.collectives, b.collectives), ("wire bytes", a.wire_bytes, b.wire_bytes * (1 + 1e-3)), ("peak bytes", a.peak_bytes, b.peak_bytes * (1 + 1e-6))) if x > y]     # the count of targets is a number that eager does not keep
+            broken += [
+                f"{ours}: more {what} than {theirs}"
+                for what, x, y in (
+                    ("collectives", a.collectives, b.collectives),
+                    ("wire bytes", a.wire_bytes, b.wire_bytes * (1 + 1e-3)),
+                    ("peak bytes", a.peak_bytes, b.peak_bytes * (1 + 1e-6)),
+                )
+                if x > y
+            ]  # the count of targets is a number that eager does not keep
     print(flush=True)
     return broken
 
@@ -437,7 +540,10 @@ def four_ranks(kind: str, rounds: int, only: list[str]) -> list[str]:
     sheets = together(on_processes(4, on_four, kind, rounds, only, timeout_s=1500.0))
     print(f"## Four ranks, {kind}\n")
     twins = [t for t in ("DDP", "FSDP2", "TP", "FSDP2 x TP", "TP, embedding whole") if t in sheets]
-    pairs, broken = [(ours, theirs) for ours, theirs in TWINS.items() if ours in sheets and theirs in sheets], list[str]()
+    pairs, broken = (
+        [(ours, theirs) for ours, theirs in TWINS.items() if ours in sheets and theirs in sheets],
+        list[str](),
+    )
     for name, budget in (("free", math.inf), (f"free in {BUDGETS[kind]} MiB", BUDGETS[kind] * 2**20)):
         if name in sheets and (fit := [t for t in twins if sheets[t].peak_bytes <= budget]):
             pairs.append((name, min(fit, key=lambda t: statistics.median(sheets[t].cpu_s))))
@@ -464,9 +570,15 @@ def on_one(rank: int, dropout: float, rounds: int) -> tuple[dict[str, Sheet], fl
     read: dict[str, Any] = dict(read=lambda output: output["loss"])
     built = {
         "eager": lambda: Contestant(copy.deepcopy(base), batch, **read),
-        "autopar": lambda: Contestant(autopar.autoparallelize(copy.deepcopy(base), batch, mesh=1, cluster=str(PROFILE), memory_budget="inf"), batch, **read),
+        "autopar": lambda: Contestant(
+            autopar.autoparallelize(copy.deepcopy(base), batch, mesh=1, cluster=str(PROFILE), memory_budget="inf"),
+            batch,
+            **read,
+        ),
     }
-    return measure(rank, built, by_eager(gpt2(0.0)[0], batch, **read), rounds), generator_share(built["autopar"]()) if dropout else 0.0
+    return measure(rank, built, by_eager(gpt2(0.0)[0], batch, **read), rounds), generator_share(
+        built["autopar"]()
+    ) if dropout else 0.0
 
 
 def one_device(dropout: float, rounds: int) -> list[str]:
@@ -479,7 +591,10 @@ def one_device(dropout: float, rounds: int) -> list[str]:
 
 
 class Timed(torch.fx.Interpreter):
-    """Seconds of CPU of the ops that make random bits: what descends from the key, as long as it is no floating-point number."""
+    """Seconds of CPU of the ops that make random bits.
+
+    What descends from the key, as long as it is no floating-point number.
+    """
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module)
@@ -490,7 +605,11 @@ class Timed(torch.fx.Interpreter):
         result = super().run_node(node)
         taken = time.process_time() - start
         self.all_s += taken
-        if node in self.bits or (isinstance(result, torch.Tensor) and not result.is_floating_point() and self.bits & set(node.all_input_nodes)):
+        if node in self.bits or (
+            isinstance(result, torch.Tensor)
+            and not result.is_floating_point()
+            and self.bits & set(node.all_input_nodes)
+        ):
             self.bits.add(node)
             self.bits_s += taken
         return result
@@ -523,7 +642,12 @@ def quiet() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", default=["one", "dropout", "mlp", "gpt"], choices=["one", "dropout", "mlp", "gpt", "calibrate"])
+    parser.add_argument(
+        "sections",
+        nargs="*",
+        default=["one", "dropout", "mlp", "gpt"],
+        choices=["one", "dropout", "mlp", "gpt", "calibrate"],
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="some contestants, separated by semicolons")
     asked = parser.parse_args()

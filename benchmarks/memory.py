@@ -1,9 +1,12 @@
-"""What a plan says it holds at its fullest (`plan.peak_bytes`) beside what one rank of the emitted program holds, over forward, backward and optimizer, in steps 1 and 3.
+"""What a plan says it holds at its fullest (`plan.peak_bytes`) beside what one rank of the emitted program holds, over
+forward, backward and optimizer, in steps 1 and 3.
 
-    python -m benchmarks.memory [pair ...]      fails where a prediction is off by more than the bar, or the two instruments differ
+    python -m benchmarks.memory [pair ...]      fails where a prediction is off by more than the bar, or the two
+    instruments differ
 
-One rank runs as it truly does, on real CPU tensors, in a world whose other ranks do not answer: collectives allocate what they allocate and move nothing. Two instruments count, neither of which knows of plans: `Live` below, a dispatch mode
-that follows every storage from the op that makes it to its end, and torch's MemTracker.
+One rank runs as it truly does, on real CPU tensors, in a world whose other ranks do not answer: collectives allocate
+what they allocate and move nothing. Two instruments count, neither of which knows of plans: `Live` below, a dispatch
+mode that follows every storage from the op that makes it to its end, and torch's MemTracker.
 """
 
 from __future__ import annotations
@@ -28,8 +31,12 @@ import autopar
 from autopar import Cluster
 from autopar.testing import fake_world
 
-OFF, UNDER, STEPS = 0.05, 0.02, (1, 3)                         # of what is measured: off by so much either way, under by no more than that, in these steps
-Case = tuple[Any, dict[str, Any], dict[str, Any]]              # a model, a batch, what else to tell the planner
+OFF, UNDER, STEPS = (
+    0.05,
+    0.02,
+    (1, 3),
+)  # of what is measured: off by so much either way, under by no more than that, in these steps
+Case = tuple[Any, dict[str, Any], dict[str, Any]]  # a model, a batch, what else to tell the planner
 
 
 class Live(TorchDispatchMode):
@@ -41,7 +48,7 @@ class Live(TorchDispatchMode):
         self.now = self.peak = 0
         self.phase, self.at, self.last = "", "", ""
         self.full: dict[str, int] = {}
-        self.makers: Counter[str] = Counter()                  # at the peak: bytes by the op that made them
+        self.makers: Counter[str] = Counter()  # at the peak: bytes by the op that made them
         self.trace_makers = False
         for tensor in there:
             self._count(tensor, "there before")
@@ -88,8 +95,17 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def one_step(model: Any, batch: dict[str, Any], optimizer: torch.optim.Optimizer, micro_batches: int, phase: Callable[[str], None]) -> None:
-    """A user's step, which holds the outputs until backward has ended; all but the last of several micro-batches run without synchronising."""
+def one_step(
+    model: Any,
+    batch: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    micro_batches: int,
+    phase: Callable[[str], None],
+) -> None:
+    """A user's step, which holds the outputs until backward has ended.
+
+    All but the last of several micro-batches run without synchronising.
+    """
     for k in range(micro_batches):
         with model.no_sync() if k < micro_batches - 1 else contextlib.nullcontext():
             phase("forward")
@@ -112,7 +128,9 @@ class Measured:
     makers: Counter[str] = field(default_factory=Counter)
 
 
-def measure(model: Any, batch: dict[str, Any], optimizer: str, micro_batches: int = 1, makers: bool = False) -> Measured:
+def measure(
+    model: Any, batch: dict[str, Any], optimizer: str, micro_batches: int = 1, makers: bool = False
+) -> Measured:
     """Three steps under `Live`."""
     stepper = OPTIMIZERS[optimizer](model.parameters())
     gc.collect()
@@ -141,7 +159,13 @@ def track(model: Any, batch: dict[str, Any], optimizer: str, micro_batches: int 
     tracker.track_external(model, stepper, *{id(v): v for v in batch.values() if isinstance(v, torch.Tensor)}.values())
     with tracker:
         for step in range(1, max(STEPS) + 1):
-            one_step(model, batch, stepper, micro_batches, lambda name: tracker.reset_mod_stats() if name == "forward" else None)
+            one_step(
+                model,
+                batch,
+                stepper,
+                micro_batches,
+                lambda name: tracker.reset_mod_stats() if name == "forward" else None,
+            )
             peaks[step] = int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
     return peaks
 
@@ -155,17 +179,42 @@ def _text(model: Any, batch: int, length: int, words: int, **how: Any) -> Case:
 
 
 def gpt2(dropout: float = 0.1, layers: int = 4, batch: int = 16, **how: Any) -> Case:
-    config = transformers.GPT2Config(n_layer=layers, n_embd=256, n_head=4, vocab_size=2048, n_positions=128, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+    config = transformers.GPT2Config(
+        n_layer=layers,
+        n_embd=256,
+        n_head=4,
+        vocab_size=2048,
+        n_positions=128,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+    )
     return _text(transformers.GPT2LMHeadModel(config), batch, 128, 2048, **how)
 
 
 def llama(layers: int = 4, batch: int = 16, **how: Any) -> Case:
-    config = transformers.LlamaConfig(num_hidden_layers=layers, hidden_size=256, intermediate_size=768, num_attention_heads=4, num_key_value_heads=2, vocab_size=2048, max_position_embeddings=128)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=256,
+        intermediate_size=768,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=2048,
+        max_position_embeddings=128,
+    )
     return _text(transformers.LlamaForCausalLM(config), batch, 128, 2048, assume=autopar.Assume(no_padding=True), **how)
 
 
 def long_llama(length: int, **how: Any) -> Case:
-    config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=2, num_key_value_heads=2, vocab_size=256, max_position_embeddings=length)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=length,
+    )
     return _text(transformers.LlamaForCausalLM(config), 1, length, 256, assume=autopar.Assume(no_padding=True), **how)
 
 
@@ -178,8 +227,12 @@ class Attends(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
         q, k, v = (m(x).unflatten(-1, (-1, 32)).transpose(1, 2) for m in (self.q, self.k, self.v))
-        h = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
-        return transformers.modeling_outputs.CausalLMOutput(loss=torch.nn.functional.mse_loss(h @ self.o.weight, y))    # type: ignore[arg-type]
+        h = (
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
+        return transformers.modeling_outputs.CausalLMOutput(loss=torch.nn.functional.mse_loss(h @ self.o.weight, y))
 
 
 def attends(length: int, **how: Any) -> Case:
@@ -187,28 +240,69 @@ def attends(length: int, **how: Any) -> Case:
 
 
 def bert(dropout: float = 0.1, layers: int = 4, batch: int = 16, **how: Any) -> Case:
-    config = transformers.BertConfig(num_hidden_layers=layers, hidden_size=256, intermediate_size=1024, num_attention_heads=4, vocab_size=2048, max_position_embeddings=128, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    config = transformers.BertConfig(
+        num_hidden_layers=layers,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_attention_heads=4,
+        vocab_size=2048,
+        max_position_embeddings=128,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
     return _text(transformers.BertForMaskedLM(config), batch, 128, 2048, assume=autopar.Assume(no_padding=True), **how)
 
 
 def t5(dropout: float = 0.1, **how: Any) -> Case:
-    config = transformers.T5Config(num_layers=2, d_model=256, d_ff=1024, num_heads=4, d_kv=64, vocab_size=2048, dropout_rate=dropout, decoder_start_token_id=0, pad_token_id=0)
+    config = transformers.T5Config(
+        num_layers=2,
+        d_model=256,
+        d_ff=1024,
+        num_heads=4,
+        d_kv=64,
+        vocab_size=2048,
+        dropout_rate=dropout,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     return _text(transformers.T5ForConditionalGeneration(config), 16, 128, 2048, **how)
 
 
 def vit(**how: Any) -> Case:
-    config = transformers.ViTConfig(num_hidden_layers=4, hidden_size=256, intermediate_size=1024, num_attention_heads=4, image_size=192, patch_size=16, num_labels=16)
-    return transformers.ViTForImageClassification(config).train(), {"pixel_values": torch.randn(16, 3, 192, 192), "labels": torch.randint(0, 16, (16,))}, how
+    config = transformers.ViTConfig(
+        num_hidden_layers=4,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_attention_heads=4,
+        image_size=192,
+        patch_size=16,
+        num_labels=16,
+    )
+    return (
+        transformers.ViTForImageClassification(config).train(),
+        {"pixel_values": torch.randn(16, 3, 192, 192), "labels": torch.randint(0, 16, (16,))},
+        how,
+    )
 
 
 def convnext(**how: Any) -> Case:
-    config = transformers.ConvNextConfig(hidden_sizes=[64, 128, 256], depths=[2, 2, 2], num_stages=3, image_size=64, patch_size=4, num_labels=16)
-    return transformers.ConvNextForImageClassification(config).train(), {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.randint(0, 16, (16,))}, how
+    config = transformers.ConvNextConfig(
+        hidden_sizes=[64, 128, 256], depths=[2, 2, 2], num_stages=3, image_size=64, patch_size=4, num_labels=16
+    )
+    return (
+        transformers.ConvNextForImageClassification(config).train(),
+        {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.randint(0, 16, (16,))},
+        how,
+    )
 
 
 def resnet(**how: Any) -> Case:
     config = transformers.ResNetConfig(embedding_size=32, hidden_sizes=[64, 128, 256], depths=[2, 2, 2], num_labels=16)
-    return transformers.ResNetForImageClassification(config).train(), {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.randint(0, 16, (16,))}, how
+    return (
+        transformers.ResNetForImageClassification(config).train(),
+        {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.randint(0, 16, (16,))},
+        how,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +314,18 @@ class Pair:
     how: dict[str, Any] = field(default_factory=dict)
     share: float | None = None
     given: dict[str, Any] = field(default_factory=dict)
-    rank: int = 0                                              # whose program runs
+    rank: int = 0  # whose program runs
 
 
 BFLOAT16 = {"precision": autopar.Precision(param="bfloat16", reduce="float32")}
-ALONG = {"constraints": {"input_ids": "S(1)@0", "model.layers.*.input_layernorm": "S(1)@0", "model.layers.*.self_attn.o_proj": "S(1)@0", "model.layers.*.mlp": "S(1)@0"}}    # queries cut: the sequence
+ALONG = {
+    "constraints": {
+        "input_ids": "S(1)@0",
+        "model.layers.*.input_layernorm": "S(1)@0",
+        "model.layers.*.self_attn.o_proj": "S(1)@0",
+        "model.layers.*.mlp": "S(1)@0",
+    }
+}  # queries cut: the sequence
 ALONE = {"constraints": dict.fromkeys(("x", "y", "q", "k", "v"), "S(1)@0")}
 PAIRS: dict[str, Pair] = {
     "gpt2 free": Pair(gpt2, (4,)),
@@ -244,7 +345,9 @@ PAIRS: dict[str, Pair] = {
     "llama megatron": Pair(llama, (2, 2), {"parallel": "megatron"}),
     "llama 2d": Pair(llama, (2, 2), {"parallel": "2d"}),
     "llama zero1, large": Pair(llama, (4,), {"parallel": "zero1"}, given={"layers": 12, "batch": 4}),
-    "llama zero3 sgd, large": Pair(llama, (4,), {"parallel": "zero3", "optimizer": "sgd-momentum"}, given={"layers": 12, "batch": 4}),
+    "llama zero3 sgd, large": Pair(
+        llama, (4,), {"parallel": "zero3", "optimizer": "sgd-momentum"}, given={"layers": 12, "batch": 4}
+    ),
     "bert free": Pair(bert, (2, 2)),
     "bert megatron": Pair(bert, (4,), {"parallel": "megatron"}),
     "bert no dropout dp": Pair(bert, (8,), {"parallel": "dp"}, given={"dropout": 0.0}),
@@ -259,7 +362,9 @@ PAIRS: dict[str, Pair] = {
     "llama of 8,192 tokens, queries cut, last rank": Pair(long_llama, (4,), ALONG, given={"length": 8192}, rank=3),
     "llama of 32,768 tokens, queries cut": Pair(long_llama, (4,), ALONG, given={"length": 32768}),
     "llama of 32,768 tokens, queries cut, last rank": Pair(long_llama, (4,), ALONG, given={"length": 32768}, rank=3),
-    "attention alone of 8,192 tokens, queries cut, last rank": Pair(attends, (4,), ALONE, given={"length": 8192}, rank=3),
+    "attention alone of 8,192 tokens, queries cut, last rank": Pair(
+        attends, (4,), ALONE, given={"length": 8192}, rank=3
+    ),
 }
 
 
@@ -283,9 +388,15 @@ def run_pair(pair: Pair, makers: bool = False, by_tracker: bool = False) -> tupl
     plan, model, batch, about = planned(pair)
     with fake_world(plan.mesh.size, pair.rank):
         parallel = autopar.autoparallelize(model, batch, plan=plan, **about)
-        one_step(parallel, batch, torch.optim.SGD(parallel.parameters(), lr=0.0), 1, lambda name: None)     # what only a first call makes
+        one_step(
+            parallel, batch, torch.optim.SGD(parallel.parameters(), lr=0.0), 1, lambda name: None
+        )  # what only a first call makes
         parallel.zero_grad()
-        result = track(parallel, batch, str(plan.optimizer), plan.accumulation) if by_tracker else measure(parallel, batch, str(plan.optimizer), plan.accumulation, makers)
+        result = (
+            track(parallel, batch, str(plan.optimizer), plan.accumulation)
+            if by_tracker
+            else measure(parallel, batch, str(plan.optimizer), plan.accumulation, makers)
+        )
     return plan, result
 
 
@@ -296,8 +407,14 @@ def off(ratio: float) -> bool:
 
 def main(names: list[str]) -> None:
     chosen = {n: p for n, p in PAIRS.items() if not names or n in names}
-    print(f"torch {torch.__version__}; MiB of rank 0 where no other is named; optimizer adamw unless the name says another\n")
-    print("| model and plan | mesh | step 1: predicted | measured | MemTracker | ratio | step 3: predicted | measured | MemTracker | ratio | the plan's peak is at |\n|---|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        f"torch {torch.__version__}; MiB of rank 0 where no other is named; optimizer adamw unless the name says "
+        "another\n"
+    )
+    print(
+        "| model and plan | mesh | step 1: predicted | measured | MemTracker | ratio | step 3: predicted | "
+        "measured | MemTracker | ratio | the plan's peak is at |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    )
     missed, apart = [], []
     for name, pair in chosen.items():
         plan, measured = run_pair(pair)
@@ -306,7 +423,10 @@ def main(names: list[str]) -> None:
         ratios = {step: said[step] / theirs[step] for step in STEPS}
         missed += [f"{name}, step {step}: {ratio:.3f}" for step, ratio in ratios.items() if off(ratio)]
         apart += [f"{name}, step {step}" for step in STEPS if abs(theirs[step] / measured.peaks[step] - 1) > 0.005]
-        cells = " | ".join(f"{said[s] / 2**20:.2f} | {measured.peaks[s] / 2**20:.2f} | {theirs[s] / 2**20:.2f} | {ratios[s]:.3f}" for s in STEPS)
+        cells = " | ".join(
+            f"{said[s] / 2**20:.2f} | {measured.peaks[s] / 2**20:.2f} | {theirs[s] / 2**20:.2f} | {ratios[s]:.3f}"
+            for s in STEPS
+        )
         print(f"| {name} | {plan.mesh} | {cells} | {plan.peak_at} |", flush=True)
     if missed or apart:
         sys.exit(f"outside the bar: {missed}; the two instruments differ: {apart}")

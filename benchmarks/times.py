@@ -1,8 +1,11 @@
-"""Predicted seconds of a training step beside measured ones: a profile is measured, plans are listed in a file, then all of them run in turn.
+"""Predicted seconds of a training step beside measured ones.
+
+A profile is measured, plans are listed in a file, then all of them run in turn.
 
     python -m benchmarks.times        calibrates, writes times_plans.json, measures; fails below a bar
 
-Every figure of the profile comes from micro-benchmarks (`autopar calibrate`), with all four ranks running. Two plans whose intervals overlap are not compared.
+Every figure of the profile comes from micro-benchmarks (`autopar calibrate`), with all four ranks running. Two plans
+whose intervals overlap are not compared.
 """
 
 from __future__ import annotations
@@ -44,7 +47,11 @@ from autopar.tracer import ColoTracer
 
 HERE = Path(__file__).parent
 RANKS, WARM, ROUNDS = 4, 2, 11
-TAU, RESOLVED, UNRESOLVED = 0.8, 25, 0.5                       # the least rank correlation, the fewest pairs that it is of, the largest share of pairs that are not told apart
+TAU, RESOLVED, UNRESOLVED = (
+    0.8,
+    25,
+    0.5,
+)  # the least rank correlation, the fewest pairs that it is of, the largest share of pairs that are not told apart
 MESHES = {"4": DeviceMesh((4,)), "2x2": DeviceMesh((2, 2), ("dp", "tp"))}
 
 
@@ -52,18 +59,48 @@ MESHES = {"4": DeviceMesh((4,)), "2x2": DeviceMesh((2, 2), ("dp", "tp"))}
 
 
 def gpt2() -> tuple[Any, dict[str, torch.Tensor]]:
-    config = transformers.GPT2Config(n_layer=2, n_embd=256, n_head=8, n_positions=128, vocab_size=4096, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_embd=256,
+        n_head=8,
+        n_positions=128,
+        vocab_size=4096,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     return transformers.GPT2LMHeadModel(config), text(config.vocab_size, 8, 128)
 
 
 def llama() -> tuple[Any, dict[str, torch.Tensor]]:
-    config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=384, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, vocab_size=2048, max_position_embeddings=128)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=2048,
+        max_position_embeddings=128,
+    )
     return transformers.LlamaForCausalLM(config), text(config.vocab_size, 8, 128)
 
 
 def vit() -> tuple[Any, dict[str, torch.Tensor]]:
-    config = transformers.ViTConfig(num_hidden_layers=2, hidden_size=256, intermediate_size=1024, num_attention_heads=8, image_size=80, patch_size=8, num_labels=100, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(8, 3, 80, 80), "labels": torch.randint(0, 100, (8,))}
+    config = transformers.ViTConfig(
+        num_hidden_layers=2,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_attention_heads=8,
+        image_size=80,
+        patch_size=8,
+        num_labels=100,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.ViTForImageClassification(config), {
+        "pixel_values": torch.randn(8, 3, 80, 80),
+        "labels": torch.randint(0, 100, (8,)),
+    }
 
 
 def text(vocabulary: int, batch: int, length: int) -> dict[str, torch.Tensor]:
@@ -74,7 +111,14 @@ def text(vocabulary: int, batch: int, length: int) -> dict[str, torch.Tensor]:
 MODELS: dict[str, Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = {"GPT-2": gpt2, "LLaMA": llama, "ViT": vit}
 ASSUME = {"LLaMA": autopar.Assume(no_padding=True)}
 EXPERTS: tuple[tuple[str, Any], ...] = (
-    ("4", None), ("4", "dp"), ("4", "zero1"), ("4", "zero3"), ("4", "megatron"), ("2x2", None), ("2x2", {"tensor": 2, "data": 2}), ("2x2", "2d"),
+    ("4", None),
+    ("4", "dp"),
+    ("4", "zero1"),
+    ("4", "zero3"),
+    ("4", "megatron"),
+    ("2x2", None),
+    ("2x2", {"tensor": 2, "data": 2}),
+    ("2x2", "2d"),
 )
 DRAWN = (("4", 1), ("4", 2), ("2x2", 1), ("2x2", 2))
 
@@ -90,7 +134,15 @@ def plans(name: str, profile: Cluster) -> list[tuple[dict[str, Any], autopar.Pla
     model, batch = made(name)
     found = []
     for mesh, parallel in EXPERTS:
-        plan = autopar.plan(model, batch, mesh=MESHES[mesh], cluster=profile, parallel=parallel, assume=ASSUME.get(name), memory_budget="inf")
+        plan = autopar.plan(
+            model,
+            batch,
+            mesh=MESHES[mesh],
+            cluster=profile,
+            parallel=parallel,
+            assume=ASSUME.get(name),
+            memory_budget="inf",
+        )
         found.append(({"mesh": mesh, "parallel": parallel or "free"}, plan))
     graph = ColoTracer().trace(model, batch, assume=ASSUME.get(name))
     for mesh, seed in DRAWN:
@@ -102,7 +154,9 @@ def drawn(graph: Any, mesh: Mesh, profile: Cluster, seed: int) -> autopar.Plan:
     """A legal plan that random costs make the cheapest, at the profile's prices."""
     space, rng = shardings(graph, mesh, profile), np.random.default_rng(seed)
     sites = tuple(replace(s, seconds=rng.random(len(s.choices))) for s in space.sites)
-    edges = tuple(replace(e, seconds=np.where(np.isfinite(e.seconds), rng.random(e.seconds.shape), np.inf)) for e in space.edges)
+    edges = tuple(
+        replace(e, seconds=np.where(np.isfinite(e.seconds), rng.random(e.seconds.shape), np.inf)) for e in space.edges
+    )
     plan = solve(replace(space, sites=sites, edges=edges, windows=(), memory=None))
     return plan_of(space, [s.choices.index(plan.decisions[s.name].choice) for s in space.sites], 0.0)
 
@@ -122,15 +176,28 @@ def profile_of(rank: int, meshes: list[Mesh], lock: str) -> Cluster:
 
 
 def measure(rank: int, everyone: list[tuple[str, list[dict[str, Any]]]], rounds: int, lock: str) -> list[list[float]]:
-    """Seconds of a training step of the slowest rank: of each plan of each model, in rounds that run all of a model's in turn."""
+    """Seconds of a training step of the slowest rank.
+
+    Of each plan of each model, in rounds that run all of a model's in turn.
+    """
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     turns, of_models = Turns(lock if rank == 0 else ""), []
     for name, given in everyone:
         model, batch = made(name)
-        of_models.append([stepper(autopar.autoparallelize(copy.deepcopy(model), batch, plan=autopar.Plan.from_dict(data), assume=ASSUME.get(name)), batch) for data in given])
+        of_models.append(
+            [
+                stepper(
+                    autopar.autoparallelize(
+                        copy.deepcopy(model), batch, plan=autopar.Plan.from_dict(data), assume=ASSUME.get(name)
+                    ),
+                    batch,
+                )
+                for data in given
+            ]
+        )
         for step in of_models[-1]:
-            step()                                             # its states are there from now on
+            step()  # its states are there from now on
     gc.collect()
     gc.disable()
     taken: list[list[float]] = []
@@ -138,7 +205,7 @@ def measure(rank: int, everyone: list[tuple[str, list[dict[str, Any]]]], rounds:
     with turns:
         for steps in of_models:
             seconds: list[list[float]] = [[] for _ in steps]
-            for i in range(-1, rounds):                        # the first warms up
+            for i in range(-1, rounds):  # the first warms up
                 for k in order.permutation(len(steps)):
                     dist.barrier()
                     start = time.perf_counter()
@@ -164,10 +231,13 @@ def stepper(model: Any, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
 
 
 class Turns:
-    """Several who measure on one machine take turns: a file is locked by all while they prepare, by one alone while it times."""
+    """Several who measure on one machine take turns.
+
+    A file is locked by all while they prepare, by one alone while it times.
+    """
 
     def __init__(self, path: str) -> None:
-        self.file = open(path, "a") if path else None          # noqa: SIM115 - it is open as long as the lock is held
+        self.file = open(path, "a") if path else None  # noqa: SIM115 - it is open as long as the lock is held
         self._lock(fcntl.LOCK_SH)
 
     def _lock(self, how: int) -> None:
@@ -175,7 +245,7 @@ class Turns:
             fcntl.flock(self.file, how)
 
     def __enter__(self) -> None:
-        dist.barrier()                                         # all have prepared
+        dist.barrier()  # all have prepared
         self._lock(fcntl.LOCK_EX)
         dist.barrier()
 
@@ -205,7 +275,10 @@ def kendall(pairs: list[tuple[float, float]]) -> float:
 
 
 def picture(scatter: dict[str, list[Any]]) -> str:
-    """Predicted against measured seconds as SVG, both by powers of ten; the bars are intervals, on the line they are equal."""
+    """Predicted against measured seconds as SVG, both by powers of ten.
+
+    The bars are intervals, on the line they are equal.
+    """
     side, edge, colours = 480, 60, ("#1b6ca8", "#c8553d", "#3a7d44")
     figures = [v for rows in scatter.values() for r in rows for v in (r[2], r[4], r[5])]
     low, high = math.log10(min(figures)) - 0.05, math.log10(max(figures)) + 0.05
@@ -217,18 +290,39 @@ def picture(scatter: dict[str, list[Any]]) -> str:
         return 2 * edge / 3 + side - (x(seconds) - edge)
 
     ticks = [m * 10.0**e for e in range(-4, 3) for m in (1, 2, 5) if low <= math.log10(m * 10.0**e) <= high]
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{side + 2 * edge}" height="{side + 2 * edge}" font-family="sans-serif" font-size="12">', '<rect width="100%" height="100%" fill="white"/>',
-             f'<line x1="{x(10**low):.1f}" y1="{y(10**low):.1f}" x2="{x(10**high):.1f}" y2="{y(10**high):.1f}" stroke="#999"/>']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{side + 2 * edge}" height="{side + 2 * edge}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<line x1="{x(10**low):.1f}" y1="{y(10**low):.1f}" x2="{x(10**high):.1f}" y2="{y(10**high):.1f}" '
+        'stroke="#999"/>',
+    ]
     for t in ticks:
-        lines += [f'<line x1="{x(t):.1f}" y1="{y(10**low):.1f}" x2="{x(t):.1f}" y2="{y(10**high):.1f}" stroke="#eee"/><text x="{x(t):.1f}" y="{y(10**low) + 16:.1f}" text-anchor="middle">{t:g}</text>',
-                  f'<line x1="{x(10**low):.1f}" y1="{y(t):.1f}" x2="{x(10**high):.1f}" y2="{y(t):.1f}" stroke="#eee"/><text x="{edge - 6}" y="{y(t) + 4:.1f}" text-anchor="end">{t:g}</text>']
+        lines += [
+            f'<line x1="{x(t):.1f}" y1="{y(10**low):.1f}" x2="{x(t):.1f}" y2="{y(10**high):.1f}" '
+            f'stroke="#eee"/><text x="{x(t):.1f}" y="{y(10**low) + 16:.1f}" text-anchor="middle">{t:g}</text>',
+            f'<line x1="{x(10**low):.1f}" y1="{y(t):.1f}" x2="{x(10**high):.1f}" y2="{y(t):.1f}" '
+            f'stroke="#eee"/><text x="{edge - 6}" y="{y(t) + 4:.1f}" text-anchor="end">{t:g}</text>',
+        ]
     for k, (name, rows) in enumerate(scatter.items()):
         for what, _, predicted, middle, least, most in rows:
-            mark = (f'<rect x="{x(middle) - 3.5:.1f}" y="{y(predicted) - 3.5:.1f}" width="7" height="7"' if what.startswith("drawn") else f'<circle cx="{x(middle):.1f}" cy="{y(predicted):.1f}" r="4"') + f' fill="{colours[k % 3]}"/>'
-            lines.append(f'<line x1="{x(least):.1f}" y1="{y(predicted):.1f}" x2="{x(most):.1f}" y2="{y(predicted):.1f}" stroke="{colours[k % 3]}"/>{mark}')
+            mark = (
+                f'<rect x="{x(middle) - 3.5:.1f}" y="{y(predicted) - 3.5:.1f}" width="7" height="7"'
+                if what.startswith("drawn")
+                else f'<circle cx="{x(middle):.1f}" cy="{y(predicted):.1f}" r="4"'
+            ) + f' fill="{colours[k % 3]}"/>'
+            lines.append(
+                f'<line x1="{x(least):.1f}" y1="{y(predicted):.1f}" x2="{x(most):.1f}" y2="{y(predicted):.1f}" '
+                f'stroke="{colours[k % 3]}"/>{mark}'
+            )
         lines.append(f'<text x="{edge + 10}" y="{60 + 18 * k}" fill="{colours[k % 3]}">{name}</text>')
-    lines += [f'<text x="{edge + side / 2}" y="{side + edge * 5 / 3:.0f}" text-anchor="middle">measured, s a step (bar: 95 % interval; square: a plan drawn at random)</text>',
-              f'<text transform="translate(16 {edge + side / 2}) rotate(-90)" text-anchor="middle">predicted, s a step</text>', "</svg>"]
+    lines += [
+        f'<text x="{edge + side / 2}" y="{side + edge * 5 / 3:.0f}" text-anchor="middle">measured, s a step (bar: '
+        "95 % interval; square: a plan drawn at random)</text>",
+        f'<text transform="translate(16 {edge + side / 2}) rotate(-90)" text-anchor="middle">predicted, s a '
+        "step</text>",
+        "</svg>",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -238,7 +332,9 @@ def main() -> None:
     parser.add_argument("--calibrate-only", action="store_true")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--profile", help="a profile measured before, instead of calibrating")
-    parser.add_argument("--out", type=Path, default=HERE, help="the folder of times_profile.json, times_plans.json, times.svg")
+    parser.add_argument(
+        "--out", type=Path, default=HERE, help="the folder of times_profile.json, times_plans.json, times.svg"
+    )
     parser.add_argument("--lock", default="", help="a file by which several who measure take turns")
     asked = parser.parse_args()
     path = asked.out / "times_profile.json"
@@ -252,23 +348,47 @@ def main() -> None:
     turns = Turns(asked.lock)
     chosen = {name: plans(name, profile) for name in asked.models}
     turns.end()
-    listed = {name: [{**how, "decisions": digest(plan), "predicted_s": plan.step_time_s} for how, plan in of] for name, of in chosen.items()}
+    listed = {
+        name: [{**how, "decisions": digest(plan), "predicted_s": plan.step_time_s} for how, plan in of]
+        for name, of in chosen.items()
+    }
     (asked.out / "times_plans.json").write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
-    print(f"torch {torch.__version__}, {RANKS} gloo ranks of one thread each on {os.cpu_count()} cores; AdamW; {asked.rounds} rounds, each plan once a round in a random order; 95 % intervals of the median\n")
+    print(
+        f"torch {torch.__version__}, {RANKS} gloo ranks of one thread each on {os.cpu_count()} cores; AdamW; "
+        f"{asked.rounds} rounds, each plan once a round in a random order; 95 % intervals of the median\n"
+    )
     everyone = [(name, [plan.to_dict() for _, plan in of]) for name, of in chosen.items()]
     measured = on_processes(RANKS, measure, everyone, asked.rounds, asked.lock, timeout_s=3000.0)[0]
     (asked.out / "times_measured.json").write_text(json.dumps(measured) + "\n", encoding="utf-8")
     taken = iter(measured)
     failed, scatter = [], {}
     for name, of in chosen.items():
-        rows = sorted(((str(how.get("parallel", f"drawn, seed {how.get('seed')}")), how["mesh"], plan.step_time_s, *interval(next(taken))) for how, plan in of), key=lambda r: r[3])
+        rows = sorted(
+            (
+                (
+                    str(how.get("parallel", f"drawn, seed {how.get('seed')}")),
+                    how["mesh"],
+                    plan.step_time_s,
+                    *interval(next(taken)),
+                )
+                for how, plan in of
+            ),
+            key=lambda r: r[3],
+        )
         print(f"| {name} | mesh | predicted | measured | interval | predicted / measured |\n|---|---|---|---|---|---|")
         for what, mesh, predicted, middle, low, high in rows:
-            print(f"| {what} | {mesh} | {predicted * 1e3:.0f} ms | {middle * 1e3:.0f} ms | {low * 1e3:.0f} to {high * 1e3:.0f} | {predicted / middle:.2f} |")
+            print(
+                f"| {what} | {mesh} | {predicted * 1e3:.0f} ms | {middle * 1e3:.0f} ms | {low * 1e3:.0f} to "
+                f"{high * 1e3:.0f} | {predicted / middle:.2f} |"
+            )
         every = list(combinations(rows, 2))
         resolved = [(a[2] - b[2], a[3] - b[3]) for a, b in every if a[5] < b[4] or b[5] < a[4]]
         tau, error = kendall(resolved), statistics.median(abs(r[2] / r[3] - 1) for r in rows)
-        print(f"\n{name}: Kendall {tau:.3f} over {len(resolved)} of {len(every)} pairs; median absolute relative error {error:.1%}\n", flush=True)
+        print(
+            f"\n{name}: Kendall {tau:.3f} over {len(resolved)} of {len(every)} pairs; median absolute relative "
+            f"error {error:.1%}\n",
+            flush=True,
+        )
         scatter[name] = rows
         if not (tau >= TAU and len(resolved) >= RESOLVED and len(resolved) >= UNRESOLVED * len(every)):
             failed.append(f"{name}: Kendall {tau:.3f}, {len(resolved)} of {len(every)} pairs")

@@ -1,9 +1,10 @@
-"""Plan an unmodified Hugging Face GPT-2 on a 2x2 mesh, and train it on four local processes beside the single-device model.
+"""Plan an unmodified Hugging Face GPT-2 on a 2x2 mesh, and train it on four local processes beside the single-device
+model.
 
     make demo            or: python examples/demo.py
 
-The shape is GPT-2 small's (768 wide, 12 heads, 50257 tokens) with two layers. Dropout is off, so that both columns can be
-compared: with dropout the parallel model draws by position, whatever the mesh, and eager from torch's generator.
+The shape is GPT-2 small's (768 wide, 12 heads, 50257 tokens) with two layers. Dropout is off, so that both columns can
+be compared: with dropout the parallel model draws by position, whatever the mesh, and eager from torch's generator.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def batches() -> list[dict[str, torch.Tensor]]:
     """Rows of 65 tokens; a part of each row is not asked for."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 50257, (4, 65), generator=generator) for _ in range(STEPS)]
-    return [{"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)} for ids in rows]
+    return [
+        {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)}
+        for ids in rows
+    ]
 
 
 def train(model: nn.Module) -> list[float]:
@@ -62,7 +66,9 @@ def main() -> None:
     logging.disable(logging.WARNING)
     model, batch = gpt2(), batches()[0]
 
-    console.print(f"planning GPT-2 (2 layers, {sum(p.numel() for p in model.parameters()):,} parameters) on mesh {MESH} ...")
+    console.print(
+        f"planning GPT-2 (2 layers, {sum(p.numel() for p in model.parameters()):,} parameters) on mesh {MESH} ..."
+    )
     start = time.perf_counter()
     plan = autopar.plan(model, batch, mesh=MESH)
     console.print(f"planned in {time.perf_counter() - start:.1f} s\n")
@@ -80,7 +86,10 @@ def main() -> None:
     for step, (a, b) in enumerate(zip(single, parallel, strict=True)):
         table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
     console.print(table)
-    console.print(f"largest difference {max(abs(a - b) for a, b in zip(single, parallel, strict=True)):.1e}; the plan is in plan.json")
+    console.print(
+        f"largest difference {max(abs(a - b) for a, b in zip(single, parallel, strict=True)):.1e}; the plan is in "
+        "plan.json"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Fixtures that any test may use in one line: `threads(4, body, ...)`, `local_tensor(4, ...)`, `processes(4, ...)`, `fake_world(64)`."""
+"""Fixtures that any test may use in one line.
+
+`threads(4, body, ...)`, `local_tensor(4, ...)`, `processes(4, ...)`, `fake_world(64)`.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,13 @@ from autopar.testing import fake_world as _fake_world
 from autopar.testing import on_local_tensor, on_processes, on_threads
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])      # other processes have the cores too
+hypothesis.settings.register_profile(
+    "shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)  # other processes have the cores too
 hypothesis.settings.load_profile("shared")
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)     # full_tensor() of a dim cut twice warns on every call
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
+    logging.ERROR
+)  # full_tensor() of a dim cut twice warns on every call
 
 
 @pytest.fixture
@@ -46,5 +53,5 @@ def _same_numbers_every_time():
 @pytest.fixture(autouse=True)
 def _no_world_outlives_its_test():
     yield
-    if dist.is_initialized():                                  # a world of one, that autoparallelize started
+    if dist.is_initialized():  # a world of one, that autoparallelize started
         dist.destroy_process_group()

@@ -71,8 +71,18 @@ class Llama(nn.Module):
 
 
 LLAMA_MEGATRON = {
-    "x": "R", "*.q.weight": "S(0)", "*.k.weight": "S(0)", "*.v.weight": "S(0)", "*.o.weight": "S(1)", "*.gate.weight": "S(0)", "*.up.weight": "S(0)", "*.down.weight": "S(1)",
-    "*norm*": "R", "*.o": "R", "*.bias": "R; P(sum)", "block": "R",
+    "x": "R",
+    "*.q.weight": "S(0)",
+    "*.k.weight": "S(0)",
+    "*.v.weight": "S(0)",
+    "*.o.weight": "S(1)",
+    "*.gate.weight": "S(0)",
+    "*.up.weight": "S(0)",
+    "*.down.weight": "S(1)",
+    "*norm*": "R",
+    "*.o": "R",
+    "*.bias": "R; P(sum)",
+    "block": "R",
 }
 LLAMA_SEQUENCE = {**LLAMA_MEGATRON, "x": "S(1)", "*.o": "S(1)", "block": "S(1)"}
 
@@ -89,7 +99,11 @@ def mlp_case(width: int = 16, batch: int = 8, seed: int = 0):
 
 def mean_square(outputs, inputs):
     """The loss of the mode `callable`: it closes over nothing."""
-    return F.mse_loss(outputs, torch.zeros_like(outputs)) if not isinstance(inputs, dict) or "y" not in inputs else F.mse_loss(outputs, inputs["y"])
+    return (
+        F.mse_loss(outputs, torch.zeros_like(outputs))
+        if not isinstance(inputs, dict) or "y" not in inputs
+        else F.mse_loss(outputs, inputs["y"])
+    )
 
 
 def eager_links(name: str = "generic") -> Cluster:
@@ -108,15 +122,26 @@ def mlp_pins(kind: str, mesh: DeviceMesh) -> dict[str, str]:
         "free": {},
         "dp": {"x": everywhere, "y": everywhere, "*.weight": "R", "*.bias": "R"},
         "megatron": {
-            "x": rows, "y": rows, "*.up.weight": f"S(0)@{inner}", "*.up.bias": f"S(0)@{inner}", "*.down.weight": f"S(1)@{inner}", "*.down.bias": f"R; P(sum)@{inner}",
-            "*.norm.*": "R", "head.*": "R", "*.up": ", ".join(filter(None, [rows.replace("R", ""), f"S(1)@{inner}"])), "blocks.*": rows, "head": rows,
+            "x": rows,
+            "y": rows,
+            "*.up.weight": f"S(0)@{inner}",
+            "*.up.bias": f"S(0)@{inner}",
+            "*.down.weight": f"S(1)@{inner}",
+            "*.down.bias": f"R; P(sum)@{inner}",
+            "*.norm.*": "R",
+            "head.*": "R",
+            "*.up": ", ".join(filter(None, [rows.replace("R", ""), f"S(1)@{inner}"])),
+            "blocks.*": rows,
+            "head": rows,
         },
         "sharded": {"x": everywhere, "y": everywhere, "*": f"{everywhere}; R; regathered"},
     }[kind]
 
 
 class Plain(nn.Module):
-    """What a user may write: tied weights, writes in place and by index, a counter, attention, a checkpoint, no_grad, branches on shapes."""
+    """What a user may write: tied weights, writes in place and by index, a counter, attention, a checkpoint, no_grad,
+    branches on shapes.
+    """
 
     def __init__(self, words: int = 128, width: int = 64) -> None:
         super().__init__()
@@ -124,7 +149,9 @@ class Plain(nn.Module):
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embed.weight
         self.attention = nn.MultiheadAttention(width, 4, batch_first=True, dropout=0.1)
-        self.feed = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(width, width))
+        self.feed = nn.Sequential(
+            nn.Linear(width, width), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(width, width)
+        )
         self.norm = nn.LayerNorm(width)
         self.register_buffer("steps", torch.zeros(()))
 

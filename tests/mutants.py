@@ -18,7 +18,11 @@ _parse_all, _op, _converted = LocalStep.parse_all, local.Localiser._op, local.Lo
 
 def _steps(change):
     """Change the steps of every conversion as it is written out."""
-    return lambda patch: patch.setattr(joint.LocalStep, "parse_all", staticmethod(lambda text: tuple(s for step in _parse_all(text) for s in change(step))))
+    return lambda patch: patch.setattr(
+        joint.LocalStep,
+        "parse_all",
+        staticmethod(lambda text: tuple(s for step in _parse_all(text) for s in change(step))),
+    )
 
 
 def _wrong_adjoint(patch):
@@ -47,37 +51,65 @@ def _local_mean(patch):
 
 def _unpadded(patch):
     """Only the first part of a gather counts."""
-    patch.setitem(joint.STEPS, "all_gather", lambda x, axis, dim, size, blocks: collectives.all_gather(x, axis, dim, size, blocks).roll(1, dim))
+    patch.setitem(
+        joint.STEPS,
+        "all_gather",
+        lambda x, axis, dim, size, blocks: collectives.all_gather(x, axis, dim, size, blocks).roll(1, dim),
+    )
 
 
 MUTANTS = {
     "a reduction is dropped": _steps(lambda s: () if s.kind == "all_reduce" else (s,)),
-    "a reduce-scatter forgets to reduce": _steps(lambda s: (replace(s, kind="slice"),) if s.kind == "reduce_scatter" else (s,)),
+    "a reduce-scatter forgets to reduce": _steps(
+        lambda s: (replace(s, kind="slice"),) if s.kind == "reduce_scatter" else (s,)
+    ),
     "an axis is swapped": _steps(lambda s: (replace(s, axis={"dp": "tp", "tp": "dp"}.get(s.axis, s.axis)),)),
     "a mean is divided by the local count": _local_mean,
-    "a bias is added once per device": lambda patch: patch.setitem(rules.RULES, "linear", parse("... k, n k, n -> ... n", "x, y")),
+    "a bias is added once per device": lambda patch: patch.setitem(
+        rules.RULES, "linear", parse("... k, n k, n -> ... n", "x, y")
+    ),
     "a reduction's gradient is reduced again": _wrong_adjoint,
-    "a lodged value is kept by every rank": lambda patch: patch.setitem(joint.STEPS, "lodge", lambda x, axis: x.clone()),
+    "a lodged value is kept by every rank": lambda patch: patch.setitem(
+        joint.STEPS, "lodge", lambda x, axis: x.clone()
+    ),
     "gathered parts are out of order": _unpadded,
-    "a gradient buffer is handed out twice": lambda patch: patch.setattr(joint, "PASSES", tuple(p for p in joint.PASSES if p is not joint.own_gradients)),
+    "a gradient buffer is handed out twice": lambda patch: patch.setattr(
+        joint, "PASSES", tuple(p for p in joint.PASSES if p is not joint.own_gradients)
+    ),
     "gelu is called linear": lambda patch: patch.setitem(rules.RULES, "gelu", parse("... -> ...", "x")),
 }
 
 
 def _unmasked_vocabulary(patch):
     """Tokens of another device's vocabulary look up row 0 of this one's."""
-    patch.setattr(forms, "embedding_part", lambda input, weight, cuts, padding_idx=None: F.embedding(torch.where(
-        ((place := input - forms.start_of(weight, cuts)) >= 0) & (place < weight.shape[0]), place, 0), weight))
+    patch.setattr(
+        forms,
+        "embedding_part",
+        lambda input, weight, cuts, padding_idx=None: F.embedding(
+            torch.where(((place := input - forms.start_of(weight, cuts)) >= 0) & (place < weight.shape[0]), place, 0),
+            weight,
+        ),
+    )
 
 
 _reduced, _cross_entropy_part = forms._reduced, forms.cross_entropy_part
 
 GPT2_MUTANTS = {
     "the vocabulary is not masked": _unmasked_vocabulary,
-    "every device counts the log-sum": lambda patch: patch.setattr(forms, "_reduced", lambda x, step, axes: x if step == "lodge" else _reduced(x, step, axes)),
-    "the sum of exponentials is not reduced": lambda patch: patch.setattr(forms, "_reduced", lambda x, step, axes: x if step == "all_reduce" else _reduced(x, step, axes)),
-    "ignored targets count": lambda patch: patch.setattr(forms, "cross_entropy_part", lambda **how: _cross_entropy_part(**{**how, "ignore_index": -1})),
+    "every device counts the log-sum": lambda patch: patch.setattr(
+        forms, "_reduced", lambda x, step, axes: x if step == "lodge" else _reduced(x, step, axes)
+    ),
+    "the sum of exponentials is not reduced": lambda patch: patch.setattr(
+        forms, "_reduced", lambda x, step, axes: x if step == "all_reduce" else _reduced(x, step, axes)
+    ),
+    "ignored targets count": lambda patch: patch.setattr(
+        forms, "cross_entropy_part", lambda **how: _cross_entropy_part(**{**how, "ignore_index": -1})
+    ),
     "draws go by the place in the part": lambda patch: patch.setattr(random, "start_of", lambda like, cuts: 0),
-    "every random op draws the same": lambda patch: patch.setattr(forms, "kept", lambda key, op, *rest: random.kept(key, 0, *rest)),
-    "a fused weight is cut straight through": lambda patch: patch.setattr(collectives, "_by_parts", lambda x, dim, parts, blocks: x),
+    "every random op draws the same": lambda patch: patch.setattr(
+        forms, "kept", lambda key, op, *rest: random.kept(key, 0, *rest)
+    ),
+    "a fused weight is cut straight through": lambda patch: patch.setattr(
+        collectives, "_by_parts", lambda x, dim, parts, blocks: x
+    ),
 }

@@ -1,8 +1,11 @@
-"""What single-device eager is held to when the program is random or casts: function modes that share no code with autopar.
+"""What single-device eager is held to when the program is random or casts.
 
-    ByPosition(seed)    dropout, attention dropout, rand and bernoulli_ draw what numpy says, from the published definition of the bits
-    PermutedSums(seed)  every product of matrices adds its terms in another order
-    InFloat64()         casts to float32 inside a model become float64, so that a float64 model stays one
+Function modes that share no code with autopar.
+
+ByPosition(seed)    dropout, attention dropout, rand and bernoulli_ draw what numpy says, from the published definition
+                    of the bits
+PermutedSums(seed)  every product of matrices adds its terms in another order
+InFloat64()         casts to float32 inside a model become float64, so that a float64 model stays one
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ class ByPosition(TorchFunctionMode):
 
     def drawn(self, kind, shape, a=0.0, b=1.0):
         """Numbers of a distribution, one random op."""
+
         def uniform(stream=0):
             return bits(self.seed, self.step, self.op + (stream << 24), tuple(shape)) / 2.0**32
 
@@ -72,7 +76,10 @@ class ByPosition(TorchFunctionMode):
             return np.sqrt(-2 * np.log1p(-uniform(stream))) * np.cos(2 * np.pi * uniform(stream + 1))
 
         def gamma(alpha):
-            """The first of twelve tries that Marsaglia and Tsang's squeeze keeps; below one, of one more and brought down."""
+            """The first of twelve tries that Marsaglia and Tsang's squeeze keeps.
+
+            Below one, of one more and brought down.
+            """
             tries = [(normal(3 * k), 1 - uniform(3 * k + 2)) for k in range(12)]
             made = np.empty(alpha.shape)
             for at in np.ndindex(alpha.shape):
@@ -97,11 +104,20 @@ class ByPosition(TorchFunctionMode):
             return made
 
         def permutation():
-            first, second = (bits(self.seed, self.step, self.op + (k << 24), tuple(shape)).astype(np.int64) for k in (0, 1))
+            first, second = (
+                bits(self.seed, self.step, self.op + (k << 24), tuple(shape)).astype(np.int64) for k in (0, 1)
+            )
             return np.lexsort((second, np.where(first >= 2**31, first - 2**32, first)))
 
-        kinds = {"uniform": lambda: uniform() * (b - a) + a, "normal": lambda: normal() * b + a, "exponential": lambda: -np.log1p(-uniform()) / a,
-                 "whole": lambda: np.floor(uniform() * (b - a)) + a, "gamma": lambda: gamma(a), "poisson": lambda: poisson(a), "permutation": permutation}
+        kinds = {
+            "uniform": lambda: uniform() * (b - a) + a,
+            "normal": lambda: normal() * b + a,
+            "exponential": lambda: -np.log1p(-uniform()) / a,
+            "whole": lambda: np.floor(uniform() * (b - a)) + a,
+            "gamma": lambda: gamma(a),
+            "poisson": lambda: poisson(a),
+            "permutation": permutation,
+        }
         made = torch.from_numpy(np.asarray(kinds[kind]()))
         self.op += 1
         return made
@@ -113,7 +129,11 @@ class ByPosition(TorchFunctionMode):
         return torch.from_numpy((edges[..., None, :] <= places[..., :, None]).sum(-1))
 
     def normal(self, mean=0.0, std=1.0, size=None, **how):
-        shape = size if size is not None else torch.broadcast_shapes(*(x.shape for x in (mean, std) if isinstance(x, torch.Tensor)))
+        shape = (
+            size
+            if size is not None
+            else torch.broadcast_shapes(*(x.shape for x in (mean, std) if isinstance(x, torch.Tensor)))
+        )
         a, b = (x.detach().numpy() if isinstance(x, torch.Tensor) else x for x in (mean, std))
         return self.drawn("normal", shape, a, b)
 
@@ -123,12 +143,24 @@ class ByPosition(TorchFunctionMode):
         x, each, ends = input.transpose(0, 1) if batch_first else input, len(params) // layers, []
         for layer in range(layers):
             here = tuple(s.chunk(layers)[layer].contiguous() for s in states)
-            x, *after = function(x.contiguous(), here if many else here[0], params[layer * each:][:each], biases, 1, 0.0, train, both, False)
+            x, *after = function(
+                x.contiguous(),
+                here if many else here[0],
+                params[layer * each :][:each],
+                biases,
+                1,
+                0.0,
+                train,
+                both,
+                False,
+            )
             ends.append(after)
             x = self.drop(x, dropout) if layer + 1 < layers else x
         return (x.transpose(0, 1) if batch_first else x), *map(torch.cat, zip(*ends))
 
-    def attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    def attention(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
         if enable_gqa:
             groups = query.shape[-3] // key.shape[-3]
             key, value = (torch.stack([x] * groups, -3).flatten(-4, -3) for x in (key, value))
@@ -139,13 +171,16 @@ class ByPosition(TorchFunctionMode):
             scores = scores + attn_mask
         elif attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, float("-inf"))
-        weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)        # a query that sees nothing
+        weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)  # a query that sees nothing
         return torch.einsum("bhqk,bhkd->bhqd", self.drop(weights, dropout_p), value)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is F.dropout:
-            p, training = kwargs.get("p", args[1] if len(args) > 1 else 0.5), kwargs.get("training", args[2] if len(args) > 2 else True)
+            p, training = (
+                kwargs.get("p", args[1] if len(args) > 1 else 0.5),
+                kwargs.get("training", args[2] if len(args) > 2 else True),
+            )
             return self.drop(args[0], p) if training and p > 0 else args[0]
         if function is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0.0) > 0:
             return self.attention(*args, **kwargs)
@@ -159,21 +194,31 @@ class ByPosition(TorchFunctionMode):
             return self.normal(*args, **kwargs)
         if function in (torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.exponential_):
             name, numbers = function.__name__.strip("_"), (*args[1:], *kwargs.values())
-            return args[0].copy_(self.drawn(name, args[0].shape, *(numbers or ((1.0,) if name == "exponential" else ()))))
+            return args[0].copy_(
+                self.drawn(name, args[0].shape, *(numbers or ((1.0,) if name == "exponential" else ())))
+            )
         if function is torch.bernoulli:
             return (self.uniform(args[0].shape) < args[0].detach()).to(args[0].dtype)
         if function is torch.multinomial:
             return self.categories(args[0].detach(), args[1])
         if function in (torch.randint, torch.randint_like):
-            *bounds, size = (*args, *(kwargs[k] for k in ("size",) if k in kwargs)) if function is torch.randint else (*args[1:], args[0].shape)
+            *bounds, size = (
+                (*args, *(kwargs[k] for k in ("size",) if k in kwargs))
+                if function is torch.randint
+                else (*args[1:], args[0].shape)
+            )
             low, high = bounds if len(bounds) == 2 else (0, bounds[0])
-            return self.drawn("whole", size, low, high).to(args[0].dtype if function is torch.randint_like else torch.int64)
+            return self.drawn("whole", size, low, high).to(
+                args[0].dtype if function is torch.randint_like else torch.int64
+            )
         if function is torch.randperm:
             return self.drawn("permutation", (args[0],))
         if function is torch.poisson:
             return self.drawn("poisson", args[0].shape, args[0].detach().numpy())
         if function is F.rrelu and kwargs["training"]:
-            return args[0] * torch.where(args[0] > 0, 1.0, self.drawn("uniform", args[0].shape, kwargs["lower"], kwargs["upper"]))
+            return args[0] * torch.where(
+                args[0] > 0, 1.0, self.drawn("uniform", args[0].shape, kwargs["lower"], kwargs["upper"])
+            )
         if function is torch._standard_gamma:
             return Sampled.apply(args[0], self.drawn("gamma", args[0].shape, args[0].detach().numpy()))
         if function is torch._sample_dirichlet:
@@ -224,4 +269,7 @@ class InFloat64(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is torch.Tensor.float:
             return args[0].double()
-        return function(*[torch.float64 if a is torch.float32 else a for a in args], **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()})
+        return function(
+            *[torch.float64 if a is torch.float32 else a for a in args],
+            **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()},
+        )

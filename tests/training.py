@@ -25,13 +25,13 @@ STEPS = 10
 def whole(tensor):
     """A DTensor put together from what the ranks hold, by torch.chunk alone; copies must be equal.
 
-    Not by full_tensor(): on threads it caches one rank's plan for uneven parts in the process, where other ranks find it, and
-    torch 2.11 refuses it where a dim is cut by blocks.
+    Not by full_tensor(): on threads it caches one rank's plan for uneven parts in the process, where other ranks find
+    it, and torch 2.11 refuses it where a dim is cut by blocks.
     """
     if not isinstance(tensor, DTensor):
         return tensor
     mesh, local = tensor.device_mesh, tensor.to_local()
-    if dist.get_backend() == "fake":                           # LocalTensors: nobody to ask
+    if dist.get_backend() == "fake":  # LocalTensors: nobody to ask
         return tensor.full_tensor()
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (mesh.get_coordinate(), local.detach()))
@@ -42,7 +42,9 @@ def whole(tensor):
             if not placement.is_replicate():
                 blocks = where[placement.dim].chunk(getattr(placement, "split_factor", 1))
                 pieces = [block.chunk(mesh.size(axis)) for block in blocks]
-                where[placement.dim] = torch.cat([p[coordinate[axis]] if coordinate[axis] < len(p) else p[0][:0] for p in pieces])
+                where[placement.dim] = torch.cat(
+                    [p[coordinate[axis]] if coordinate[axis] < len(p) else p[0][:0] for p in pieces]
+                )
         index = torch.meshgrid(*where, indexing="ij") if where else ()
         if not torch.equal(result[index][~result[index].isnan()], part[~result[index].isnan()]):
             raise Unequal("copies differ between ranks")
@@ -55,7 +57,11 @@ def call(model, batch, loss: str):
     if loss == "inside":
         return model(**batch)
     if loss == "callable":
-        return model(x=batch["x"])[0] if isinstance(model, autopar.codegen.ParallelModule) else mean_square(model(batch["x"]), {})
+        return (
+            model(x=batch["x"])[0]
+            if isinstance(model, autopar.codegen.ParallelModule)
+            else mean_square(model(batch["x"]), {})
+        )
     return F.mse_loss(model(x=batch["x"]), batch["y"])
 
 
@@ -89,8 +95,10 @@ def train_parallel(rank, model, batch, plan, runs):
 
 def copies(model, batch, dtype, keep=False):
     dtype = getattr(torch, dtype)
-    if keep:                                                   # one tensor for all ranks: torch's deepcopy does not know it
-        return (model if next(model.parameters()).dtype == dtype else model.to(dtype)), {k: v.to(dtype) for k, v in batch.items()}
+    if keep:  # one tensor for all ranks: torch's deepcopy does not know it
+        return (model if next(model.parameters()).dtype == dtype else model.to(dtype)), {
+            k: v.to(dtype) for k, v in batch.items()
+        }
     return copy.deepcopy(model).to(dtype), {k: v.to(dtype) for k, v in batch.items()}
 
 
@@ -108,6 +116,10 @@ def check(what, actual, model, batch, optimizer, loss, dtype):
             Equality.in_float64(f"{what}: {part}", a, e, tolerance).check()
         return
     own = eager(model, batch, optimizer, loss, "float32")
-    permuted = [eager(model, batch, optimizer, loss, "float32", seed) for seed in range(5)] if optimizer == "adamw" else []
+    permuted = (
+        [eager(model, batch, optimizer, loss, "float32", seed) for seed in range(5)] if optimizer == "adamw" else []
+    )
     for i, part in enumerate(("losses", "gradients", "parameters")):
-        Equality.in_float32(f"{what}: {part}", actual[i], own[i], expected[i], [p[i] for p in permuted] if i != 1 else ()).check()
+        Equality.in_float32(
+            f"{what}: {part}", actual[i], own[i], expected[i], [p[i] for p in permuted] if i != 1 else ()
+        ).check()

@@ -1,7 +1,10 @@
-"""A backward for the gradients that have arrived: where none has, nothing is computed, reduced or handed out, as in eager.
+"""A backward for the gradients that have arrived.
 
-What leads from no gradient that has arrived is zero by the linearity of a backward, but its ops are not run: a derivative that is
-infinite, times a zero, would be NaN, and parameters that no loss reaches would have a gradient of zeros, which optimizers decay by.
+Where none has, nothing is computed, reduced or handed out, as in eager.
+
+What leads from no gradient that has arrived is zero by the linearity of a backward, but its ops are not run: a
+derivative that is infinite, times a zero, would be NaN, and parameters that no loss reaches would have a gradient of
+zeros, which optimizers decay by.
 """
 
 from __future__ import annotations
@@ -16,31 +19,36 @@ import torch.fx as fx
 from autopar.codegen.joint import own
 from autopar.runtime.collectives import PACK, STEPS
 
-_MESSAGES = frozenset((*PACK.values(), *(step for name, step in STEPS.items() if name.endswith("_bucket"))))     # of several tensors
+_MESSAGES = frozenset(
+    (*PACK.values(), *(step for name, step in STEPS.items() if name.endswith("_bucket")))
+)  # of several tensors
 
 
 def for_arrived(backward: fx.Graph, arrived: Sequence[bool]) -> fx.Graph:
     """The part of a backward that gradients reach which have arrived; `arrived` speaks of its last placeholders.
 
-    before    a = mul(t0, u);  b = mul(t1, v);  c = add(a, b);  d = all_reduce_bucket([b, c], "dp");  return a, d[0], d[1]      # t1 has not arrived
+    before    a = mul(t0, u);  b = mul(t1, v);  c = add(a, b);  d = all_reduce_bucket([b, c], "dp");  return a, d[0],
+              d[1]      # t1 has not arrived
     after     a = mul(t0, u);  d = all_reduce_bucket([a], "dp");  return a, None, d[0]
     """
     graph = copy.deepcopy(backward)
     placeholders = graph.find_nodes(op="placeholder")
-    given = placeholders[len(placeholders) - len(arrived):]
-    led_to = set(given)                                        # what is computed from gradients,
-    empty = {node for node, has in zip(given, arrived, strict=True) if not has}        # and what of it from none that has arrived
-    places: dict[fx.Node, dict[int, int]] = {}                 # of messages that lose parts: where the others stand now
+    given = placeholders[len(placeholders) - len(arrived) :]
+    led_to = set(given)  # what is computed from gradients,
+    empty = {
+        node for node, has in zip(given, arrived, strict=True) if not has
+    }  # and what of it from none that has arrived
+    places: dict[fx.Node, dict[int, int]] = {}  # of messages that lose parts: where the others stand now
     for node in [n for n in graph.nodes if n.op == "call_function"]:
         operands = [a for a in node.all_input_nodes if a in led_to]
         missing = [a for a in operands if a in empty]
         if operands:
             led_to.add(node)
         if operands and operands[0] in places:
-            if node.target is not operator.getitem:            # the message on its way
+            if node.target is not operator.getitem:  # the message on its way
                 places[node] = places[operands[0]]
             elif node.args[1] in places[operands[0]]:
-                node.args = (node.args[0], places[operands[0]][node.args[1]])      # type: ignore[index]
+                node.args = (node.args[0], places[operands[0]][node.args[1]])
             else:
                 empty.add(node)
         elif missing and len(missing) == len(operands):
@@ -55,7 +63,7 @@ def for_arrived(backward: fx.Graph, arrived: Sequence[bool]) -> fx.Graph:
             node.args = fx.map_arg(node.args, lambda a: zeros.get(a, a))
             node.kwargs = fx.map_arg(node.kwargs, lambda a: zeros.get(a, a))
     output = graph.output_node()
-    values = [None if value in empty else value for value in output.args[0]]       # type: ignore[union-attr]
+    values = [None if value in empty else value for value in output.args[0]]
     output.args = (tuple(own(graph, values, placeholders)),)
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     graph.lint()
@@ -65,8 +73,8 @@ def for_arrived(backward: fx.Graph, arrived: Sequence[bool]) -> fx.Graph:
 def _without_parts(message: fx.Node, empty: Collection[fx.Node]) -> dict[int, int]:
     """Take the empty parts out of a message of several tensors; where the others now stand."""
     parts, axis, *numbers = message.args
-    kept = [k for k, part in enumerate(parts) if part not in empty]                # type: ignore[arg-type]
-    message.args = ([parts[k] for k in kept], axis, *([of_all[k] for k in kept] for of_all in numbers))      # type: ignore[index]
+    kept = [k for k, part in enumerate(parts) if part not in empty]
+    message.args = ([parts[k] for k in kept], axis, *([of_all[k] for k in kept] for of_all in numbers))
     return {k: place for place, k in enumerate(kept)}
 
 

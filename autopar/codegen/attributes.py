@@ -1,8 +1,11 @@
-"""What the modules of a model say of themselves - numbers, words, flags, functions, lists and dicts of them, settings, hooks, which parameters are there and tied - on which what their forward computes may depend.
+"""What the modules of a model say of themselves - numbers, words, flags, functions, lists and dicts of them, settings,
+hooks, which parameters are there and tied - on which what their forward computes may depend.
 
-    states       each that they have been in has a number, which is part of a situation: a change of it is looked at by capturing again
-    unread       what a capture did not read cannot have mattered to it, whatever it says later: a counter of steps
-    settings     objects that hold nothing but what they were told: `config`, dataclasses, namespaces; watched as modules are, and their reads noted, too, where their class allows that
+states       each that they have been in has a number, which is part of a situation: a change of it is looked at by
+             capturing again
+unread       what a capture did not read cannot have mattered to it, whatever it says later: a counter of steps
+settings     objects that hold nothing but what they were told: `config`, dataclasses, namespaces; watched as modules
+             are, and their reads noted, too, where their class allows that
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +30,37 @@ from autopar.letters import NotServed
 
 State = tuple[Any, ...]
 Unread = frozenset[tuple[int, int]]
-Reads = set[tuple[int, str, str]]                              # a place, and an attribute of what stands there
-Place = tuple[int, str]                                        # a module, by its number, and which of its attributes are settings; "" for its own
+Reads = set[tuple[int, str, str]]  # a place, and an attribute of what stands there
+Place = tuple[int, str]  # a module, by its number, and which of its attributes are settings; "" for its own
 
-_MOST_STATES = 16                                              # that are remembered: one that comes back later is a new one
-_MOST_ENTRIES = 256                                            # of a list or dict that is watched: tables are longer, and would be looked at in every call
+_MOST_STATES = 16  # that are remembered: one that comes back later is a new one
+_MOST_ENTRIES = 256  # of a list or dict that is watched: tables are longer, and would be looked at in every call
 _ATOMS = frozenset({int, float, str, bool, type(None)})
 _GONE = object()
-_LASTING = (numbers.Number, str, bytes, frozenset, torch.dtype, torch.device, enum.Enum, type(None),       # which nobody changes in place
-            types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
-_OF_MODULES = frozenset((*vars(nn.Module()), "_autopar", "_compiled_call_impl"))      # hooks, modules and parameters are looked at by themselves
+_LASTING = (
+    numbers.Number,
+    str,
+    bytes,
+    frozenset,
+    torch.dtype,
+    torch.device,
+    enum.Enum,
+    type(None),  # which nobody changes in place
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+    type,
+)
+_OF_MODULES = frozenset(
+    (*vars(nn.Module()), "_autopar", "_compiled_call_impl")
+)  # hooks, modules and parameters are looked at by themselves
 
 
 @contextlib.contextmanager
 def reads_of(model: Any) -> Iterator[Reads]:
     """What is read inside of what the modules of a model say of themselves."""
-    if not isinstance(model, nn.Module):                       # a letter, soon
+    if not isinstance(model, nn.Module):  # a letter, soon
         yield set()
         return
     with Attributes(list(model.modules())).reads() as read:
@@ -54,24 +72,34 @@ class Attributes:
 
     def __init__(self, modules: Sequence[nn.Module], like: Attributes | None = None) -> None:
         self.modules = modules
-        self.hooks = [*((i, m._forward_pre_hooks, m._forward_hooks) for i, m in enumerate(modules)),           # those that the whole model had before it was parallel
-                      *((i, m._backward_pre_hooks, m._backward_hooks) for i, m in enumerate(modules) if i)]
+        self.hooks = [
+            *(
+                (i, m._forward_pre_hooks, m._forward_hooks) for i, m in enumerate(modules)
+            ),  # those that the whole model had before it was parallel
+            *((i, m._backward_pre_hooks, m._backward_hooks) for i, m in enumerate(modules) if i),
+        ]
         self.children = [tuple(m._modules.values()) for m in modules]
         if like is None:
-            self.layout = 0                                    # counts how often what is watched was chosen anew
+            self.layout = 0  # counts how often what is watched was chosen anew
             self._watch_all()
-            self.states: dict[int, State] = {0: self._now()}   # by number, of the latest
-            self.latest = self.newest = 0                      # the one that they were last seen in, and the last number
+            self.states: dict[int, State] = {0: self._now()}  # by number, of the latest
+            self.latest = self.newest = 0  # the one that they were last seen in, and the last number
         else:
             if len(modules) != len(like.modules):
-                raise NotServed(f"a copy of a parallel {type(modules[0]).__name__} has {len(modules)} modules, and what it was copied from {len(like.modules)}", advice="exchange them before autoparallelize: what is emitted was traced from those that were there")
+                raise NotServed(
+                    f"a copy of a parallel {type(modules[0]).__name__} has {len(modules)} modules, and what it "
+                    f"was copied from {len(like.modules)}",
+                    advice=(
+                        "exchange them before autoparallelize: what is emitted was traced from those that were there"
+                    ),
+                )
             self.layout = like.layout
             self._watch(like.keys)
             self.states, self.latest, self.newest = dict(like.states), like.latest, like.newest
 
     def state(self) -> int:
         """Which of the states they are in that they have been in. A letter where a module was exchanged for another."""
-        if any(of.get(key) is not one for of, key, one in self.settings):      # others: what was known of them says nothing
+        if any(of.get(key) is not one for of, key, one in self.settings):  # others: what was known of them says nothing
             self.layout += 1
             self._watch_all()
         now = self._now()
@@ -111,7 +139,13 @@ class Attributes:
 
     def unread(self, read: Reads) -> Unread:
         """Where in a state those stand that were not read."""
-        return frozenset((h, k) for h, (place, keys) in enumerate(self.keys.items()) if self._are_noted(place) for k, key in enumerate(keys) if (*place, key) not in read)
+        return frozenset(
+            (h, k)
+            for h, (place, keys) in enumerate(self.keys.items())
+            if self._are_noted(place)
+            for k, key in enumerate(keys)
+            if (*place, key) not in read
+        )
 
     def _are_noted(self, place: Place) -> bool:
         module = self.modules[place[0]]
@@ -123,19 +157,31 @@ class Attributes:
         if now[2:] != then[2:]:
             return False
         pairs = zip(now[0], now[1], then[0], then[1], strict=True)
-        return all((h, k) in unread or k == len(mine) - 1 for h, (mine, kinds, theirs, others) in enumerate(pairs) if mine != theirs or kinds != others
-                   for k, (x, y, a, b) in enumerate(zip(mine, theirs, kinds, others, strict=True)) if a is not b or x != y)
+        return all(
+            (h, k) in unread or k == len(mine) - 1
+            for h, (mine, kinds, theirs, others) in enumerate(pairs)
+            if mine != theirs or kinds != others
+            for k, (x, y, a, b) in enumerate(zip(mine, theirs, kinds, others, strict=True))
+            if a is not b or x != y
+        )
 
     def _watch_all(self) -> None:
-        places: dict[int, Place] = {}                          # once each: many modules hold one configuration
+        places: dict[int, Place] = {}  # once each: many modules hold one configuration
         for i, module in enumerate(self.modules):
             for name in ("", *(k for k, v in vars(module).items() if _are_settings(k, v))):
                 places.setdefault(id(self._held((i, name))), (i, name))
-        self._watch({place: [k for k, v in self._held(place).items() if k not in _OF_MODULES and not _are_settings(k, v)] for place in places.values()})
+        self._watch(
+            {
+                place: [k for k, v in self._held(place).items() if k not in _OF_MODULES and not _are_settings(k, v)]
+                for place in places.values()
+            }
+        )
 
     def _watch(self, keys: Mapping[Place, list[str]]) -> None:
         self.keys = {place: of_one for place, of_one in keys.items() if of_one}
-        self.readers = [(self._held(place), itemgetter(*of_one, of_one[0])) for place, of_one in self.keys.items()]        # of one key a getter gives no tuple
+        self.readers = [
+            (self._held(place), itemgetter(*of_one, of_one[0])) for place, of_one in self.keys.items()
+        ]  # of one key a getter gives no tuple
         self.settings = [(vars(m), k, v) for m in self.modules for k, v in vars(m).items() if _are_settings(k, v)]
 
     def _held(self, place: Place) -> dict[str, Any]:
@@ -145,21 +191,47 @@ class Attributes:
     def _now(self) -> State:
         for module, children in zip(self.modules, self.children, strict=True):
             if tuple(module._modules.values()) != children:
-                raise NotServed(f"the modules of a {type(module).__name__} were exchanged after autoparallelize", advice="exchange them before: what is emitted was traced from those that were there")
+                raise NotServed(
+                    f"the modules of a {type(module).__name__} were exchanged after autoparallelize",
+                    advice="exchange them before: what is emitted was traced from those that were there",
+                )
         hooks = [(i, *before.values(), _GONE, *after.values()) for i, before, after in self.hooks if before or after]
         try:
             held = [get(of) for of, get in self.readers]
-        except KeyError:                                       # one is gone
-            held = [[of.get(key, _GONE) for key in (*keys, keys[0])] for (of, _), keys in zip(self.readers, self.keys.values(), strict=True)]
-        first = dict[int, int]()                               # of each parameter, whichever comes: ties are seen
-        parameters = [None if p is None else (first.setdefault(id(p), len(first)), p.requires_grad, p.dtype) for m in self.modules for p in m._parameters.values()]
-        buffers = [None if b is None else (b.shape, b.dtype, b.requires_grad) for m in self.modules for b in m._buffers.values()]
-        return [[v if type(v) in _ATOMS else _as_it_is(v) for v in values] for values in held], [[*map(type, values)] for values in held], self.layout, hooks, [(type(m), vars(m).get("forward")) for m in self.modules[1:]], parameters, buffers
+        except KeyError:  # one is gone
+            held = [
+                [of.get(key, _GONE) for key in (*keys, keys[0])]
+                for (of, _), keys in zip(self.readers, self.keys.values(), strict=True)
+            ]
+        first = dict[int, int]()  # of each parameter, whichever comes: ties are seen
+        parameters = [
+            None if p is None else (first.setdefault(id(p), len(first)), p.requires_grad, p.dtype)
+            for m in self.modules
+            for p in m._parameters.values()
+        ]
+        buffers = [
+            None if b is None else (b.shape, b.dtype, b.requires_grad)
+            for m in self.modules
+            for b in m._buffers.values()
+        ]
+        return (
+            [[v if type(v) in _ATOMS else _as_it_is(v) for v in values] for values in held],
+            [[*map(type, values)] for values in held],
+            self.layout,
+            hooks,
+            [(type(m), vars(m).get("forward")) for m in self.modules[1:]],
+            parameters,
+            buffers,
+        )
 
 
 def _are_settings(name: str, value: Any) -> bool:
     """A configuration, by its name or as what holds nothing but what it was told."""
-    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, *_LASTING)) and (name == "config" or is_dataclass(value) or isinstance(value, (types.SimpleNamespace, argparse.Namespace)))
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, (nn.Module, Tensor, *_LASTING))
+        and (name == "config" or is_dataclass(value) or isinstance(value, (types.SimpleNamespace, argparse.Namespace)))
+    )
 
 
 def _is_lasting(value: Any) -> bool:
@@ -167,7 +239,10 @@ def _is_lasting(value: Any) -> bool:
 
 
 def _as_it_is(value: Any) -> Any:
-    """What a list or dict holds now, for it may be changed in place; of a tensor, whose values are read in every call, its type; of anything else which one it is."""
+    """What a list or dict holds now, for it may be changed in place.
+
+    Of a tensor, whose values are read in every call, its type; of anything else which one it is.
+    """
     if isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
         return [*value], [_as_it_is(v) for v in value.values()]
     if isinstance(value, (list, set)) and len(value) <= _MOST_ENTRIES:
@@ -193,18 +268,24 @@ class _Itself:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Itself) and self.held is other.held
 
-    __hash__ = None                                            # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _can_be_noted(settings: Any) -> bool:
     """May its class be told for a while to note what is read? That of a SimpleNamespace may not."""
     cls = type(settings)
-    return bool(cls.__flags__ & _IS_OF_PYTHON) and not cls.__flags__ & _IS_IMMUTABLE and type(cls).__setattr__ is type.__setattr__      # type: ignore[comparison-overlap]
+    return (
+        bool(cls.__flags__ & _IS_OF_PYTHON)
+        and not cls.__flags__ & _IS_IMMUTABLE
+        and cast(Any, type(cls)).__setattr__ is type.__setattr__
+    )
 
 
-_IS_OF_PYTHON, _IS_IMMUTABLE = 1 << 9, 1 << 8                  # flags of a class
+_IS_OF_PYTHON, _IS_IMMUTABLE = 1 << 9, 1 << 8  # flags of a class
 _LOCK = threading.Lock()
-_NOTED: dict[type, tuple[int, dict[str, Any]]] = {}            # classes whose reads are noted: for how many threads, and what their own attributes of those names are
+_NOTED: dict[
+    type, tuple[int, dict[str, Any]]
+] = {}  # classes whose reads are noted: for how many threads, and what their own attributes of those names are
 
 
 @dataclass(slots=True)
@@ -213,14 +294,17 @@ class _Reader:
 
     places: dict[int, Place]
     found: Reads = field(default_factory=set)
-    met: int = 0                                               # how many attributes of settings it has met
+    met: int = 0  # how many attributes of settings it has met
 
 
-_READERS: dict[int, _Reader] = {}                              # by thread
+_READERS: dict[int, _Reader] = {}  # by thread
 
 
 class _Noted:
-    """In the place of an attribute of settings: whichever way a class of settings leads there - other names, properties, a `__getattribute__` - it ends here."""
+    """In the place of an attribute of settings.
+
+    Whichever way a class of settings leads there - other names, properties, a `__getattribute__` - it ends here.
+    """
 
     def __init__(self, cls: type, key: str) -> None:
         self.key, self.of_class = key, inspect.getattr_static(cls, key, _GONE)
@@ -245,7 +329,10 @@ class _Noted:
 
 
 def _note_reads_of(cls: type, keys: Iterable[str]) -> None:
-    """Note which attributes are read of instances of a class; of settings also where they are read together, or in a way that is not seen."""
+    """Note which attributes are read of instances of a class.
+
+    Of settings also where they are read together, or in a way that is not seen.
+    """
     users, own = _NOTED.get(cls, (0, {}))
     _NOTED[cls] = users + 1, own
 
@@ -265,11 +352,15 @@ def _note_reads_of(cls: type, keys: Iterable[str]) -> None:
             _note_all(self)
         met = reader.met
         value = get(self, name)
-        if reads_by_itself and reader.met == met and (name in object.__getattribute__(self, "__dict__") or not hasattr(cls, name)):
+        if (
+            reads_by_itself
+            and reader.met == met
+            and (name in object.__getattribute__(self, "__dict__") or not hasattr(cls, name))
+        ):
             _note_all(self)
         return value
 
-    def reduced(self: Any, protocol: Any) -> Any:              # a copy reads all, and not through the others
+    def reduced(self: Any, protocol: Any) -> Any:  # a copy reads all, and not through the others
         _note_all(self)
         return reduce(self, protocol)
 
@@ -280,7 +371,7 @@ def _note_reads_of(cls: type, keys: Iterable[str]) -> None:
         if cls is not nn.Module:
             put("__reduce_ex__", reduced)
     for key in keys:
-        if not hasattr(type(inspect.getattr_static(cls, key, None)), "__set__"):       # else its value is not there
+        if not hasattr(type(inspect.getattr_static(cls, key, None)), "__set__"):  # else its value is not there
             put(key, _Noted(cls, key))
 
 

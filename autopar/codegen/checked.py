@@ -1,10 +1,14 @@
-"""Is a plan one of a graph's? What a program needs follows from the decisions; what the plan says beside them must be that, or nothing is lowered.
+"""Is a plan one of a graph's? What a program needs follows from the decisions.
+
+What the plan says beside them must be that, or nothing is lowered.
 
     decisions     one for every site of the graph, and each a choice that the rules of its op allow on this call
-    conversions   of every value that leaves its site otherwise than it arrives at another: steps that lead from the one to the other, forward and back; of no other value
+    conversions   of every value that leaves its site otherwise than it arrives at another: steps that lead from the one
+                  to the other, forward and back; of no other value
     policies      of parameters that are cut, and read
 
-A file is edited, or comes from somewhere else: without this a missing all-reduce is another loss on every rank. It searches nothing and prices nothing.
+A file is edited, or comes from somewhere else: without this a missing all-reduce is another loss on every rank. It
+searches nothing and prices nothing.
 """
 
 from __future__ import annotations
@@ -21,25 +25,45 @@ from autopar.solver.plan import Conversion, Plan
 from autopar.tracer.graph import Graph, type_of
 
 _AGAIN = "plan again, or the file as autopar.plan wrote it"
-_MOST_SHOWN = 6                                                # legal choices that a letter lists
+_MOST_SHOWN = 6  # legal choices that a letter lists
 
 
 def check_plan(graph: Graph, plan: Plan) -> None:
-    """Raise a letter where the plan is not one of the graph's: where it decides something that is not legal, or says something that does not follow from its decisions."""
+    """Raise a letter where the plan is not one of the graph's.
+
+    Where it decides something that is not legal, or says something that does not follow from its decisions.
+    """
     if plan.digest != graph.digest:
-        raise BadPlan("the plan was made for another graph", seen=f"plan {plan.digest}, model {graph.digest}",
-                      advice="plan again: the model, its inputs' shapes, train and eval, or the outputs that are named have changed")
+        raise BadPlan(
+            "the plan was made for another graph",
+            seen=f"plan {plan.digest}, model {graph.digest}",
+            advice=(
+                "plan again: the model, its inputs' shapes, train and eval, or the outputs that are named have changed"
+            ),
+        )
     sites, links = sites_and_links(graph, plan.mesh, plan.accumulation, plan.precision[1] if plan.precision else "")
     named = {site.name: site for site in sites}
     _decides(plan, named)
     _policies(plan, sites, links)
     sizes = {name: type_of(node).nbytes for name, node in graph.parameters.items()}
     if dict(plan.parameter_bytes) != sizes:
-        wrong = next(name for name in {**sizes, **plan.parameter_bytes} if plan.parameter_bytes.get(name) != sizes.get(name))
-        raise BadPlan(f"the plan was made for another model: parameter {wrong}", seen=f"{plan.parameter_bytes.get(wrong, 'none')} bytes in the plan, {sizes.get(wrong, 'none')} in the model", advice=_AGAIN)
+        wrong = next(
+            name for name in {**sizes, **plan.parameter_bytes} if plan.parameter_bytes.get(name) != sizes.get(name)
+        )
+        raise BadPlan(
+            f"the plan was made for another model: parameter {wrong}",
+            seen=(
+                f"{plan.parameter_bytes.get(wrong, 'none')} bytes in the plan, {sizes.get(wrong, 'none')} in the model"
+            ),
+            advice=_AGAIN,
+        )
     conversions = {(c.target, c.operand): c for c in plan.conversions}
     if len(conversions) < len(plan.conversions):
-        raise BadPlan("the plan converts a value twice", seen=f"{len(plan.conversions)} conversions of {len(conversions)} values", advice=_AGAIN)
+        raise BadPlan(
+            "the plan converts a value twice",
+            seen=f"{len(plan.conversions)} conversions of {len(conversions)} values",
+            advice=_AGAIN,
+        )
     for link in links:
         _travels(plan, link, conversions.pop((link.target, link.operand), None), named[link.target])
     for target, operand in conversions:
@@ -49,24 +73,42 @@ def check_plan(graph: Graph, plan: Plan) -> None:
 def _decides(plan: Plan, named: dict[str, Site]) -> None:
     """Every site is decided, nothing else is, and every choice is one of its site's."""
     if missing := [name for name in named if name not in plan.decisions]:
-        raise BadPlan(f"the plan decides nothing for {missing[0]}", at=named[missing[0]].source, seen=f"{len(missing)} of {len(named)} sites are not decided", advice=_AGAIN)
+        raise BadPlan(
+            f"the plan decides nothing for {missing[0]}",
+            at=named[missing[0]].source,
+            seen=f"{len(missing)} of {len(named)} sites are not decided",
+            advice=_AGAIN,
+        )
     if unknown := [name for name in plan.decisions if name not in named]:
         raise BadPlan(f"the plan decides for {unknown[0]}, which the model does not have", advice=_AGAIN)
-    allowed: dict[int, frozenset[Choice]] = {}                 # sites that are alike share their choices
+    allowed: dict[int, frozenset[Choice]] = {}  # sites that are alike share their choices
     for name, decision in plan.decisions.items():
         site = named[name]
         if (decision.op, decision.kind) != (site.op, site.kind):
-            raise BadPlan(f"the plan says that {name} is the {decision.kind} {decision.op}, and it is the {site.kind} {site.op}", at=site.source, advice=_AGAIN)
+            raise BadPlan(
+                f"the plan says that {name} is the {decision.kind} {decision.op}, and it is the {site.kind} {site.op}",
+                at=site.source,
+                advice=_AGAIN,
+            )
         if id(site.choices) not in allowed:
             allowed[id(site.choices)] = frozenset(site.choices)
         if decision.choice not in allowed[id(site.choices)]:
             legal = list(dict.fromkeys(map(repr, site.choices)))
-            raise BadPlan(f"the plan runs {name} as {decision.choice!r}, which {site.op if site.kind == 'op' else f'a {site.kind}'} cannot on mesh {plan.mesh}", at=site.source,
-                          seen=f"legal are {', or '.join(legal[:_MOST_SHOWN])}" + (f", or one of {len(legal) - _MOST_SHOWN} others" if len(legal) > _MOST_SHOWN else ""), advice=_AGAIN)
+            raise BadPlan(
+                f"the plan runs {name} as {decision.choice!r}, which "
+                f"{site.op if site.kind == 'op' else f'a {site.kind}'} cannot on mesh {plan.mesh}",
+                at=site.source,
+                seen=f"legal are {', or '.join(legal[:_MOST_SHOWN])}"
+                + (f", or one of {len(legal) - _MOST_SHOWN} others" if len(legal) > _MOST_SHOWN else ""),
+                advice=_AGAIN,
+            )
 
 
 def _policies(plan: Plan, sites: tuple[Site, ...], links: tuple[Link, ...]) -> None:
-    """What is gathered again, or reduced in each micro-batch, is a parameter that may be. The policy stands at its one cast, where it has one."""
+    """What is gathered again, or reduced in each micro-batch, is a parameter that may be.
+
+    The policy stands at its one cast, where it has one.
+    """
     casts = {link.target: link.source for link in links}
     may: dict[str, set[str]] = {"regathered": set(), "scattered": set()}
     for site in sites:
@@ -76,30 +118,58 @@ def _policies(plan: Plan, sites: tuple[Site, ...], links: tuple[Link, ...]) -> N
                 may[policy].add(owner)
     for policy, said in (("regathered", plan.regathered), ("scattered", plan.scattered)):
         if wrong := sorted(said - may[policy]):
-            raise BadPlan(f"the plan says that {wrong[0]} is {policy}, and it is no parameter of which parts are gathered so", seen=f"{plan.accumulation} micro-batches a step", advice=_AGAIN)
+            raise BadPlan(
+                f"the plan says that {wrong[0]} is {policy}, and it is no parameter of which parts are gathered so",
+                seen=f"{plan.accumulation} micro-batches a step",
+                advice=_AGAIN,
+            )
 
 
 def _travels(plan: Plan, link: Link, conversion: Conversion | None, target: Site) -> None:
     """A value travels from how its source leaves it to how its target takes it, and its gradient back."""
-    given, taken = plan.decisions[link.source].choice.output(link.port), plan.decisions[link.target].choice.operand(link.operand)
+    given, taken = (
+        plan.decisions[link.source].choice.output(link.port),
+        plan.decisions[link.target].choice.operand(link.operand),
+    )
     what = f"from {link.source} to operand {link.operand} of {link.target}"
-    due: list[tuple[str, tuple[Sharding, Sharding], tuple[Step, ...]]] = [("value", (values(given), values(taken)), conversion.forward if conversion else ())]
+    due: list[tuple[str, tuple[Sharding, Sharding], tuple[Step, ...]]] = [
+        ("value", (values(given), values(taken)), conversion.forward if conversion else ())
+    ]
     if link.type.requires_grad:
         due.append(("gradient", (gradients(taken), gradients(given)), conversion.backward if conversion else ()))
-        if not link.may_reduce and any(a.is_partial and not b.is_partial for a, b in zip(*(s.placements for s in due[1][1]), strict=True)):
-            raise BadPlan(f"the plan reduces the gradient {what} in {link.type.dtype}", at=target.source, seen=f"gradients of parameters are reduced in {plan.precision and plan.precision[1]}", advice=_AGAIN)
+        if not link.may_reduce and any(
+            a.is_partial and not b.is_partial for a, b in zip(*(s.placements for s in due[1][1]), strict=True)
+        ):
+            raise BadPlan(
+                f"the plan reduces the gradient {what} in {link.type.dtype}",
+                at=target.source,
+                seen=f"gradients of parameters are reduced in {plan.precision and plan.precision[1]}",
+                advice=_AGAIN,
+            )
     elif conversion is not None and (conversion.gradient is not None or conversion.backward):
         raise BadPlan(f"the plan converts a gradient {what}, and that value has none", at=target.source, advice=_AGAIN)
     if conversion is not None:
         said = [conversion.value, *([conversion.gradient] if conversion.gradient is not None else [])]
         if conversion.source != link.source or said != [ends for _, ends, _ in due]:
-            raise BadPlan(f"the plan says of the value {what} something else than its decisions", at=target.source,
-                          seen=f"decided {_ways(plan.mesh, [ends for _, ends, _ in due])}; said {_ways(plan.mesh, said)} from {conversion.source}", advice=_AGAIN)
+            raise BadPlan(
+                f"the plan says of the value {what} something else than its decisions",
+                at=target.source,
+                seen=(
+                    f"decided {_ways(plan.mesh, [ends for _, ends, _ in due])}; said {_ways(plan.mesh, said)} from "
+                    f"{conversion.source}"
+                ),
+                advice=_AGAIN,
+            )
     for kind, (leaves, arrives), steps in due:
         end = Layout.of(link.type.shape, arrives, plan.mesh)
         if end is None or leads_to(steps, link.type.shape, leaves, plan.mesh) != end:
-            raise BadPlan(f"the plan does not bring the {kind} {what} from {leaves.text(plan.mesh.axes)} to {arrives.text(plan.mesh.axes)}", at=target.source,
-                          seen=", ".join(step.text(plan.mesh.axes) for step in steps) or "no step", advice=_AGAIN)
+            raise BadPlan(
+                f"the plan does not bring the {kind} {what} from {leaves.text(plan.mesh.axes)} to "
+                f"{arrives.text(plan.mesh.axes)}",
+                at=target.source,
+                seen=", ".join(step.text(plan.mesh.axes) for step in steps) or "no step",
+                advice=_AGAIN,
+            )
 
 
 def _ways(mesh: DeviceMesh, ends: list[tuple[Sharding, Sharding]]) -> str:

@@ -1,4 +1,7 @@
-"""An emitted half for torch.compile: what stands between collectives becomes modules of its own, each compiled whole; collectives stay where they are, and are called as before."""
+"""An emitted half for torch.compile: what stands between collectives becomes modules of its own, each compiled whole.
+
+Collectives stay where they are, and are called as before.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch.fx as fx
 
 from autopar.codegen.joint import extract
 
-_WORTH = 2                                                     # ops, from which on a run of them is compiled
+_WORTH = 2  # ops, from which on a run of them is compiled
 
 
 def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.GraphModule:
@@ -33,16 +36,23 @@ def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.Grap
             inputs = list(dict.fromkeys(a for n in run for a in n.all_input_nodes if a not in inside))
             outputs = [n for n in run if any(u not in inside for u in n.users)]
             name = f"run_{len(held)}"
-            held[name] = torch.compile(fx.GraphModule({}, extract(source, inputs, inside, outputs)), backend=backend, fullgraph=True, dynamic=False)
+            held[name] = torch.compile(
+                fx.GraphModule({}, extract(source, inputs, inside, outputs)),
+                backend=backend,
+                fullgraph=True,
+                dynamic=False,
+            )
             called = made.call_module(name, tuple(copies[i] for i in inputs))
             for k, node in enumerate(outputs):
                 copies[node] = made.call_function(operator.getitem, (called, k))
         run.clear()
 
     for node in source.nodes:
-        if (isinstance(node.target, torch._ops.OpOverload) and node.op == "call_function") or (node.target is operator.getitem and node.args[0] in run):
+        if (isinstance(node.target, torch._ops.OpOverload) and node.op == "call_function") or (
+            node.target is operator.getitem and node.args[0] in run
+        ):
             run.append(node)
         else:
             close()
             copies[node] = made.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(held, made)                          # type: ignore[arg-type]
+    return fx.GraphModule(held, made)

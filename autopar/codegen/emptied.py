@@ -1,4 +1,7 @@
-"""A half that takes its operands from a list and empties it: each is freed after its last use, and not when the call ends."""
+"""A half that takes its operands from a list and empties it.
+
+Each is freed after its last use, and not when the call ends.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ def from_a_list(module: fx.GraphModule) -> fx.GraphModule:
     """Let the caller hand over what it holds; Python would keep a call's arguments until it returns.
 
     before    def forward(a, b):     c = mul(a, a);  d = mul(c, b)
-    after     def forward(given):    a = given.pop(0);  b = given.pop(0);  c = mul(a, a);  d = mul(c, b)          # a ends where c begins
+    after     def forward(given):    a = given.pop(0);  b = given.pop(0);  c = mul(a, a);  d = mul(c, b)          # a
+              ends where c begins
     """
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")

@@ -29,15 +29,17 @@ from autopar.tracer.vocabulary import Op
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalProgram:
-    """The forward of one device, as an fx graph whose placeholders are `inputs`, then `parameters`, then `buffers`, then the random key."""
+    """The forward of one device, as an fx graph whose placeholders are `inputs`, then `parameters`, then `buffers`,
+    then the random key.
+    """
 
     fx: fx.Graph
-    inputs: tuple[str, ...]                                    # placeholder names of the traced inputs, whole on every rank
-    parameters: tuple[str, ...]                                # names
+    inputs: tuple[str, ...]  # placeholder names of the traced inputs, whole on every rank
+    parameters: tuple[str, ...]  # names
     buffers: tuple[str, ...]
-    types: dict[str, TensorType]                               # of every placeholder, local, by placeholder name
-    outputs: tuple[Sharding, ...]                              # how each output lies
-    is_random: bool = False                                    # a last placeholder takes the random key of the step
+    types: dict[str, TensorType]  # of every placeholder, local, by placeholder name
+    outputs: tuple[Sharding, ...]  # how each output lies
+    is_random: bool = False  # a last placeholder takes the random key of the step
 
     def __str__(self) -> str:
         return print_program(self)
@@ -50,10 +52,19 @@ class LocalProgram:
 
 
 def local_program(graph: Graph, plan: Plan, coordinate: Sequence[int], rows: Rows = WHOLE) -> LocalProgram:
-    """The program of the device at `coordinate`. Where every part is even, it is the same on every device. Inputs come whole, but for those of which ranks have their own rows."""
+    """The program of the device at `coordinate`.
+
+    Where every part is even, it is the same on every device. Inputs come whole, but for those of which ranks have their
+    own rows.
+    """
     if plan.digest != graph.digest:
-        raise BadPlan("the plan was made for another graph", seen=f"plan {plan.digest}, model {graph.digest}",
-                      advice="plan again: the model, its inputs' shapes, train and eval, or the outputs that are named have changed")
+        raise BadPlan(
+            "the plan was made for another graph",
+            seen=f"plan {plan.digest}, model {graph.digest}",
+            advice=(
+                "plan again: the model, its inputs' shapes, train and eval, or the outputs that are named have changed"
+            ),
+        )
     return Localiser(graph, plan, coordinate, rows).run()
 
 
@@ -64,12 +75,16 @@ class Localiser:
         self.fx = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.types: dict[str, TensorType] = {}
-        self.written: dict[Any, fx.Node] = {}                  # a conversion already there, by what it is
-        self.before: dict[fx.Node, fx.Node] = {}               # of each cast of a parameter whose gradient is reduced in the dtype before it, what it casts
+        self.written: dict[Any, fx.Node] = {}  # a conversion already there, by what it is
+        self.before: dict[
+            fx.Node, fx.Node
+        ] = {}  # of each cast of a parameter whose gradient is reduced in the dtype before it, what it casts
         self.reduced_in = reduced_in(casts_of_parameters(graph), plan.precision[1]) if plan.precision else {}
 
     def run(self) -> LocalProgram:
-        tops = {kind: [n for n in self.graph.nodes if info(n).kind == kind] for kind in ("input", "parameter", "buffer")}
+        tops = {
+            kind: [n for n in self.graph.nodes if info(n).kind == kind] for kind in ("input", "parameter", "buffer")
+        }
         for node in (*tops["input"], *tops["parameter"], *tops["buffer"]):
             self._placeholder(node)
         self.key = self.fx.placeholder("random_key") if self.graph.is_random else None
@@ -81,15 +96,26 @@ class Localiser:
         for node in self.graph.nodes:
             if info(node).kind == "op":
                 self._op(node)
-        for source, name in zip(self.graph.output.args[0], self.graph.result_names, strict=True):   # type: ignore[arg-type]
+        for source, name in zip(self.graph.output.args[0], self.graph.result_names, strict=True):
             outputs.append(self._converted(source, f"out.{name}", 0, ""))
             shardings.append(values(self._decision(f"out.{name}").flows(0)))
         self.fx.output(tuple(outputs))
         for node in self.before:
-            if not self.env[node].users:                       # its conversions cast
+            if not self.env[node].users:  # its conversions cast
                 self.fx.erase_node(self.env[node])
-        names = {kind: tuple(info(n).key if kind != "input" else str(n.target) for n in nodes) for kind, nodes in tops.items()}
-        return LocalProgram(self.fx, names["input"], names["parameter"], names["buffer"], self.types, tuple(shardings), self.key is not None)
+        names = {
+            kind: tuple(info(n).key if kind != "input" else str(n.target) for n in nodes)
+            for kind, nodes in tops.items()
+        }
+        return LocalProgram(
+            self.fx,
+            names["input"],
+            names["parameter"],
+            names["buffer"],
+            self.types,
+            tuple(shardings),
+            self.key is not None,
+        )
 
     def _decision(self, name: str) -> Decision:
         return self.plan.decisions[name]
@@ -99,24 +125,28 @@ class Localiser:
         sharding, whole = values(self._decision(info(node).key).flows()), type_of(node)
         if self._has_rows(node):
             sharding = sharding_of_rows(self.rows[0], self.mesh)
-        self.types[made.name] = TensorType(local_shape(whole.shape, sharding, self.mesh, self.coordinate), whole.dtype, whole.requires_grad)
+        self.types[made.name] = TensorType(
+            local_shape(whole.shape, sharding, self.mesh, self.coordinate), whole.dtype, whole.requires_grad
+        )
         made.meta["info"] = info(node)
 
     def _op(self, node: fx.Node) -> None:
         about = info(node)
-        operands = [n for n in node.target.operands(node.kwargs) if isinstance(n, fx.Node)]   # type: ignore[union-attr]
+        operands = [n for n in node.target.operands(node.kwargs) if isinstance(n, fx.Node)]
         arrived = [self._converted(n, about.key, i, about.module) for i, n in enumerate(operands)]
         if op_name(node) == "identity":
             self.env[node] = arrived[0]
             return
         if node in self.reduced_in:
             self.before[node] = arrived[0]
-        turn = iter(arrived)                                   # operands stand in the order of the arguments
-        function, kwargs = form_of(self, node, dict(fx.map_arg(node.kwargs, lambda n: next(turn))))   # type: ignore[arg-type]
+        turn = iter(arrived)  # operands stand in the order of the arguments
+        function, kwargs = form_of(self, node, dict(fx.map_arg(node.kwargs, lambda n: next(turn))))
         made = self.env[node] = self.fx.create_node("call_function", function, (), kwargs, name=node.name)
         made.meta["info"] = about
         for part in (u for u in node.users if info(u).kind == "part"):
-            self.env[part] = self.fx.create_node("call_function", operator.getitem, (made, part.args[1]), name=part.name)
+            self.env[part] = self.fx.create_node(
+                "call_function", operator.getitem, (made, part.args[1]), name=part.name
+            )
             self.env[part].meta["info"] = info(part)
 
     def output(self, node: fx.Node, port: int = 0) -> Sharding:
@@ -141,13 +171,23 @@ class Localiser:
         if lies is None or (conversion is None and not steps):
             return here
         forward, shape = self._steps(steps, whole, lies)
-        backward = self._steps(conversion.backward, whole, conversion.gradient[0])[0] if conversion and conversion.gradient else ""
+        backward = (
+            self._steps(conversion.backward, whole, conversion.gradient[0])[0]
+            if conversion and conversion.gradient
+            else ""
+        )
         dtype: tuple[str, ...] = ()
-        if source in self.before and conversion is not None and any(step.kind in REDUCTIONS for step in conversion.backward):
+        if (
+            source in self.before
+            and conversion is not None
+            and any(step.kind in REDUCTIONS for step in conversion.backward)
+        ):
             here, dtype = self.before[source], (whole.dtype,)  # the cast is a part of the conversion
         key = (here, forward, backward, dtype)
         if key not in self.written:
-            made = self.written[key] = self.fx.create_node("call_function", convert, (here, forward, backward, list(shape), *dtype), name=f"{here.name}_as")
+            made = self.written[key] = self.fx.create_node(
+                "call_function", convert, (here, forward, backward, list(shape), *dtype), name=f"{here.name}_as"
+            )
             made.meta["info"] = Info(f"{info(source).key} to {target}", "conversion", (whole,), module)
         return self.written[key]
 
@@ -162,11 +202,15 @@ class Localiser:
 def print_program(program: LocalProgram) -> str:
     """The local program as Python that a person can read."""
     nodes = list(program.fx.nodes)
-    lines = ["def forward(", *(f"    {n.name},    # {program.types[n.name]}, {info(n).kind}" for n in nodes if n.op == "placeholder"), "):"]
+    lines = [
+        "def forward(",
+        *(f"    {n.name},    # {program.types[n.name]}, {info(n).kind}" for n in nodes if n.op == "placeholder"),
+        "):",
+    ]
     module = None
     for node in nodes:
         if node.op == "output":
-            lines.append(f"    return {', '.join(n.name for n in node.args[0])}")    # type: ignore[union-attr]
+            lines.append(f"    return {', '.join(n.name for n in node.args[0])}")
         elif node.op == "call_function":
             if info(node).module != module:
                 module = info(node).module
@@ -182,5 +226,5 @@ def _call(node: fx.Node) -> str:
         return f"convert({x}, {forward!r}, backward={backward!r}{cast})    # {info(node).key}"
     if info(node).kind == "part":
         return f"{node.args[0]}[{node.args[1]}]"
-    name = op_name(node) if isinstance(node.target, Op) else node.target.__name__   # type: ignore[union-attr]
+    name = op_name(node) if isinstance(node.target, Op) else node.target.__name__
     return f"{name}({', '.join(f'{k}={v!r}' for k, v in node.kwargs.items())})"

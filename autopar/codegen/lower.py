@@ -25,20 +25,52 @@ class Lowered:
 
 
 @without_collections
-def lower(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cpu", gradients: bool = True, rows: Rows = WHOLE) -> Lowered:
-    """The program of the device at `coordinate` of the plan's mesh; without `gradients` its forward alone; `rows` say what ranks pass their own rows of."""
+def lower(
+    graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cpu", gradients: bool = True, rows: Rows = WHOLE
+) -> Lowered:
+    """The program of the device at `coordinate` of the plan's mesh; without `gradients` its forward alone.
+
+    `rows` say what ranks pass their own rows of.
+    """
     program, reads = local_program(graph, plan, coordinate, rows), reads_of_parameters(graph, plan.window_bytes)
     if changed := [name for kind, name in graph.updates if kind == "input"]:
-        raise NotServed(f"the model writes to its input {', '.join(changed)}, and a parallel model leaves its inputs as they are", advice="a copy: x = x.clone()")
+        raise NotServed(
+            f"the model writes to its input {', '.join(changed)}, and a parallel model leaves its inputs as they are",
+            advice="a copy: x = x.clone()",
+        )
     if wants := [info(n).key for n in graph.nodes if info(n).kind == "buffer" and type_of(n).requires_grad]:
-        raise NotServed(f"the buffer {wants[0]} wants a gradient, and only parameters and inputs receive one", advice="a parameter, or an input of forward")
+        raise NotServed(
+            f"the buffer {wants[0]} wants a gradient, and only parameters and inputs receive one",
+            advice="a parameter, or an input of forward",
+        )
     differentiable = graph.differentiable if gradients else ()
-    return Lowered(graph, plan, program, lower_jointly(program, differentiable, [n for n in plan.regathered if n in reads and not reads[n].stays], plan.scattered, reads, device), rows)
+    return Lowered(
+        graph,
+        plan,
+        program,
+        lower_jointly(
+            program,
+            differentiable,
+            [n for n in plan.regathered if n in reads and not reads[n].stays],
+            plan.scattered,
+            reads,
+            device,
+        ),
+        rows,
+    )
 
 
 def reads_of_parameters(graph: Graph, window_bytes: int) -> dict[str, Read]:
     """Of each parameter that is read, where the forward first reads it."""
     ops, parameters = [n for n in graph.nodes if info(n).kind == "op"], graph.parameters
     made, at = cut(ops, window_bytes), {op: i for i, op in enumerate(ops)}
-    first = {name: min(at[u] for u in node.users if u in at) for name, node in parameters.items() if any(u in at for u in node.users)}
-    return {name: Read(made.of[i], made.buckets[node][0], type_of(node).nbytes, node in made.stays) for name, i in first.items() for node in (parameters[name],)}
+    first = {
+        name: min(at[u] for u in node.users if u in at)
+        for name, node in parameters.items()
+        if any(u in at for u in node.users)
+    }
+    return {
+        name: Read(made.of[i], made.buckets[node][0], type_of(node).nbytes, node in made.stays)
+        for name, i in first.items()
+        for node in (parameters[name],)
+    }

@@ -1,10 +1,14 @@
-"""pad_to: a call whose sequences are of another length runs as one of the next multiple, and what comes out is cut back. A few programs serve all lengths.
+"""pad_to: a call whose sequences are of another length runs as one of the next multiple, and what comes out is cut
+back. A few programs serve all lengths.
 
-    lengths     every dim but the first that is of another size than in meta_inputs; where ranks pass their own rows, the longest of all ranks
-    filled      with 0: ids, masks, numbers; targets of a cross entropy with the index that it ignores
-    cut         outputs, where they follow a length
-    reached     what an output could see of the padding, op by op, whatever is in a batch (`reach.py`): the first op that mixes padding with the rest is a letter
-    tried       the first call of a kind also runs as it is, and with more padding than any will have, and must give the same outputs and gradients: infinities in backward, and what the analysis takes as it is in practice
+lengths     every dim but the first that is of another size than in meta_inputs; where ranks pass their own rows, the
+            longest of all ranks
+filled      with 0: ids, masks, numbers; targets of a cross entropy with the index that it ignores
+cut         outputs, where they follow a length
+reached     what an output could see of the padding, op by op, whatever is in a batch (`reach.py`): the first op that
+            mixes padding with the rest is a letter
+tried       the first call of a kind also runs as it is, and with more padding than any will have, and must give the
+            same outputs and gradients: infinities in backward, and what the analysis takes as it is in practice
 """
 
 from __future__ import annotations
@@ -23,9 +27,29 @@ from autopar.letters import NotServed
 from autopar.tracer.graph import Graph, info, op_name, type_of
 
 Shapes = Mapping[str, tuple[int, ...]]
-_ROUNDING = {8: 1e-10, 4: 3e-4, 2: 0.05}                       # by the coarsest dtype that is computed in: sums over another length are added in another order
-_NOISE = 1e-2                                                  # a gradient less than this share of all is rounding, a key's bias say
-_SHOWN_AS_IT_IS = frozenset({"identity", "to", "view", "narrow", "pad", "transpose", "permute", "contiguous", "select", "split", "unsqueeze", "squeeze", "clone"})
+_ROUNDING = {
+    8: 1e-10,
+    4: 3e-4,
+    2: 0.05,
+}  # by the coarsest dtype that is computed in: sums over another length are added in another order
+_NOISE = 1e-2  # a gradient less than this share of all is rounding, a key's bias say
+_SHOWN_AS_IT_IS = frozenset(
+    {
+        "identity",
+        "to",
+        "view",
+        "narrow",
+        "pad",
+        "transpose",
+        "permute",
+        "contiguous",
+        "select",
+        "split",
+        "unsqueeze",
+        "squeeze",
+        "clone",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +58,7 @@ class Follows:
 
     output: int
     dim: int
-    lengths: frozenset[tuple[str, int, int]]                   # all that it may follow: the input, its dim, how many more
+    lengths: frozenset[tuple[str, int, int]]  # all that it may follow: the input, its dim, how many more
 
     def size(self, shapes: Shapes) -> int | None:
         """Its size in a call; None where what it may follow differs."""
@@ -44,22 +68,25 @@ class Follows:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is known of calls of one kind: what to put into the padding of each input, and which dims of outputs to cut."""
+    """What is known of calls of one kind.
+
+    What to put into the padding of each input, and which dims of outputs to cut.
+    """
 
     fills: Mapping[str, float]
     cuts: tuple[Follows, ...]
-    seen: Any = None                                           # what the modules said of themselves,
-    unread: frozenset[tuple[int, int]] = frozenset()           # and what of that was not read
+    seen: Any = None  # what the modules said of themselves,
+    unread: frozenset[tuple[int, int]] = frozenset()  # and what of that was not read
 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
     """A call, and the lengths to which it is brought."""
 
-    here: Shapes                                               # as it is, or as the longest of all ranks is
-    shapes: Shapes                                             # as it runs
-    longer: Shapes                                             # longer still wherever anybody's is padded
-    moved: frozenset[tuple[str, int]]                          # the inputs and dims of which that is so
+    here: Shapes  # as it is, or as the longest of all ranks is
+    shapes: Shapes  # as it runs
+    longer: Shapes  # longer still wherever anybody's is padded
+    moved: frozenset[tuple[str, int]]  # the inputs and dims of which that is so
     key: Any
     kind: Kind
 
@@ -77,15 +104,35 @@ class Padding:
 
     def __init__(self, to: int, named: Mapping[str, Any]) -> None:
         self.to, self.given = to, shapes_of(named)
-        self.known: dict[Any, Kind] = {}                       # by how the model is called
+        self.known: dict[Any, Kind] = {}  # by how the model is called
 
     def bucket(self, least: Shapes, here: Shapes, how: Any) -> Bucket:
         """Where a call belongs whose lengths are these; `least` are the shortest of all ranks."""
-        own = {n: self.given[n] if len(self.given.get(n, ())) == len(shape) else (-1,) * len(shape) for n, shape in here.items()}
-        lengths = {size for n, shape in here.items() if n in self.given for size, before in zip(shape[1:], own[n][1:], strict=True) if size != before}
-        shapes = {n: tuple(-(-size // self.to) * self.to if d and size in lengths and size != own[n][d] else size for d, size in enumerate(shape)) for n, shape in here.items()}
-        moved = frozenset((n, d) for n, shape in shapes.items() for d, size in enumerate(shape) if d and size != least[n][d])
-        longer = {n: tuple(size + self.to if (n, d) in moved else size for d, size in enumerate(shape)) for n, shape in shapes.items()}
+        own = {
+            n: self.given[n] if len(self.given.get(n, ())) == len(shape) else (-1,) * len(shape)
+            for n, shape in here.items()
+        }
+        lengths = {
+            size
+            for n, shape in here.items()
+            if n in self.given
+            for size, before in zip(shape[1:], own[n][1:], strict=True)
+            if size != before
+        }
+        shapes = {
+            n: tuple(
+                -(-size // self.to) * self.to if d and size in lengths and size != own[n][d] else size
+                for d, size in enumerate(shape)
+            )
+            for n, shape in here.items()
+        }
+        moved = frozenset(
+            (n, d) for n, shape in shapes.items() for d, size in enumerate(shape) if d and size != least[n][d]
+        )
+        longer = {
+            n: tuple(size + self.to if (n, d) in moved else size for d, size in enumerate(shape))
+            for n, shape in shapes.items()
+        }
         key = how, moved
         return Bucket(here, shapes, longer, moved, key, self.known.get(key, Kind({}, ())))
 
@@ -96,6 +143,7 @@ def shapes_of(named: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def filled(named: Mapping[str, Any], shapes: Shapes, fills: Mapping[str, float]) -> list[Any]:
     """The leaves of a call, brought to shapes."""
+
     def put(name: str, leaf: Any) -> Any:
         if name not in shapes or all(a >= b for a, b in zip(leaf.shape[1:], shapes[name][1:], strict=True)):
             return leaf
@@ -114,13 +162,25 @@ def cut_back(outputs: Sequence[Any], cuts: Sequence[Follows], shapes: Shapes) ->
 
 
 def fills_of(graph: Graph, names: Mapping[str, str]) -> dict[str, float]:
-    """What goes into the padding of each input that only a cross entropy reads, or that it reads and no table does; of the rest 0. `names` are those of the call, by those of the graph."""
+    """What goes into the padding of each input that only a cross entropy reads, or that it reads and no table does.
+
+    Of the rest 0. `names` are those of the call, by those of the graph.
+    """
     found = {}
     for key, node in graph.inputs.items():
-        ignored = {v.kwargs.get("ignore_index", -100) for v in graph.nodes if v.op == "call_function" and op_name(v) in ("cross_entropy", "nll_loss") and _comes_from(v.kwargs["target"], node)}
-        looked_up = any(v.op == "call_function" and op_name(v) == "embedding" and _shows(v.kwargs["input"], node) for v in graph.nodes)
+        ignored = {
+            v.kwargs.get("ignore_index", -100)
+            for v in graph.nodes
+            if v.op == "call_function"
+            and op_name(v) in ("cross_entropy", "nll_loss")
+            and _comes_from(v.kwargs["target"], node)
+        }
+        looked_up = any(
+            v.op == "call_function" and op_name(v) == "embedding" and _shows(v.kwargs["input"], node)
+            for v in graph.nodes
+        )
         if ignored and not looked_up and "int" in type_of(node).dtype and key in names:
-            found[names[key]] = float(min(ignored))            # type: ignore[type-var, arg-type]
+            found[names[key]] = float(min(ignored))
     return found
 
 
@@ -146,51 +206,87 @@ def _shows(value: Any, source: Any) -> bool:
 
 
 def cuts_of(exact: Graph, padded: Graph, bucket: Bucket) -> tuple[Follows, ...]:
-    """Which dims of outputs follow which lengths, from the same call as it is and as it is longer; of what was known before, what still may be."""
+    """Which dims of outputs follow which lengths, from the same call as it is and as it is longer.
+
+    Of what was known before, what still may be.
+    """
     here, longer, found = bucket.here, bucket.longer, []
     known = {(f.output, f.dim): f.lengths for f in bucket.cuts}
     for i, name in enumerate(exact.output_names):
-        for d, (size, more) in enumerate(zip(info(exact.output).outputs[i].shape, info(padded.output).outputs[i].shape, strict=True)):
+        for d, (size, more) in enumerate(
+            zip(info(exact.output).outputs[i].shape, info(padded.output).outputs[i].shape, strict=True)
+        ):
             if size != more:
-                lengths = frozenset((n, k, size - here[n][k]) for n, k in bucket.moved if size - here[n][k] == more - longer[n][k])
+                lengths = frozenset(
+                    (n, k, size - here[n][k]) for n, k in bucket.moved if size - here[n][k] == more - longer[n][k]
+                )
                 lengths = frozenset(at for at in lengths if not at[2]) or lengths
                 if not lengths:
-                    raise NotServed(f"with pad_to, output {name!r} has a dim of {size} where the sequences are as they are and of {more} where they are padded, which is no length of an input",
-                                    advice="pad_to=None, or that output is left out")
+                    raise NotServed(
+                        f"with pad_to, output {name!r} has a dim of {size} where the sequences are as they are "
+                        f"and of {more} where they are padded, which is no length of an input",
+                        advice="pad_to=None, or that output is left out",
+                    )
                 found.append(Follows(i, d, lengths & known.get((i, d), lengths) or lengths))
     return tuple(found)
 
 
 def gradients_of(outputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of a sum of outputs in which each number has a weight of its own."""
-    sums = [(o * torch.cos(torch.arange(o.numel(), device=o.device, dtype=torch.float64)).view(o.shape).to(o.dtype)).sum() for o in outputs]
+    sums = [
+        (o * torch.cos(torch.arange(o.numel(), device=o.device, dtype=torch.float64)).view(o.shape).to(o.dtype)).sum()
+        for o in outputs
+    ]
     if not sums or not parameters or not any(s.requires_grad for s in sums):
         return {}
     found = torch.autograd.grad(sums, list(parameters.values()), allow_unused=True)
     return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
 
 
-Results = tuple[Sequence[Any], Mapping[str, Tensor]]           # outputs, and gradients of parameters
+Results = tuple[Sequence[Any], Mapping[str, Tensor]]  # outputs, and gradients of parameters
 
 
 def check(graph: Graph, exact: Results, padded: Results, device: torch.device) -> None:
-    """Does the model compute the same of padded sequences? Raises a letter, the same on all ranks, that names what differs."""
-    named = [(f"output {name!r}", *(t.full_tensor() if isinstance(t, DTensor) else t for t in pair)) for name, *pair in zip(graph.output_names, exact[0], padded[0], strict=True)]      # two plans may lay it out in two ways
+    """Does the model compute the same of padded sequences? Raises a letter, the same on all ranks, that names what
+    differs.
+    """
+    named = [
+        (f"output {name!r}", *(t.full_tensor() if isinstance(t, DTensor) else t for t in pair))
+        for name, *pair in zip(graph.output_names, exact[0], padded[0], strict=True)
+    ]  # two plans may lay it out in two ways
     count = len(named)
-    named += [(f"the gradient of {name}", one, padded[1].get(name, torch.zeros_like(one))) for name, one in exact[1].items()]
-    numbers = torch.stack([_apart(*(t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in pair)) for _, *pair in named]).to(device)
+    named += [
+        (f"the gradient of {name}", one, padded[1].get(name, torch.zeros_like(one))) for name, one in exact[1].items()
+    ]
+    numbers = torch.stack(
+        [_apart(*(t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in pair)) for _, *pair in named]
+    ).to(device)
     if dist.get_world_size() > 1 and dist.get_backend() != "fake":
         dist.all_reduce(numbers)
     rows = numbers.sqrt().tolist()
     of_all = sum(all_of_it**2 for *_, all_of_it in rows[count:]) ** 0.5
-    allowed = _ROUNDING[min((t.itemsize for n in graph.nodes for t in info(n).outputs if t.torch_dtype.is_floating_point), default=8)]
+    allowed = _ROUNDING[
+        min((t.itemsize for n in graph.nodes for t in info(n).outputs if t.torch_dtype.is_floating_point), default=8)
+    ]
     for i, ((what, *_), (apart, beside, _)) in enumerate(zip(named, rows, strict=True)):
         if not apart <= allowed * (beside if i < count else max(beside, _NOISE * of_all)):
-            raise NotServed(f"with pad_to the model would compute something else: {what} depends on the padding", advice="a mask among the inputs whose 0 means hidden, and targets beside them that are ignored where nothing is; or pad_to=None")
+            raise NotServed(
+                f"with pad_to the model would compute something else: {what} depends on the padding",
+                advice=(
+                    "a mask among the inputs whose 0 means hidden, and targets beside them that are ignored where "
+                    "nothing is; or pad_to=None"
+                ),
+            )
 
 
 def _apart(one: Tensor, other: Tensor) -> Tensor:
     """Squares: how far apart they are, how large those numbers are that differ, and how large all are."""
     a, b = one.double(), other.double()
     differ = (a != b) & ~(a.isnan() & b.isnan())
-    return torch.stack([torch.where(differ, a - b, 0.0).square().sum(), torch.where(differ, a, 0.0).square().sum(), torch.where(a.isfinite(), a, 0.0).square().sum()])
+    return torch.stack(
+        [
+            torch.where(differ, a - b, 0.0).square().sum(),
+            torch.where(differ, a, 0.0).square().sum(),
+            torch.where(a.isfinite(), a, 0.0).square().sum(),
+        ]
+    )

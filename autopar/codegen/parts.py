@@ -1,4 +1,7 @@
-"""inputs="local": every rank passes its own rows of the batch, as its data loader gives them. Which, the plan says once; all that the ranks must agree on is how many rows there are."""
+"""inputs="local": every rank passes its own rows of the batch, as its data loader gives them.
+
+Which, the plan says once; all that the ranks must agree on is how many rows there are.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from autopar.sharding.placement import R, S, Sharding, local_shape
 from autopar.solver.plan import Plan
 from autopar.tracer.graph import Graph, info, type_of
 
-Rows = tuple[tuple[int, ...], frozenset[str]]                  # the axes that cut the rows of inputs, major first, and the inputs that have them
+Rows = tuple[
+    tuple[int, ...], frozenset[str]
+]  # the axes that cut the rows of inputs, major first, and the inputs that have them
 WHOLE: Rows = ((), frozenset())
 
 
@@ -33,7 +38,9 @@ def rows_of(graph: Graph, plan: Plan) -> Rows:
         common = tuple(a for a, *others in zip(*paths, strict=False) if all(o == a for o in others))
         if paths and len(common) > len(axes):
             axes, rows = common, type_of(graph.inputs[name]).shape[0]
-    return axes, frozenset(name for name, node in graph.inputs.items() if rows is not None and type_of(node).shape[:1] == (rows,))
+    return axes, frozenset(
+        name for name, node in graph.inputs.items() if rows is not None and type_of(node).shape[:1] == (rows,)
+    )
 
 
 def cut_rows(steps: Sequence[Step]) -> tuple[int, ...]:
@@ -59,16 +66,30 @@ def from_rows(axes: Sequence[int], steps: Sequence[Step]) -> tuple[Step, ...]:
 
 def sharding_of_rows(axes: Sequence[int], mesh: DeviceMesh) -> Sharding:
     """Rows cut by these axes, the first as the major one."""
-    return Sharding(tuple(S(0) if a in axes else R for a in range(len(mesh.shape))), (*axes, *(a for a in range(len(mesh.shape)) if a not in axes)))
+    return Sharding(
+        tuple(S(0) if a in axes else R for a in range(len(mesh.shape))),
+        (*axes, *(a for a in range(len(mesh.shape)) if a not in axes)),
+    )
 
 
-def least_and_most(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, tuple[int, ...]]]:
-    """The shapes of a call with every dim but the rows as short, and as long, as that of any rank. A letter where ranks pass other inputs."""
+def least_and_most(
+    shapes: Mapping[str, tuple[int, ...]], device: torch.device
+) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, tuple[int, ...]]]:
+    """The shapes of a call with every dim but the rows as short, and as long, as that of any rank.
+
+    A letter where ranks pass other inputs.
+    """
     sizes = [n for shape in shapes.values() for n in shape[1:]]
-    kinds = int.from_bytes(hashlib.sha256(repr([(n, len(shape)) for n, shape in shapes.items()]).encode()).digest()[:7], "big")
+    kinds = int.from_bytes(
+        hashlib.sha256(repr([(n, len(shape)) for n, shape in shapes.items()]).encode()).digest()[:7], "big"
+    )
     answers = exchanged([kinds], device)
     if others := [r for r, theirs in enumerate(answers) if theirs != answers[0]]:
-        raise Disagreement(f"ranks call the model with different inputs: {others} differ from rank 0", seen=f"here {dict(shapes)}", advice="the same inputs on every rank")
+        raise Disagreement(
+            f"ranks call the model with different inputs: {others} differ from rank 0",
+            seen=f"here {dict(shapes)}",
+            advice="the same inputs on every rank",
+        )
     of_all = list(zip(*exchanged(sizes, device), strict=True)) if sizes else []
 
     def each(choose: Callable[[tuple[int, ...]], int]) -> dict[str, tuple[int, ...]]:
@@ -81,9 +102,14 @@ def least_and_most(shapes: Mapping[str, tuple[int, ...]], device: torch.device) 
 class Parts:
     """What ranks pass of each input, and how a call of one rank becomes that of all."""
 
-    def __init__(self, plan: Plan, device: torch.device, axes: Sequence[int], known: Sequence[str], cut: Collection[str]) -> None:
+    def __init__(
+        self, plan: Plan, device: torch.device, axes: Sequence[int], known: Sequence[str], cut: Collection[str]
+    ) -> None:
         self.mesh, self.device, self.axes = plan.mesh, device, tuple(axes)
-        self.known, self.names = frozenset(known), frozenset(cut)        # what leaves of the first call are called, and which have rows
+        self.known, self.names = (
+            frozenset(known),
+            frozenset(cut),
+        )  # what leaves of the first call are called, and which have rows
         self.sharding = sharding_of_rows(axes, plan.mesh)
 
     @property
@@ -103,40 +129,88 @@ class Parts:
         return found
 
     def whole(self, named: Mapping[str, Any], structure: pytree.TreeSpec) -> tuple[dict[str, Any], frozenset[str]]:
-        """The leaves of all ranks' call from those of this one, shapes alone, and which of them have rows. A letter on every rank where the ranks' do not go together."""
-        if any(n.endswith("['num_items_in_batch']") and value is not None for n, value in named.items()) and world_size() > 1:
+        """The leaves of all ranks' call from those of this one, shapes alone, and which of them have rows.
+
+        A letter on every rank where the ranks' do not go together.
+        """
+        if (
+            any(n.endswith("['num_items_in_batch']") and value is not None for n, value in named.items())
+            and world_size() > 1
+        ):
             raise NotServed(
-                "num_items_in_batch is passed, as Hugging Face's Trainer does, which multiplies the loss by the number of processes: a rank's loss would be its share",
-                seen=f'inputs="local": the loss of a parallel model is that of the batch of all {world_size()} ranks already, and would be {world_size()} times too large',
-                advice="trainer.model_accepts_loss_kwargs = False, so that the Trainer takes the loss as it is; in a loop of your own divide outside the model",
+                "num_items_in_batch is passed, as Hugging Face's Trainer does, which multiplies the loss by the "
+                "number of processes: a rank's loss would be its share",
+                seen=(
+                    f'inputs="local": the loss of a parallel model is that of the batch of all {world_size()} ranks '
+                    f"already, and would be {world_size()} times too large"
+                ),
+                advice=(
+                    "trainer.model_accepts_loss_kwargs = False, so that the Trainer takes the loss as it is; in a "
+                    "loop of your own divide outside the model"
+                ),
             )
         tensors = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.dim()}
-        mine = {len(t) for n, t in tensors.items() if n in self.names} or {len(t) for n, t in tensors.items() if n not in self.known}
+        mine = {len(t) for n, t in tensors.items() if n in self.names} or {
+            len(t) for n, t in tensors.items() if n not in self.known
+        }
         rows = 0 if not self.axes else mine.pop() if len(mine) == 1 else -1
-        cut = frozenset(n for n, t in tensors.items() if n in self.names or (self.axes and n not in self.known and len(t) == rows))      # of one that the first call did not have, its size says
+        cut = frozenset(
+            n for n, t in tensors.items() if n in self.names or (self.axes and n not in self.known and len(t) == rows)
+        )  # of one that the first call did not have, its size says
         wants = frozenset(n for n, t in tensors.items() if t.requires_grad and torch.is_grad_enabled())
-        said = [(n, t.shape[n in cut:], t.dtype, n in wants) if isinstance(t, Tensor) else (n, type(t)) for n, t in named.items()]
+        said = [
+            (n, t.shape[n in cut :], t.dtype, n in wants) if isinstance(t, Tensor) else (n, type(t))
+            for n, t in named.items()
+        ]
         digest = int.from_bytes(hashlib.sha256(repr((said, structure)).encode()).digest()[:7], "big")
         answers = exchanged([rows, digest], self.device)
         if others := [r for r, (_, theirs) in enumerate(answers) if theirs != answers[0][1]]:
-            raise Disagreement(f"ranks call the model with different inputs: {others} differ from rank 0", seen=f"here {said}", advice="the same inputs on every rank, of equal sizes but for the rows")
+            raise Disagreement(
+                f"ranks call the model with different inputs: {others} differ from rank 0",
+                seen=f"here {said}",
+                advice="the same inputs on every rank, of equal sizes but for the rows",
+            )
         if wants & cut:
-            raise NotServed(f'inputs="local", and the input {min(wants & cut)} wants a gradient', advice='inputs="global"')
+            raise NotServed(
+                f'inputs="local", and the input {min(wants & cut)} wants a gradient', advice='inputs="global"'
+            )
         counts = [n for n, _ in answers]
         if min(counts) < 0:
-            raise BadInput(f"inputs of rank {counts.index(-1)} have different numbers of rows", seen=f"here {said}", advice="the same rows of every input")
+            raise BadInput(
+                f"inputs of rank {counts.index(-1)} have different numbers of rows",
+                seen=f"here {said}",
+                advice="the same rows of every input",
+            )
         total = sum({self.index(r): n for r, n in enumerate(counts)}.values())
         due = [local_shape((total,), self.sharding, self.mesh, self.mesh.coordinate(r))[0] for r in range(len(counts))]
         if self.axes and (counts != due or 0 in counts):
-            raise BadInput(f"ranks pass {counts} rows, which are no parts of one batch", seen=f"{self.text} of {total} rows", advice="some for every rank" if 0 in due else f"{due}, as torch.chunk and model.sampler give them")
-        return {n: torch.empty((total, *t.shape[1:]), dtype=t.dtype, device="meta") if n in cut else t for n, t in named.items()}, cut
+            raise BadInput(
+                f"ranks pass {counts} rows, which are no parts of one batch",
+                seen=f"{self.text} of {total} rows",
+                advice="some for every rank" if 0 in due else f"{due}, as torch.chunk and model.sampler give them",
+            )
+        return {
+            n: torch.empty((total, *t.shape[1:]), dtype=t.dtype, device="meta") if n in cut else t
+            for n, t in named.items()
+        }, cut
 
     def all_hold(self, named: Mapping[str, Any], cut: Collection[str]) -> None:
         """Compare hashes of values: ranks of the same part hold the same rows, and all the same of what is whole."""
         tensors = {n: t for n, t in named.items() if isinstance(t, Tensor)}
-        of_rows, of_rest = (numbers_of([t for n, t in tensors.items() if (n in cut) == is_cut]) for is_cut in (True, False))
-        everyone = [(theirs[:len(of_rows)], theirs[len(of_rows):]) for theirs in exchanged([*of_rows, *of_rest], self.device)]
+        of_rows, of_rest = (
+            numbers_of([t for n, t in tensors.items() if (n in cut) == is_cut]) for is_cut in (True, False)
+        )
+        everyone = [
+            (theirs[: len(of_rows)], theirs[len(of_rows) :]) for theirs in exchanged([*of_rows, *of_rest], self.device)
+        ]
         first = {self.index(r): r for r in reversed(range(len(everyone)))}
-        if others := [r for r, (rows, rest) in enumerate(everyone) if rows != everyone[first[self.index(r)]][0] or rest != everyone[0][1]]:
-            raise Disagreement(f"ranks hold different input values: {others} differ from others of the same part", seen=f"rows are {self.text}",
-                               advice="model.sampler(dataset), which gives ranks of one part the same rows")
+        if others := [
+            r
+            for r, (rows, rest) in enumerate(everyone)
+            if rows != everyone[first[self.index(r)]][0] or rest != everyone[0][1]
+        ]:
+            raise Disagreement(
+                f"ranks hold different input values: {others} differ from others of the same part",
+                seen=f"rows are {self.text}",
+                advice="model.sampler(dataset), which gives ranks of one part the same rows",
+            )

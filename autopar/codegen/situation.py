@@ -1,4 +1,8 @@
-"""What a lowered program was made for. A call in another situation - other shapes, eval, other parameters that train, autocast - needs another program; one without gradients needs half of one."""
+"""What a lowered program was made for.
+
+A call in another situation - other shapes, eval, other parameters that train, autocast - needs another program; one
+without gradients needs half of one.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +30,33 @@ _SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.
 class Situation:
     """Everything of a call that its graph depends on."""
 
-    leaves: tuple[Any, ...]                                    # of each tensor shape, dtype and whether it wants a gradient; of anything else itself
+    leaves: tuple[Any, ...]  # of each tensor shape, dtype and whether it wants a gradient; of anything else itself
     structure: pytree.TreeSpec
-    modes: tuple[bool, ...]                                    # of every module: does it train?
-    trained: tuple[bool, ...]                                  # of every parameter
-    autocast: tuple[tuple[str, torch.dtype], ...]              # of each kind of device for which it is on
-    said: int = 0                                              # which of the states its modules are in: what they say of themselves, and their hooks
+    modes: tuple[bool, ...]  # of every module: does it train?
+    trained: tuple[bool, ...]  # of every parameter
+    autocast: tuple[tuple[str, torch.dtype], ...]  # of each kind of device for which it is on
+    said: int = 0  # which of the states its modules are in: what they say of themselves, and their hooks
 
     def kind(self, with_rows: bool) -> tuple[Any, ...]:
-        """All of it but how long things are, and what modules say of themselves; with how many rows there are, or without."""
-        leaves = tuple([(len(leaf[0]), *(leaf[0][:1] if with_rows else ()), *leaf[1:]) if isinstance(leaf[0], torch.Size) else leaf for leaf in self.leaves])
+        """All of it but how long things are, and what modules say of themselves.
+
+        With how many rows there are, or without.
+        """
+        leaves = tuple(
+            [
+                (len(leaf[0]), *(leaf[0][:1] if with_rows else ()), *leaf[1:])
+                if isinstance(leaf[0], torch.Size)
+                else leaf
+                for leaf in self.leaves
+            ]
+        )
         return leaves, self.structure, self.modes, self.trained, self.autocast
 
     def of_all_ranks(self) -> tuple[Any, ...]:
         """All of it that ranks can compare: states of modules each numbers for itself."""
-        leaves = [(leaf[0], None) if isinstance(leaf[1], bytes) else leaf for leaf in self.leaves]      # a set is pickled in an order of its own
+        leaves = [
+            (leaf[0], None) if isinstance(leaf[1], bytes) else leaf for leaf in self.leaves
+        ]  # a set is pickled in an order of its own
         return leaves, self.structure, self.modes, self.trained, self.autocast
 
     def differs(self, other: Situation) -> str:
@@ -49,13 +65,28 @@ class Situation:
         if self.structure != other.structure or len(self.leaves) != len(other.leaves):
             said.append("arguments")
         elif self.leaves != other.leaves:
-            said += sorted({_as_text(mine) for mine, theirs in zip(self.leaves, other.leaves, strict=True) if mine != theirs})
-        said += [name for name, mine, theirs in (("train and eval", self.modes, other.modes), ("parameters that train", self.trained, other.trained), ("autocast", self.autocast, other.autocast), ("attributes or hooks of modules", self.said, other.said)) if mine != theirs]
+            said += sorted(
+                {_as_text(mine) for mine, theirs in zip(self.leaves, other.leaves, strict=True) if mine != theirs}
+            )
+        said += [
+            name
+            for name, mine, theirs in (
+                ("train and eval", self.modes, other.modes),
+                ("parameters that train", self.trained, other.trained),
+                ("autocast", self.autocast, other.autocast),
+                ("attributes or hooks of modules", self.said, other.said),
+            )
+            if mine != theirs
+        ]
         return ", ".join(said)
 
 
 def _as_text(leaf: Any) -> str:
-    return f"{str(leaf[1]).removeprefix('torch.')}{list(leaf[0])}" if isinstance(leaf[0], torch.Size) else str(leaf[1])[:80]
+    return (
+        f"{str(leaf[1]).removeprefix('torch.')}{list(leaf[0])}"
+        if isinstance(leaf[0], torch.Size)
+        else str(leaf[1])[:80]
+    )
 
 
 class Caller:
@@ -77,12 +108,26 @@ class Caller:
         try:
             named = self.signature.bind(*args, **kwargs).arguments
         except TypeError as e:
-            raise BadInput(f"{self.name}.forward does not take these inputs: {e}", seen=f"forward{self.signature}", advice="the arguments of the model's own forward") from e
+            raise BadInput(
+                f"{self.name}.forward does not take these inputs: {e}",
+                seen=f"forward{self.signature}",
+                advice="the arguments of the model's own forward",
+            ) from e
         learn_dataclasses(named)
-        return pytree.tree_flatten({k: {name: named[k][name] for name in sorted(named[k])} if self.signature.parameters[k].kind is inspect.Parameter.VAR_KEYWORD else named[k] for k in sorted(named)})
+        return pytree.tree_flatten(
+            {
+                k: {name: named[k][name] for name in sorted(named[k])}
+                if self.signature.parameters[k].kind is inspect.Parameter.VAR_KEYWORD
+                else named[k]
+                for k in sorted(named)
+            }
+        )
 
     def call(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Call:
-        """The call that has these leaves; arguments by name, where they have one and nothing stands after them that has none."""
+        """The call that has these leaves.
+
+        Arguments by name, where they have one and nothing stands after them that has none.
+        """
         given = pytree.tree_unflatten(list(leaves), structure)
         if self.signature is None:
             return Call(*given)
@@ -90,15 +135,34 @@ class Caller:
         if any(kinds[name] in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY) for name in given):
             bound = inspect.BoundArguments(self.signature, OrderedDict(given))
             return Call(bound.args, bound.kwargs)
-        return Call((), {key: value for name, of_one in given.items() for key, value in (of_one.items() if kinds[name] is inspect.Parameter.VAR_KEYWORD else ((name, of_one),))})
+        return Call(
+            (),
+            {
+                key: value
+                for name, of_one in given.items()
+                for key, value in (
+                    of_one.items() if kinds[name] is inspect.Parameter.VAR_KEYWORD else ((name, of_one),)
+                )
+            },
+        )
 
     def situation(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Situation:
         """Of a call, now."""
         grad = torch.is_grad_enabled()
         return Situation(
-            tuple([(leaf.shape, leaf.dtype, grad and leaf.requires_grad) if isinstance(leaf, Tensor) else _said(leaf) for leaf in leaves]), structure,
-            tuple([m.training for m in self.modules]), tuple([p.requires_grad for p in self.parameters]),
-            tuple([(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]), self.attributes.state(),
+            tuple(
+                [
+                    (leaf.shape, leaf.dtype, grad and leaf.requires_grad) if isinstance(leaf, Tensor) else _said(leaf)
+                    for leaf in leaves
+                ]
+            ),
+            structure,
+            tuple([m.training for m in self.modules]),
+            tuple([p.requires_grad for p in self.parameters]),
+            tuple(
+                [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+            ),
+            self.attributes.state(),
         )
 
     def names(self, structure: pytree.TreeSpec) -> list[str]:
@@ -115,10 +179,17 @@ class Caller:
 
 
 def _said(value: Any) -> tuple[type, Any]:
-    """A constant argument as it is now: the caller may change it later. 1, 1.0 and True are three things, and nan is itself."""
+    """A constant argument as it is now.
+
+    The caller may change it later. 1, 1.0 and True are three things, and nan is itself.
+    """
     if isinstance(value, _SAID):
         return type(value), repr(value)
     try:
         return type(value), pickle.dumps(value)
     except Exception as e:
-        raise BadInput(f"an argument is a {type(value).__name__}, of which cannot be said whether it is the same in the next call", seen=f"{type(e).__name__}: {e}", advice="tensors, numbers, text, and what can be pickled") from e
+        raise BadInput(
+            f"an argument is a {type(value).__name__}, of which cannot be said whether it is the same in the next call",
+            seen=f"{type(e).__name__}: {e}",
+            advice="tensors, numbers, text, and what can be pickled",
+        ) from e

@@ -1,10 +1,12 @@
 """Local program -> its forward and backward in one graph of ATen code. What a model repeats is traced once.
 
-    pieces      runs of ops under one numbered module ("layers.3"), and what stands between them
-    forward     on fake tensors, piece by piece: how what a piece leaves lies in memory
-    backward    from the last piece to the first: make_fx over torch.autograd.grad; pieces that are alike - ops, constants, how
-                their inputs and the gradients that arrive lie - share one trace
-    compose     copies of the traces: forwards in order, backwards in reverse; gradients of what several pieces read are added up
+pieces      runs of ops under one numbered module ("layers.3"), and what stands between them
+forward     on fake tensors, piece by piece: how what a piece leaves lies in memory
+backward    from the last piece to the first: make_fx over torch.autograd.grad; pieces that are alike - ops, constants,
+            how
+            their inputs and the gradients that arrive lie - share one trace
+compose     copies of the traces: forwards in order, backwards in reverse; gradients of what several pieces read are
+            added up
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Lies:
         return Lies(value.shape, value.stride(), value.dtype, value.requires_grad)
 
     def made(self, device: str) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).requires_grad_(self.has_gradient)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).requires_grad_(
+            self.has_gradient
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +55,7 @@ class Piece:
     nodes: list[fx.Node]
     reads: list[fx.Node]
     leaves: list[fx.Node]
-    likeness: tuple[Any, ...]                                  # equal for pieces that compute the same
+    likeness: tuple[Any, ...]  # equal for pieces that compute the same
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,30 +65,38 @@ class Traced:
     inputs: list[fx.Node]
     tangents: list[fx.Node]
     outputs: list[fx.Node]
-    gradients: list[fx.Node | None]                            # one an input
+    gradients: list[fx.Node | None]  # one an input
     forward: list[fx.Node] = field(default_factory=list)
     backward: list[fx.Node] = field(default_factory=list)
 
 
-def trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> tuple[fx.Graph, list[fx.Node], list[fx.Node], list[fx.Node], list[fx.Node | None], list[int]]:
+def trace(
+    program: LocalProgram, differentiable: Sequence[int], device: str
+) -> tuple[fx.Graph, list[fx.Node], list[fx.Node], list[fx.Node], list[fx.Node | None], list[int]]:
     """The graph, its primals, its tangents, its outputs, the gradients, and of which primals these are."""
     placeholders = [n for n in program.fx.nodes if n.op == "placeholder"]
-    ends: list[fx.Node] = list(program.fx.output_node().args[0])     # type: ignore[arg-type]
+    ends: list[fx.Node] = list(program.fx.output_node().args[0])
     wanted = [i for i, n in enumerate(placeholders) if program.types[n.name].requires_grad] if differentiable else []
     pieces, graph = _pieces(program, set(ends)), fx.Graph()
-    here = torch.device(device) if device != "cpu" else contextlib.nullcontext()    # what comes from nothing is made there
+    here = (
+        torch.device(device) if device != "cpu" else contextlib.nullcontext()
+    )  # what comes from nothing is made there
     with FakeTensorMode(), torch.enable_grad(), here:
-        lies = {n: Lies.of(torch.empty(t.shape, dtype=t.torch_dtype, device=device, requires_grad=i in wanted)) for i, n in enumerate(placeholders) for t in (program.types[n.name],)}
+        lies = {
+            n: Lies.of(torch.empty(t.shape, dtype=t.torch_dtype, device=device, requires_grad=i in wanted))
+            for i, n in enumerate(placeholders)
+            for t in (program.types[n.name],)
+        }
         known: dict[Any, tuple[Lies, ...]] = {}
         key: Any
-        for piece in pieces:                                   # how everything lies
+        for piece in pieces:  # how everything lies
             key = (piece.likeness, tuple(lies[n] for n in piece.reads))
             if key not in known:
                 env = {n: lies[n].made(device) for n in piece.reads}
                 known[key] = tuple(Lies.of(v) for v in _run(piece, env))
             lies.update(zip(piece.leaves, known[key], strict=True))
 
-        arriving = {}                                          # of each value, how its gradient lies
+        arriving = {}  # of each value, how its gradient lies
         for i in differentiable:
             if lies[ends[i]].has_gradient:
                 arriving[ends[i]] = _alone(lies[ends[i]])
@@ -109,11 +121,21 @@ def trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> 
         return _composed(graph, program, placeholders, ends, differentiable, wanted, pieces, of[::-1], lies, device)
 
 
-def _composed(graph: fx.Graph, program: LocalProgram, placeholders: list[fx.Node], ends: list[fx.Node], differentiable: Sequence[int], wanted: list[int], pieces: list[Piece], traces: list[Traced],
-              lies: dict[fx.Node, Lies], device: str) -> Any:
+def _composed(
+    graph: fx.Graph,
+    program: LocalProgram,
+    placeholders: list[fx.Node],
+    ends: list[fx.Node],
+    differentiable: Sequence[int],
+    wanted: list[int],
+    pieces: list[Piece],
+    traces: list[Traced],
+    lies: dict[fx.Node, Lies],
+    device: str,
+) -> Any:
     """Copies of the traces, one after the other."""
     env: dict[fx.Node, fx.Node] = {}
-    seconds: dict[fx.Node, fx.Node] = {}                       # of each value its gradient
+    seconds: dict[fx.Node, fx.Node] = {}  # of each value its gradient
 
     def placeholder(name: str, like: Lies) -> fx.Node:
         made = graph.placeholder(name)
@@ -173,7 +195,14 @@ def _pieces(program: LocalProgram, ends: set[fx.Node]) -> list[Piece]:
         leaves = [n for n in nodes if n in ends or any(u not in inside and u.op != "output" for u in n.users)]
         leaves = [n for n in leaves if not _is_several(n)]
         number: dict[fx.Node, Any] = {n: f"<{i}>" for i, n in enumerate((*reads, *nodes))}
-        said = tuple((n.target, repr(fx.map_arg((n.args, n.kwargs), lambda a: _Said(number[a]))), tuple(t.requires_grad for t in info(n).outputs)) for n in nodes)
+        said = tuple(
+            (
+                n.target,
+                repr(fx.map_arg((n.args, n.kwargs), lambda a: _Said(number[a]))),
+                tuple(t.requires_grad for t in info(n).outputs),
+            )
+            for n in nodes
+        )
         found.append(Piece(nodes, reads, leaves, (len(reads), said, tuple(number[n] for n in leaves))))
     return found
 
@@ -211,17 +240,25 @@ def _traced(piece: Piece, reads: Sequence[Lies], tangents: Sequence[Lies | None]
         outputs = _run(piece, dict(zip(piece.reads, inputs, strict=True)))
         if not given or not held:
             return (*outputs,)
-        return (*outputs, *torch.autograd.grad([o for o, t in zip(outputs, tangents, strict=True) if t is not None], [inputs[i] for i in held], arriving, allow_unused=True))
+        return (
+            *outputs,
+            *torch.autograd.grad(
+                [o for o, t in zip(outputs, tangents, strict=True) if t is not None],
+                [inputs[i] for i in held],
+                arriving,
+                allow_unused=True,
+            ),
+        )
 
     fake = [like.made(device).detach() for like in reads], [like.made(device) for like in given]
     made = make_fx(step)(*fake)
-    if any(map(_writes, made.graph.nodes)):                    # an op's body, or a backward, that writes to memory: as values
+    if any(map(_writes, made.graph.nodes)):  # an op's body, or a backward, that writes to memory: as values
         made = make_fx(torch.func.functionalize(made, remove="mutations"))(*fake)
     assert not any(map(_writes, made.graph.nodes))
-    for node in made.graph.find_nodes(op="get_attr"):          # torch.tensor([1, 2]) is written out where it stands
+    for node in made.graph.find_nodes(op="get_attr"):  # torch.tensor([1, 2]) is written out where it stands
         _write_out(made, node, device)
     nodes, flat = [n for n in made.graph.nodes if n.op == "placeholder"], list(made.graph.output_node().args[0])
-    found, count = dict(zip(held, flat[len(piece.leaves):], strict=False)), len(reads)
+    found, count = dict(zip(held, flat[len(piece.leaves) :], strict=False)), len(reads)
     traced = Traced(nodes[:count], nodes[count:], flat[: len(piece.leaves)], [found.get(i) for i in range(count)])
     needed, pending = set[fx.Node](), list(traced.outputs)
     while pending:
@@ -231,7 +268,9 @@ def _traced(piece: Piece, reads: Sequence[Lies], tangents: Sequence[Lies | None]
             pending += node.all_input_nodes
     for node in made.graph.nodes:
         if node.op == "call_function":
-            if node.target is operator.getitem and node.args[0] in needed:       # a part of what forward makes: it would hold the others until backward
+            if (
+                node.target is operator.getitem and node.args[0] in needed
+            ):  # a part of what forward makes: it would hold the others until backward
                 needed.add(node)
             (traced.forward if node in needed else traced.backward).append(node)
     return traced

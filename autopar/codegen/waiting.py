@@ -20,8 +20,10 @@ class Waiting:
     """Gradients of micro-batches that are not reduced yet, by the program that made them."""
 
     def __init__(self, model: nn.Module, storage: dict[str, Storage]) -> None:
-        self.on = False                                        # does what runs now add to them?
-        self.of: dict[Runner, list[Tensor | None]] = {}        # None where for a parameter nothing waits, and for others something does
+        self.on = False  # does what runs now add to them?
+        self.of: dict[
+            Runner, list[Tensor | None]
+        ] = {}  # None where for a parameter nothing waits, and for others something does
         self.model, self.storage = weakref.ref(model), storage
         _ALL[:] = [ref for ref in (*_ALL, weakref.ref(self)) if ref() is not None]
 
@@ -37,7 +39,9 @@ class Waiting:
 
     def deliver(self, name: str, gradient: Tensor) -> None:
         """Add to the `.grad` of a parameter."""
-        parameter, wrapped = self.model().get_parameter(name), self.storage[name].wrap(gradient)     # type: ignore[union-attr]
+        model = self.model()
+        assert model is not None
+        parameter, wrapped = model.get_parameter(name), self.storage[name].wrap(gradient)
         parameter.grad = wrapped if parameter.grad is None else parameter.grad + wrapped
 
     def settled(self, runner: Runner) -> list[Tensor | None]:
@@ -52,7 +56,9 @@ class Waiting:
         ids = {id(p) for p in parameters}
         forgotten = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in ids}
         for runner, totals in list(self.of.items()) if forgotten else ():
-            totals[:] = [None if name in forgotten else total for total, name in zip(totals, runner.names_that_wait, strict=True)]
+            totals[:] = [
+                None if name in forgotten else total for total, name in zip(totals, runner.names_that_wait, strict=True)
+            ]
             if all(total is None for total in totals):
                 del self.of[runner]
 
@@ -73,5 +79,5 @@ def let_optimizers_forget() -> None:
             if (waiting := found()) is not None:
                 waiting.forget(p for group in self.param_groups for p in group["params"])
 
-    zero_grad.of_autopar = True                                # type: ignore[attr-defined]
-    torch.optim.Optimizer.zero_grad = zero_grad                # type: ignore[method-assign]
+    zero_grad.of_autopar = True  # type: ignore[attr-defined]
+    torch.optim.Optimizer.zero_grad = zero_grad

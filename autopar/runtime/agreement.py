@@ -25,23 +25,25 @@ import torch.distributed as dist
 from autopar.letters import Disagreement, Letter, Lost
 from autopar.runtime.private import job_store
 
-_PATIENCE = timedelta(seconds=1)                               # that a wait lasts before it looks into the store
-_BEGINS, _ASKS, _RUNS, _IS_DONE = range(4)                     # where in a call a rank is
-_ADVICE = "the same calls, modes, attributes, hooks and shapes on every rank; save_pretrained on all, or with state_dict="
+_PATIENCE = timedelta(seconds=1)  # that a wait lasts before it looks into the store
+_BEGINS, _ASKS, _RUNS, _IS_DONE = range(4)  # where in a call a rank is
+_ADVICE = (
+    "the same calls, modes, attributes, hooks and shapes on every rank; save_pretrained on all, or with state_dict="
+)
 
 
 @dataclass(slots=True)
 class Standing:
     """Where this rank stands among the others of its job."""
 
-    store: Any = None                                          # the job's, for which this was written
-    agreements: int = 0                                        # so many it has come to
-    calls: int = 0                                             # so many it has begun since the last one
+    store: Any = None  # the job's, for which this was written
+    agreements: int = 0  # so many it has come to
+    calls: int = 0  # so many it has begun since the last one
     where: int = _IS_DONE
-    is_patient: bool = False                                   # does this thread wait in collectives?
+    is_patient: bool = False  # does this thread wait in collectives?
     limit_s: float = 600.0
-    broken: Letter | None = None                               # ranks have parted ways for good
-    written: list[str] = field(default_factory=list)           # keys of the last agreement
+    broken: Letter | None = None  # ranks have parted ways for good
+    written: list[str] = field(default_factory=list)  # keys of the last agreement
 
     @property
     def place(self) -> int:
@@ -56,7 +58,7 @@ def _standing() -> Standing | None:
     """This rank's, where ranks are processes that wait for one another."""
     if not dist.is_initialized() or dist.get_backend() not in ("gloo", "nccl") or dist.get_world_size() == 1:
         return None
-    if _HERE.store is not (store := job_store()):              # another world than before
+    if _HERE.store is not (store := job_store()):  # another world than before
         _HERE.store, _HERE.agreements, _HERE.calls, _HERE.where = store, 0, 0, _IS_DONE
         _HERE.broken, _HERE.written = None, []
     return _HERE
@@ -70,7 +72,7 @@ def wait_at_most(seconds: float) -> None:
 def begin_call() -> None:
     """This rank calls a parallel model."""
     here = _standing()
-    _HERE.is_patient = here is not None and dist.get_backend() == "gloo"       # with NCCL it is a GPU that waits
+    _HERE.is_patient = here is not None and dist.get_backend() == "gloo"  # with NCCL it is a GPU that waits
     if here is not None:
         if here.broken is not None:
             raise here.broken
@@ -94,7 +96,7 @@ def agree(what: object, said: str, is_call: bool = True) -> None:
     mine = hashlib.sha256(repr(what).encode()).hexdigest()
     store.set(_key(k, rank), said)
     store.add(_key(k, mine), 1)
-    if store.add(_key(k, "came"), 1) == ranks:                 # the last one sees what all have said
+    if store.add(_key(k, "came"), 1) == ranks:  # the last one sees what all have said
         differ = ""
         if store.add(_key(k, mine), 0) < ranks:
             differ = _difference([store.get(_key(k, r)).decode() for r in range(ranks)])
@@ -119,8 +121,8 @@ def wait_for(work: Any) -> None:
             work.wait(_PATIENCE)
             return
         except RuntimeError:
-            has_ended = work.is_completed()                    # it has failed, or has come to its end just now
-            with contextlib.suppress(RuntimeError):            # the store may be gone with rank 0
+            has_ended = work.is_completed()  # it has failed, or has come to its end just now
+            with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
                 _look(_HERE)
             if has_ended:
                 work.wait()
@@ -153,7 +155,7 @@ def _await_verdict(here: Standing, said: str) -> None:
         except RuntimeError:
             if store.check([_key(k, "verdict")]):
                 return
-        if not has_asked:                                      # aloud, for those who wait in collectives
+        if not has_asked:  # aloud, for those who wait in collectives
             store.set(_key(k, "asked"), json.dumps([here.place, dist.get_rank(), said]))
             has_asked = True
         others = [r for r in range(dist.get_world_size()) if not store.check([_key(k, r)])]
@@ -164,8 +166,10 @@ def _await_verdict(here: Standing, said: str) -> None:
             raise here.broken
         if time.monotonic() > end:
             here.broken = Lost(
-                f"rank {', '.join(map(str, others))} did not come to an agreement: it hangs, has ended, or does something else",
-                at=f"rank {dist.get_rank()}, which {said}", advice=f"{_ADVICE}; timeout_s= for how long others wait",
+                f"rank {', '.join(map(str, others))} did not come to an agreement: it hangs, has ended, or does "
+                "something else",
+                at=f"rank {dist.get_rank()}, which {said}",
+                advice=f"{_ADVICE}; timeout_s= for how long others wait",
             )
             raise here.broken
 

@@ -50,14 +50,14 @@ def _look_before(wrapper: Any) -> None:
             _refuse(module.parameters(), wrapper.__name__)
         theirs(self, module, *args, **how)
 
-    init.of_autopar = True                                     # type: ignore[attr-defined]
+    init.of_autopar = True  # type: ignore[attr-defined]
     wrapper.__init__ = init
 
 
 def watch_parts(model: nn.Module, are_watched: bool = True) -> None:
     """Let parts that have parameters say why they cannot be called by themselves; a capture calls them as they are."""
     for path, part in model.named_modules():
-        compiled = vars(part).get("_compiled_call_impl")       # a user's own stays
+        compiled = vars(part).get("_compiled_call_impl")  # a user's own stays
         is_ours = compiled is None or getattr(compiled, "func", None) is _call_part
         if path and is_ours and next(part.parameters(), None) is not None:
             before_call(part, functools.partial(_call_part, weakref.ref(part), path) if are_watched else None)
@@ -75,7 +75,7 @@ def _call_part(part: weakref.ref[nn.Module], path: str, *args: Any, **kwargs: An
             f"{path}, a part of a parallel model, is called by itself: nothing says how its input lies on the ranks",
             seen=str(e).splitlines()[0],
             advice="compute it inside the model or in loss=, and return it as an output;\n"
-                   "or call a copy of it whose parameters are whole: parameter.full_tensor() on all ranks",
+            "or call a copy of it whose parameters are whole: parameter.full_tensor() on all ranks",
         ) from e
 
 
@@ -89,16 +89,17 @@ def _look_before_pickling() -> None:
             raise NotServed(
                 "a rank is about to write a tensor of a parallel model, of which it holds a part",
                 seen=f"{tuple(self.to_local().shape)} of {tuple(self.shape)}, stored as {self.placements}",
-                advice="torch.distributed.checkpoint.save({'model': model.state_dict()}, checkpoint_id=path) on all ranks,\n"
-                       "which any mesh or one device loads; model.save_pretrained(path) on all ranks; for one file\n"
-                       "torch.distributed.checkpoint.state_dict.get_model_state_dict(model,\n"
-                       "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on all ranks,\n"
-                       "then torch.save on rank 0; for this rank's part alone its to_local()",
+                advice="torch.distributed.checkpoint.save({'model': model.state_dict()}, checkpoint_id=path) on all "
+                "ranks,\n"
+                "which any mesh or one device loads; model.save_pretrained(path) on all ranks; for one file\n"
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model,\n"
+                "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on all ranks,\n"
+                "then torch.save on rank 0; for this rank's part alone its to_local()",
             )
         return theirs(self, protocol)
 
-    reduced.of_autopar = True                                  # type: ignore[attr-defined]
-    DTensor.__reduce_ex__ = reduced                            # type: ignore[assignment, method-assign]
+    reduced.of_autopar = True  # type: ignore[attr-defined]
+    DTensor.__reduce_ex__ = reduced
 
 
 def _is_stored(tensor: Any) -> bool:

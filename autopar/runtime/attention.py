@@ -3,9 +3,11 @@
     keys        0 ......... start ......... start + queries ......... keys
     they see    all of these  | these up to their own place |  none of these
 
-The keys before the part are seen by all of its queries (one call, without a mask), those at the part's own places up to the diagonal (one causal call of a square, which every kernel
-serves); the two results are weighed by the log-sum-exps of their rows. Queries that stand behind the last key see all keys. Backward is that of each call, from the *merged* output and
-log-sum-exp: with them a call's weights are those of the whole row, so its gradients are its share of the whole's. It keeps queries, keys, values, output and one number a row.
+The keys before the part are seen by all of its queries (one call, without a mask), those at the part's own places up to
+the diagonal (one causal call of a square, which every kernel serves); the two results are weighed by the log-sum-exps
+of their rows. Queries that stand behind the last key see all keys. Backward is that of each call, from the *merged*
+output and log-sum-exp: with them a call's weights are those of the whole row, so its gradients are its share of the
+whole's. It keeps queries, keys, values, output and one number a row.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from torch import Tensor
 
 from autopar.runtime.private import attention_kernel, fused_attention, fused_attention_backward
 
-GROUPED = ("cpu", "flash")                                     # kernels that take fewer heads of keys than of queries
+GROUPED = ("cpu", "flash")  # kernels that take fewer heads of keys than of queries
 
 
-def causal_attention_part(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
+def causal_attention_part(
+    query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None = None, enable_gqa: bool = False
+) -> Tensor:
     """Causal attention of the queries that stand at `start` and after it in the whole; key and value are whole."""
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     given = _with_batch_and_heads(query, key, value, enable_gqa)
@@ -33,7 +37,10 @@ def causal_attention_part(query: Tensor, key: Tensor, value: Tensor, start: int,
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[int, ...]:
-    """The dims before rows and width of the result: those of all three, broadcast; the heads of grouped ones are the queries'."""
+    """The dims before rows and width of the result: those of all three, broadcast.
+
+    The heads of grouped ones are the queries'.
+    """
     if not grouped:
         return tuple(torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value))))
     return (*torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value))), query.shape[-3])
@@ -54,7 +61,10 @@ def _with_batch_and_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bo
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Queries `first` to `last` of a part, and the ranges of keys that they see: (from, to, up to the diagonal only)."""
+    """Queries `first` to `last` of a part, and the ranges of keys that they see.
+
+    (from, to, up to the diagonal only).
+    """
 
     first: int
     last: int
@@ -62,7 +72,10 @@ class Rows:
 
 
 def rows_of(start: int, queries: int, keys: int) -> list[Rows]:
-    """What the queries of a part see: its first rows the keys before it and a square of its own; rows behind the last key see all keys."""
+    """What the queries of a part see: its first rows the keys before it and a square of its own.
+
+    Rows behind the last key see all keys.
+    """
     before = min(start, keys)
     own = min(queries, keys - before)
     found = []
@@ -75,7 +88,10 @@ def rows_of(start: int, queries: int, keys: int) -> list[Rows]:
 
 
 class CausalAttentionPart(torch.autograd.Function):
-    """Calls on ranges of keys, merged by the log-sum-exps of their rows. Of kernels that give none there is an opened form, whose scores live for one call."""
+    """Calls on ranges of keys, merged by the log-sum-exps of their rows.
+
+    Of kernels that give none there is an opened form, whose scores live for one call.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float) -> Tensor:
@@ -84,12 +100,14 @@ class CausalAttentionPart(torch.autograd.Function):
         outs, sums = [], []
         for rows in rows_of(start, q.shape[-2], k.shape[-2]):
             here = _range(q, rows.first, rows.last)
-            parts = [_attend(kernel, here, _range(k, a, b), _range(v, a, b), diagonal, scale) for a, b, diagonal in rows.sees]
+            parts = [
+                _attend(kernel, here, _range(k, a, b), _range(v, a, b), diagonal, scale) for a, b, diagonal in rows.sees
+            ]
             out, log_sum = parts[0] if len(parts) == 1 else _merged(*parts)
             outs.append(out)
             sums.append(log_sum)
         out, log_sum = _joined(outs), _joined(sums, -1)
-        if out.shape[-1] != value.shape[-1]:                   # without what made the widths one
+        if out.shape[-1] != value.shape[-1]:  # without what made the widths one
             out = out[..., : value.shape[-1]].clone()
         ctx.save_for_backward(query, key, value, out, log_sum)
         ctx.start, ctx.scale, ctx.kernel = start, scale, kernel
@@ -103,23 +121,41 @@ class CausalAttentionPart(torch.autograd.Function):
         for rows in rows_of(ctx.start, q.shape[-2], k.shape[-2]):
             here, whole, g_here = (_range(x, rows.first, rows.last) for x in (q, o, g))
             sums = log_sum[..., rows.first : rows.last]
-            found = [_attend_backward(ctx.kernel, g_here, here, _range(k, a, b), _range(v, a, b), whole, sums, diagonal, ctx.scale) for a, b, diagonal in rows.sees]
+            found = [
+                _attend_backward(
+                    ctx.kernel, g_here, here, _range(k, a, b), _range(v, a, b), whole, sums, diagonal, ctx.scale
+                )
+                for a, b, diagonal in rows.sees
+            ]
             of_q.append(_added([f[0] for f in found]))
             of_k.append(_reaching([f[1] for f in found], k.shape[-2]))
             of_v.append(_reaching([f[2] for f in found], k.shape[-2]))
         grads = _joined(of_q), _added(of_k), _added(of_v)
-        return *(g if g.shape[-1] == x.shape[-1] else g[..., : x.shape[-1]] for g, x in zip(grads, (query, key, value), strict=True)), None, None
+        return (
+            *(
+                g if g.shape[-1] == x.shape[-1] else g[..., : x.shape[-1]]
+                for g, x in zip(grads, (query, key, value), strict=True)
+            ),
+            None,
+            None,
+        )
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """What rows attend to over two ranges of keys, and its log-sum-exp: the sums are of the dtype of accumulation, and so are the weights."""
+    """What rows attend to over two ranges of keys, and its log-sum-exp.
+
+    The sums are of the dtype of accumulation, and so are the weights.
+    """
     log_sum = torch.logaddexp(one[1], other[1])
     weights = [(part[1] - log_sum).exp().unsqueeze(-1) for part in (one, other)]
     return (one[0] * weights[0] + other[0] * weights[1]).to(one[0].dtype), log_sum
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """Filled up with zeros, which add nothing to a score and give columns that are cut off again: kernels want one width, on a GPU a multiple of 8, whose numbers stand side by side."""
+    """Filled up with zeros, which add nothing to a score and give columns that are cut off again.
+
+    Kernels want one width, on a GPU a multiple of 8, whose numbers stand side by side.
+    """
     width = max(x.shape[-1] for x in tensors)
     if tensors[0].device.type == "cuda":
         width = -(-width // 8) * 8
@@ -146,7 +182,9 @@ def _reaching(parts: Sequence[Tensor], rows: int) -> Tensor:
     return _joined([*parts, *zeros])
 
 
-def _attend(kernel: str, query: Tensor, key: Tensor, value: Tensor, diagonal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(
+    kernel: str, query: Tensor, key: Tensor, value: Tensor, diagonal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exps of one call; with `diagonal`, of a square up to its diagonal."""
     if kernel in GROUPED:
         return fused_attention(kernel, query, key, value, diagonal, scale)
@@ -159,14 +197,24 @@ def _attend(kernel: str, query: Tensor, key: Tensor, value: Tensor, diagonal: bo
 
 
 def _attend_backward(
-    kernel: str, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, diagonal: bool, scale: float,
+    kernel: str,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    diagonal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The share of one call in the gradients of query, key and value, from the output and log-sum-exps of whole rows."""
+    """One call's share of the gradients of query, key and value, from output and log-sum-exps of whole rows."""
     if kernel in GROUPED:
         return fused_attention_backward(kernel, gradient, query, key, value, out, log_sum, diagonal, scale)
     groups, key, value = key.shape[1], _by_head(key, query), _by_head(value, query)
     if kernel:
-        of_query, of_key, of_value = fused_attention_backward(kernel, gradient, query, key, value, out, log_sum, diagonal, scale)
+        of_query, of_key, of_value = fused_attention_backward(
+            kernel, gradient, query, key, value, out, log_sum, diagonal, scale
+        )
     else:
         weights = (_scores(query, key, diagonal, scale) - log_sum.unsqueeze(-1)).exp()
         of_value = weights.transpose(-2, -1) @ gradient
@@ -177,7 +225,11 @@ def _attend_backward(
 
 def _scores(query: Tensor, key: Tensor, diagonal: bool, scale: float) -> Tensor:
     scores = query @ key.transpose(-2, -1) * scale
-    return scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf) if diagonal else scores
+    return (
+        scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        if diagonal
+        else scores
+    )
 
 
 def _by_head(x: Tensor, query: Tensor) -> Tensor:

@@ -1,7 +1,12 @@
-"""What this machine does, measured while all ranks run: every collective on every mesh axis by size, every op by size, the optimizers, and how much of communication compute hides.
+"""What this machine does, measured while all ranks run.
 
-Run by every rank of the job (`autopar calibrate`). The collectives are those that emitted programs call, with their packing, the ops are ATen code as emitted programs hold it; of a repetition the slowest rank counts, of repetitions the median.
-A call is repeated within a repetition until it has run for a few milliseconds: ranks that share cores take turns.
+Every collective on every mesh axis by size, every op by size, the optimizers, and how much of communication compute
+hides.
+
+Run by every rank of the job (`autopar calibrate`). The collectives are those that emitted programs call, with their
+packing, the ops are ATen code as emitted programs hold it; of a repetition the slowest rank counts, of repetitions the
+median. A call is repeated within a repetition until it has run for a few milliseconds: ranks that share cores take
+turns.
 """
 
 from __future__ import annotations
@@ -25,41 +30,89 @@ from autopar.sharding.costs import seconds
 from autopar.sharding.mesh import DeviceMesh
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-SIZES = tuple(4**k * 4096 for k in range(7))                   # bytes of the whole tensor: 4 KiB to 16 MiB
-LASTS, HELD = 4e-3, 64 * 2**20                                 # seconds that a repetition takes at least, and bytes of results that it holds at once
+SIZES = tuple(4**k * 4096 for k in range(7))  # bytes of the whole tensor: 4 KiB to 16 MiB
+LASTS, HELD = 4e-3, 64 * 2**20  # seconds that a repetition takes at least, and bytes of results that it holds at once
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
-def calibrate(mesh: DeviceMesh, device: str, name: str = "", sizes: Sequence[int] = SIZES, repetitions: int = 9, workloads: Sequence[Workload] = WORKLOADS) -> Cluster:
-    """A profile of this machine, for meshes whose axes are as long and as far apart as those of `mesh`. The same on every rank."""
+def calibrate(
+    mesh: DeviceMesh,
+    device: str,
+    name: str = "",
+    sizes: Sequence[int] = SIZES,
+    repetitions: int = 9,
+    workloads: Sequence[Workload] = WORKLOADS,
+) -> Cluster:
+    """A profile of this machine, for meshes whose axes are as long and as far apart as those of `mesh`.
+
+    The same on every rank.
+    """
     axes = bind_axes(mesh.to_torch(device))
-    asked = [(a, kind, *_collective(kind, axis, size, device)) for a, axis in enumerate(axes.values()) if axis.size > 1 for kind in COLLECTIVES for size in sizes]
+    asked = [
+        (a, kind, *_collective(kind, axis, size, device))
+        for a, axis in enumerate(axes.values())
+        if axis.size > 1
+        for kind in COLLECTIVES
+        for size in sizes
+    ]
     times: dict[tuple[int, str], dict[int, float]] = {}
     for (a, kind, nbytes, _), taken in zip(asked, _timed([run for *_, run in asked], device, repetitions), strict=True):
         times.setdefault((a, kind), {})[nbytes] = taken
-    measured = [Measured(kind, mesh.shape[a], math.prod(mesh.shape[a + 1:]), *fit(kind, mesh.shape[a], of), tuple(sorted(of.items()))) for (a, kind), of in times.items()]
+    measured = [
+        Measured(
+            kind,
+            mesh.shape[a],
+            math.prod(mesh.shape[a + 1 :]),
+            *fit(kind, mesh.shape[a], of),
+            tuple(sorted(of.items())),
+        )
+        for (a, kind), of in times.items()
+    ]
     slowest = min((m for m in measured if m.kind == "all_gather"), key=lambda m: m.bytes_per_s, default=None)
-    link = Link("the slowest measured axis", slowest.latency_s, slowest.bytes_per_s) if slowest else Link("nobody else", 1e-6, 1e12)
+    link = (
+        Link("the slowest measured axis", slowest.latency_s, slowest.bytes_per_s)
+        if slowest
+        else Link("nobody else", 1e-6, 1e12)
+    )
     local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
     timed, figures = _alone(mesh, device, min(5, repetitions), workloads)
-    hidden = _hidden(next(a for a in axes.values() if a.size > 1), device, repetitions, figures[DTYPES.index("float32")]) if mesh.size > 1 else 1.0
-    how = f"torch {torch.__version__}, {mesh.size} ranks on mesh {mesh}, {dist.get_backend()}; medians of {repetitions}, of ops and optimizers of {min(5, repetitions)}, all ranks running"
-    cluster = Cluster(name or f"calibrated-{device}", _device(device, local, figures), (link,), local, max(1, mesh.size // local), (("measured", how),), tuple(measured), timed, hidden)
+    hidden = (
+        _hidden(next(a for a in axes.values() if a.size > 1), device, repetitions, figures[DTYPES.index("float32")])
+        if mesh.size > 1
+        else 1.0
+    )
+    how = (
+        f"torch {torch.__version__}, {mesh.size} ranks on mesh {mesh}, {dist.get_backend()}; medians of "
+        f"{repetitions}, of ops and optimizers of {min(5, repetitions)}, all ranks running"
+    )
+    cluster = Cluster(
+        name or f"calibrated-{device}",
+        _device(device, local, figures),
+        (link,),
+        local,
+        max(1, mesh.size // local),
+        (("measured", how),),
+        tuple(measured),
+        timed,
+        hidden,
+    )
     box = [cluster]
     dist.broadcast_object_list(box, 0)
     return box[0]
 
 
 def fit(kind: str, n: int, times: dict[int, float]) -> tuple[float, float]:
-    """(latency in seconds, bytes/s) with which the formula of a collective comes nearest to what sizes took, in relative terms."""
+    """(latency in seconds, bytes/s) with which the formula of a collective comes nearest to what sizes took, in
+    relative terms.
+    """
     terms = []
-    for size, taken in times.items():                          # a formula is linear in its latency and in one over its bandwidth
+    for size, taken in times.items():  # a formula is linear in its latency and in one over its bandwidth
         per_latency = float(seconds(kind, n=n, whole=0, latency=1.0, wire=1.0))
         per_byte = float(seconds(kind, n=n, whole=size, latency=0.0, wire=1.0))
         terms.append((per_latency / taken, per_byte / taken))
     matrix, ones = np.array(terms), np.ones(len(terms))
     best = np.linalg.lstsq(matrix, ones, rcond=None)[0]
-    if (best <= 0).any():                                      # one of the two does not show at these sizes
+    if (best <= 0).any():  # one of the two does not show at these sizes
         alone = [float(matrix[:, i] @ ones / (matrix[:, i] @ matrix[:, i])) for i in range(2)]
         errors = [float(((matrix[:, i] * alone[i] - 1) ** 2).sum()) for i in range(2)]
         best = np.array([alone[0], 1e-15]) if errors[0] < errors[1] else np.array([1e-9, alone[1]])
@@ -70,18 +123,26 @@ def _collective(kind: str, axis: Axis, size: int, device: str) -> tuple[int, Cal
     """Bytes of a tensor of about that size, and a collective of it."""
     n = axis.size
     rows = max(1, round(size / 4 / n / n / 16))
-    whole = (n * rows, n * 16)                                 # cut evenly either way
+    whole = (n * rows, n * 16)  # cut evenly either way
     local = (rows, whole[1]) if kind in ("all_gather", "all_to_all") else whole
     x = torch.ones(local, device=device)
-    arguments = {"all_gather": (0, whole[0]), "reduce_scatter": (0, whole[0]), "all_reduce": (), "all_to_all": (0, whole[0], (), 1, whole[1], ())}[kind]
+    arguments = {
+        "all_gather": (0, whole[0]),
+        "reduce_scatter": (0, whole[0]),
+        "all_reduce": (),
+        "all_to_all": (0, whole[0], (), 1, whole[1], ()),
+    }[kind]
     return math.prod(whole) * 4, lambda: STEPS[kind](x, axis, *arguments)
 
 
 def _timed(runs: Sequence[Callable[[], Any]], device: str, repetitions: int) -> list[float]:
-    """Seconds of one call of each, of what ranks do together, on the slowest rank: medians of rounds, so that what else happens on the machine meets all of them alike.
+    """Seconds of one call of each, of what ranks do together, on the slowest rank.
+
+    Medians of rounds, so that what else happens on the machine meets all of them alike.
 
     Of a round all ranks start together, and each makes as many calls as last a few milliseconds.
     """
+
     def once(run: Callable[[], Any], calls: int) -> float:
         dist.barrier()
         _wait(device)
@@ -93,7 +154,7 @@ def _timed(runs: Sequence[Callable[[], Any]], device: str, repetitions: int) -> 
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         return float(taken.item())
 
-    for run in runs:                                           # the first warms up
+    for run in runs:  # the first warms up
         once(run, 1)
     calls = [max(1, min(1000, round(LASTS / once(run, 1)))) for run in runs]
     rounds = [[once(run, n) for run, n in zip(runs, calls, strict=True)] for _ in range(repetitions)]
@@ -101,7 +162,10 @@ def _timed(runs: Sequence[Callable[[], Any]], device: str, repetitions: int) -> 
 
 
 class Alone:
-    """Times what a rank does by itself while all of them do it. Nobody waits for another, so that ranks which share cores always have rivals; on a CPU the clock is that of the process, which stands while
+    """Times what a rank does by itself while all of them do it.
+
+    Nobody waits for another, so that ranks which share cores always have rivals; on a CPU the clock is that of the
+    process, which stands while
     another rank has the core, and `crowding` says how much longer the wall's was meanwhile."""
 
     def __init__(self, device: str, repetitions: int) -> None:
@@ -111,7 +175,7 @@ class Alone:
 
     def __call__(self, run: Callable[[], Any]) -> float:
         """Seconds of one call, the median of repetitions."""
-        run()                                                  # the first warms up
+        run()  # the first warms up
         calls = max(1, min(1000, round(LASTS / max(self._once(run, 1), 1e-7))))
         return statistics.median(self._once(run, calls) for _ in range(self.repetitions))
 
@@ -119,9 +183,13 @@ class Alone:
         held, left = list[Any](), HELD
         _wait(self.device)
         start, wall = self.clock(), time.perf_counter()
-        for _ in range(calls):                                 # results stay a while, as what is kept for backward does: their memory is fresh
+        for _ in range(calls):  # results stay a while, as what is kept for backward does: their memory is fresh
             held.append(result := run())
-            left -= sum(t.nbytes for t in (result if isinstance(result, (list, tuple)) else (result,)) if isinstance(t, torch.Tensor))
+            left -= sum(
+                t.nbytes
+                for t in (result if isinstance(result, (list, tuple)) else (result,))
+                if isinstance(t, torch.Tensor)
+            )
             if left < 0:
                 held, left = [], HELD
         _wait(self.device)
@@ -144,8 +212,13 @@ def _agreed(times: Sequence[float], crowding: float) -> list[float]:
     return [t * crowded for t in mean]
 
 
-def _alone(mesh: DeviceMesh, device: str, repetitions: int, workloads: Sequence[Workload]) -> tuple[tuple[Timed, ...], list[float]]:
-    """Every op and optimizer by size, and the figures of the device: seconds of a product in each dtype, of a copy, of a small op."""
+def _alone(
+    mesh: DeviceMesh, device: str, repetitions: int, workloads: Sequence[Workload]
+) -> tuple[tuple[Timed, ...], list[float]]:
+    """Every op and optimizer by size, and the figures of the device.
+
+    Seconds of a product in each dtype, of a copy, of a small op.
+    """
     timer = Alone(device, repetitions)
     times = [timer(run) for run in _of_device(device)[0]]
     ops = [(w, size) for w in workloads for size in w.sizes]
@@ -164,25 +237,44 @@ def _alone(mesh: DeviceMesh, device: str, repetitions: int, workloads: Sequence[
         backward.append((w.amount(size), max(both - alone, 1e-9) / w.gradients))
     for name, elements, _, _ in steps:
         found.setdefault(name, ([], []))[0].append((float(elements), next(agreed)))
-    return tuple(Timed(name, "float32", tuple(forward), tuple(backward)) for name, (forward, backward) in found.items()), figures
+    return tuple(
+        Timed(name, "float32", tuple(forward), tuple(backward)) for name, (forward, backward) in found.items()
+    ), figures
 
 
 def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, int, Callable[[], Any]]]:
     """torch's own steps by the elements of a parameter on a device: parameters are DTensors, as in a parallel model."""
-    steps = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9)}
+    steps = {
+        "adamw": torch.optim.AdamW,
+        "sgd": torch.optim.SGD,
+        "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    }
     torch_mesh, count = mesh.to_torch(device), 8
     for name, optimizer in steps.items():
         for elements in (256, 2**13, 2**16, 2**18, 2**20):
-            parameters = [torch.nn.Parameter(DTensor.from_local(torch.ones(elements, device=device), torch_mesh, [Replicate()] * torch_mesh.ndim, run_check=False)) for _ in range(count)]
+            parameters = [
+                torch.nn.Parameter(
+                    DTensor.from_local(
+                        torch.ones(elements, device=device),
+                        torch_mesh,
+                        [Replicate()] * torch_mesh.ndim,
+                        run_check=False,
+                    )
+                )
+                for _ in range(count)
+            ]
             for p in parameters:
                 p.grad = torch.ones_like(p)
-            yield f"optimizer {name}", elements, count, optimizer(parameters).step    # type: ignore[operator]
+            yield f"optimizer {name}", elements, count, optimizer(parameters).step
 
 
 def _hidden(axis: Axis, device: str, repetitions: int, product_s: float) -> float:
-    """Of the shorter of a collective and compute that run at once, the share that takes no time: all of it where they share nothing, none where they share their cores."""
+    """Of the shorter of a collective and compute that run at once, the share that takes no time.
+
+    All of it where they share nothing, none where they share their cores.
+    """
     x, y = torch.ones(2**20, device=device), torch.ones(*[_width(device)] * 2, device=device)
-    move, = _timed([lambda: STEPS["all_reduce"](x, axis)], device, repetitions)
+    (move,) = _timed([lambda: STEPS["all_reduce"](x, axis)], device, repetitions)
     count = max(1, round(move / product_s))
 
     def both() -> None:
@@ -208,23 +300,39 @@ def _of_device(device: str) -> tuple[list[Callable[[], Any]], int]:
     """Products in each dtype, a copy of so many bytes, a small op."""
     width, copied = _width(device), 2**28 if device == "cuda" else 2**24
     squares = [torch.ones(width, width, dtype=getattr(torch, dtype), device=device) for dtype in DTYPES]
-    source, target, small = torch.ones(copied // 4, device=device), torch.empty(copied // 4, device=device), torch.ones(8, device=device)
-    return [*(lambda x=x: x @ x for x in squares), lambda: target.copy_(source), lambda: small.add(1)], copied    # type: ignore[misc]
+    source, target, small = (
+        torch.ones(copied // 4, device=device),
+        torch.empty(copied // 4, device=device),
+        torch.ones(8, device=device),
+    )
+    return [*(lambda x=x: x @ x for x in squares), lambda: target.copy_(source), lambda: small.add(1)], copied
 
 
 def _device(device: str, local: int, figures: Sequence[float]) -> Device:
     *products, copy, launch = figures
-    rates = [(dtype, 2 * _width(device)**3 / taken) for dtype, taken in zip(DTYPES, products, strict=True)]
+    rates = [(dtype, 2 * _width(device) ** 3 / taken) for dtype, taken in zip(DTYPES, products, strict=True)]
     if device == "cuda":
         about = torch.cuda.get_device_properties(torch.cuda.current_device())
         name, memory = about.name, about.total_memory
     else:
         name, memory = "CPU rank", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
-    return Device(name, tuple(sorted(rates)), memory, 2 * _of_device(device)[1] / copy, launch, "cuda" if device == "cuda" else "cpu")
+    return Device(
+        name,
+        tuple(sorted(rates)),
+        memory,
+        2 * _of_device(device)[1] / copy,
+        launch,
+        "cuda" if device == "cuda" else "cpu",
+    )
 
 
-def pairs(device: str, small: int = 64, large: int = 2**22, repetitions: int = 5) -> tuple[list[list[float]], list[list[float]]]:
-    """Latency in seconds and bytes/s between any two ranks, pair by pair: what `autopar.sharding.topology` makes a mesh of."""
+def pairs(
+    device: str, small: int = 64, large: int = 2**22, repetitions: int = 5
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Latency in seconds and bytes/s between any two ranks, pair by pair.
+
+    What `autopar.sharding.topology` makes a mesh of.
+    """
     ranks, me = dist.get_world_size(), dist.get_rank()
     latency, bandwidth = ([[0.0] * ranks for _ in range(ranks)] for _ in range(2))
     for a in range(ranks):

@@ -1,9 +1,13 @@
-"""Checkpoints. torch.distributed.checkpoint asks a DTensor which rectangles of the whole tensor it holds; of a dim that is cut by blocks (a fused QKV weight by heads) torch's own answer is one rectangle that is not there. Here is the right one.
+"""Checkpoints. torch.distributed.checkpoint asks a DTensor which rectangles of the whole tensor it holds.
+
+Of a dim that is cut by blocks (a fused QKV weight by heads) torch's own answer is one rectangle that is not there. Here
+is the right one.
 
     dcp.save({"model": model.state_dict()}, checkpoint_id=path)          # on one mesh
     dcp.load({"model": other.state_dict()}, checkpoint_id=path)          # on another, or on one device
 
-`read` fills parameters from a directory of safetensors, a rank's part at a time; `whole_state` is the model as one device has it, for `save_pretrained` and the like.
+`read` fills parameters from a directory of safetensors, a rank's part at a time; `whole_state` is the model as one
+device has it, for `save_pretrained` and the like.
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ from autopar.letters import BadWeights, NotServed
 from autopar.runtime.private import StridedShard, local_part
 from autopar.sharding.placement import part
 
-Rectangle = tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]      # offsets and sizes in the whole, and where it lies in the local part
+Rectangle = tuple[
+    tuple[int, ...], tuple[int, ...], tuple[slice, ...]
+]  # offsets and sizes in the whole, and where it lies in the local part
 
 
 def is_cut_by_blocks(tensor: DTensor) -> bool:
@@ -36,7 +42,9 @@ def is_cut_by_blocks(tensor: DTensor) -> bool:
 def rectangles(tensor: DTensor) -> list[Rectangle]:
     """What this rank holds of the whole."""
     mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    runs: list[list[tuple[int, int]]] = [[(0, size)] for size in tensor.shape]        # of each dim what is held of it, in its order
+    runs: list[list[tuple[int, int]]] = [
+        [(0, size)] for size in tensor.shape
+    ]  # of each dim what is held of it, in its order
     for axis, placement in enumerate(tensor.placements):
         if not hasattr(placement, "dim"):
             continue
@@ -51,8 +59,13 @@ def rectangles(tensor: DTensor) -> list[Rectangle]:
     found: list[Rectangle] = []
     lies = [list(itertools.accumulate((size for _, size in run), initial=0)) for run in runs]
     for which in itertools.product(*(range(len(run)) for run in runs)):
-        offsets, sizes = tuple(runs[d][i][0] for d, i in enumerate(which)), tuple(runs[d][i][1] for d, i in enumerate(which))
-        found.append((offsets, sizes, tuple(slice(lies[d][i], lies[d][i] + runs[d][i][1]) for d, i in enumerate(which))))
+        offsets, sizes = (
+            tuple(runs[d][i][0] for d, i in enumerate(which)),
+            tuple(runs[d][i][1] for d, i in enumerate(which)),
+        )
+        found.append(
+            (offsets, sizes, tuple(slice(lies[d][i], lies[d][i] + runs[d][i][1]) for d, i in enumerate(which)))
+        )
     return found
 
 
@@ -60,26 +73,44 @@ def teach_dtensor() -> None:
     """Let DTensors that are cut by blocks answer with their rectangles."""
     if hasattr(DTensor, "_autopar_taught"):
         return
-    create_write_items, create_chunk_list, get_tensor_shard = DTensor.__create_write_items__, DTensor.__create_chunk_list__, DTensor.__get_tensor_shard__
+    create_write_items, create_chunk_list, get_tensor_shard = (
+        DTensor.__create_write_items__,
+        DTensor.__create_chunk_list__,
+        DTensor.__get_tensor_shard__,
+    )
 
     def write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
         if not is_cut_by_blocks(self):
-            return create_write_items(self, fqn, object)       # type: ignore[no-any-return]
+            return create_write_items(self, fqn, object)
         properties = TensorProperties.create_from_tensor(self.to_local())
-        return [WriteItem(MetadataIndex(fqn, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=TensorWriteData(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), properties, self.size()))
-                for offsets, sizes, _ in rectangles(self)]
+        return [
+            WriteItem(
+                MetadataIndex(fqn, torch.Size(offsets)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), properties, self.size()
+                ),
+            )
+            for offsets, sizes, _ in rectangles(self)
+        ]
 
     def chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
         if not is_cut_by_blocks(self):
-            return create_chunk_list(self)                     # type: ignore[no-any-return]
+            return create_chunk_list(self)
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in rectangles(self)]
 
     def tensor_shard(self: DTensor, index: MetadataIndex) -> Tensor:
         if not is_cut_by_blocks(self):
-            return get_tensor_shard(self, index)               # type: ignore[no-any-return]
-        return next(local_part(self)[where] for offsets, _, where in rectangles(self) if index.offset == torch.Size(offsets))
+            return get_tensor_shard(self, index)
+        return next(
+            local_part(self)[where] for offsets, _, where in rectangles(self) if index.offset == torch.Size(offsets)
+        )
 
-    DTensor.__create_write_items__, DTensor.__create_chunk_list__, DTensor.__get_tensor_shard__ = write_items, chunk_list, tensor_shard
+    DTensor.__create_write_items__, DTensor.__create_chunk_list__, DTensor.__get_tensor_shard__ = (
+        write_items,
+        chunk_list,
+        tensor_shard,
+    )
     DTensor._autopar_taught = True
 
 
@@ -99,7 +130,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict as one device has it, on the CPU of rank 0, one tensor in full at a time; on other ranks nothing."""
+    """The state dict as one device has it, on the CPU of rank 0, one tensor in full at a time.
+
+    On other ranks nothing.
+    """
     first, found, known = torch.distributed.get_rank() == 0, dict[str, Tensor](), dict[int, Tensor]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in known:
@@ -117,20 +151,31 @@ class Weights:
         try:
             from safetensors import safe_open
         except ImportError as e:
-            raise NotServed("weights= reads safetensors, and that library is not installed", advice="pip install safetensors") from e
+            raise NotServed(
+                "weights= reads safetensors, and that library is not installed", advice="pip install safetensors"
+            ) from e
         if not isinstance(path, (str, Path)):
-            raise BadWeights(f"weights={path!r} is no path", advice="a .safetensors file, or a directory as save_pretrained writes it")
+            raise BadWeights(
+                f"weights={path!r} is no path",
+                advice="a .safetensors file, or a directory as save_pretrained writes it",
+            )
         self.path, self._open, self._files = Path(path), safe_open, dict[Path, Any]()
         if self.path.is_dir() and (index := self.path / "model.safetensors.index.json").is_file():
             try:
-                self.at = {str(name): self.path / str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+                self.at = {
+                    str(name): self.path / str(file)
+                    for name, file in json.loads(index.read_text())["weight_map"].items()
+                }
             except (ValueError, KeyError, AttributeError) as e:
                 raise BadWeights(f"{index} is no index of weights", seen=f"{type(e).__name__}: {e}") from e
         else:
             files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
             self.at = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
         if not self.at:
-            raise BadWeights(f"{self.path} holds no safetensors", advice="a .safetensors file, or a directory as save_pretrained writes it")
+            raise BadWeights(
+                f"{self.path} holds no safetensors",
+                advice="a .safetensors file, or a directory as save_pretrained writes it",
+            )
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:
@@ -143,7 +188,11 @@ class Weights:
     def name_of(self, names: Iterable[str], prefix: str) -> str | None:
         """Under which of its names a tensor is there; a base model's file lacks its prefix, or a head's has it."""
         for name in names:
-            for candidate in (name, f"{prefix}.{name}" if prefix else name, name.removeprefix(f"{prefix}.") if prefix else name):
+            for candidate in (
+                name,
+                f"{prefix}.{name}" if prefix else name,
+                name.removeprefix(f"{prefix}.") if prefix else name,
+            ):
                 if candidate in self.at:
                     return candidate
         return None
@@ -152,18 +201,26 @@ class Weights:
         """The elements at these places of each dim."""
         held = self._file(self.at[name]).get_slice(name)
         if tuple(held.get_shape()) != tuple(shape):
-            raise BadWeights(f"{name} has another shape than the model's", seen=f"{tuple(held.get_shape())} in {self.at[name].name}, {tuple(shape)} in the model")
+            raise BadWeights(
+                f"{name} has another shape than the model's",
+                seen=f"{tuple(held.get_shape())} in {self.at[name].name}, {tuple(shape)} in the model",
+            )
         if not shape:
-            return self._file(self.at[name]).get_tensor(name).to(dtype)     # type: ignore[no-any-return]
+            return self._file(self.at[name]).get_tensor(name).to(dtype)
         first = [int(p.min()) if p.numel() else 0 for p in places]
         hull = held[tuple(slice(f, int(p.max()) + 1 if p.numel() else f) for f, p in zip(first, places, strict=True))]
         for d, (f, p) in enumerate(zip(first, places, strict=True)):
             if hull.shape[d] != p.numel():
                 hull = hull.index_select(d, p - f)
-        return hull.to(dtype).contiguous()                     # type: ignore[no-any-return]
+        return hull.to(dtype).contiguous()
 
 
-def read(model: nn.Module, path: str | Path, places_of: Callable[[str, Tensor], list[Tensor]], keep: Callable[[str, Tensor, Tensor], None]) -> set[int]:
+def read(
+    model: nn.Module,
+    path: str | Path,
+    places_of: Callable[[str, Tensor], list[Tensor]],
+    keep: Callable[[str, Tensor, Tensor], None],
+) -> set[int]:
     """Give `keep(name, tensor, part)` this rank's part of every parameter and saved buffer; ids of what was given."""
     weights, prefix = Weights(path), str(getattr(model, "base_model_prefix", "") or "")
     saved = set(model.state_dict(keep_vars=True))
@@ -179,5 +236,9 @@ def read(model: nn.Module, path: str | Path, places_of: Callable[[str, Tensor], 
         else:
             keep(own[0], tensor, weights.part(found, tuple(tensor.shape), places_of(own[0], tensor), tensor.dtype))
     if missing:
-        raise BadWeights(f"{path} lacks {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}", seen=f"it holds {', '.join(sorted(weights.at)[:5])}, ...", advice="the weights of this model")
+        raise BadWeights(
+            f"{path} lacks {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}",
+            seen=f"it holds {', '.join(sorted(weights.at)[:5])}, ...",
+            advice="the weights of this model",
+        )
     return set(names)

@@ -1,12 +1,13 @@
 """Collectives and local steps as emitted programs call them, over torch.distributed (NCCL on GPUs, gloo on CPUs).
 
-Each takes what a device holds and the mesh axis, and returns a new tensor: no step writes to its operand. `dim`s come with
-the size that the dim has when the axis does not cut it, because the last parts may be smaller: parts are padded to one
-size inside the collective, and the padding never leaves it.
+Each takes what a device holds and the mesh axis, and returns a new tensor: no step writes to its operand. `dim`s come
+with the size that the dim has when the axis does not cut it, because the last parts may be smaller: parts are padded to
+one size inside the collective, and the padding never leaves it.
 
 `convert` is what the local program holds before it is differentiated: the steps forward, and those of the gradient
-backward. The two are each other's adjoint pair only together with the strategies at both ends, which is why no step has a
-backward of its own. Tracing the joint graph turns it into two `convert`s; `codegen/joint.py` then writes out their steps.
+backward. The two are each other's adjoint pair only together with the strategies at both ends, which is why no step has
+a backward of its own. Tracing the joint graph turns it into two `convert`s; `codegen/joint.py` then writes out their
+steps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from autopar.runtime.agreement import wait_for
 from autopar.sharding.placement import part
 
-gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor           # renamed in torch 2.13
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -34,13 +35,16 @@ class Axis:
 
     name: str
     size: int
-    index: Any                                                 # this rank's place on the axis
-    group: Any                                                 # its process group
+    index: Any  # this rank's place on the axis
+    group: Any  # its process group
 
 
 def bind_axes(mesh: Any) -> dict[str, Axis]:
     """The axes of a torch DeviceMesh, by name."""
-    return {name: Axis(name, mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i)) for i, name in enumerate(mesh.mesh_dim_names)}
+    return {
+        name: Axis(name, mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i))
+        for i, name in enumerate(mesh.mesh_dim_names)
+    }
 
 
 Blocks = tuple[int, ...]
@@ -48,7 +52,10 @@ Blocks = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """Several tensors as one: what is sent, and how what arrives becomes tensors again. Who has packed a tensor need not hold it any longer."""
+    """Several tensors as one: what is sent, and how what arrives becomes tensors again.
+
+    Who has packed a tensor need not hold it any longer.
+    """
 
     flat: Tensor
     unpack: Callable[[Tensor], list[Tensor]]
@@ -73,9 +80,19 @@ def finish(pending: Pending) -> list[Tensor]:
 
 
 def pack_all_reduce(xs: list[Tensor], axis: Axis) -> Message:
-    flat = torch.cat([x.flatten() for x in xs]) if len(xs) > 1 else xs[0].clone(memory_format=torch.contiguous_format).view(-1)
+    flat = (
+        torch.cat([x.flatten() for x in xs])
+        if len(xs) > 1
+        else xs[0].clone(memory_format=torch.contiguous_format).view(-1)
+    )
     shapes, dtype = [x.shape for x in xs], xs[0].dtype
-    return Message(_summed(flat), lambda y: [part.view(shape) for part, shape in zip(y.to(dtype).split([shape.numel() for shape in shapes]), shapes, strict=True)])
+    return Message(
+        _summed(flat),
+        lambda y: [
+            part.view(shape)
+            for part, shape in zip(y.to(dtype).split([shape.numel() for shape in shapes]), shapes, strict=True)
+        ],
+    )
 
 
 def _summed(flat: Tensor) -> Tensor:
@@ -90,12 +107,21 @@ def begin_all_reduce(message: Message, axis: Axis) -> Pending:
 
 def pack_all_gather(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> Message:
     parts = [_padded(x, dim, -(-size // axis.size)).contiguous() for x, dim, size in zip(xs, dims, sizes, strict=True)]
-    flat, shapes = torch.cat([p.view(-1) for p in parts]) if len(parts) > 1 else parts[0].view(-1), [p.shape for p in parts]
+    flat, shapes = (
+        torch.cat([p.view(-1) for p in parts]) if len(parts) > 1 else parts[0].view(-1),
+        [p.shape for p in parts],
+    )
 
     def unpack(y: Tensor) -> list[Tensor]:
         pieces = y.view(axis.size, -1).split([shape.numel() for shape in shapes], 1)
-        wholes = (piece.view(axis.size, *shape).movedim(0, dim).flatten(dim, dim + 1) for piece, shape, dim in zip(pieces, shapes, dims, strict=True))
-        return [_by_blocks(whole.narrow(dim, 0, size), dim, axis.size, block).contiguous() for whole, dim, size, block in zip(wholes, dims, sizes, blocks, strict=True)]
+        wholes = (
+            piece.view(axis.size, *shape).movedim(0, dim).flatten(dim, dim + 1)
+            for piece, shape, dim in zip(pieces, shapes, dims, strict=True)
+        )
+        return [
+            _by_blocks(whole.narrow(dim, 0, size), dim, axis.size, block).contiguous()
+            for whole, dim, size, block in zip(wholes, dims, sizes, blocks, strict=True)
+        ]
 
     return Message(flat, unpack)
 
@@ -106,10 +132,17 @@ def begin_all_gather(message: Message, axis: Axis) -> Pending:
     return Pending(gather_into(y, message.flat, group=axis.group, async_op=True), message.flat, y, message.unpack)
 
 
-def pack_reduce_scatter(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> Message:
+def pack_reduce_scatter(
+    xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]
+) -> Message:
     steps = [-(-size // axis.size) for size in sizes]
-    parts = [_padded(_by_parts(x, dim, axis.size, block), dim, axis.size * step).unflatten(dim, (axis.size, step)).movedim(dim, 0) for x, dim, block, step in zip(xs, dims, blocks, steps, strict=True)]
-    shapes = [(*x.shape[:dim], step, *x.shape[dim + 1:]) for x, dim, step in zip(xs, dims, steps, strict=True)]
+    parts = [
+        _padded(_by_parts(x, dim, axis.size, block), dim, axis.size * step)
+        .unflatten(dim, (axis.size, step))
+        .movedim(dim, 0)
+        for x, dim, block, step in zip(xs, dims, blocks, steps, strict=True)
+    ]
+    shapes = [(*x.shape[:dim], step, *x.shape[dim + 1 :]) for x, dim, step in zip(xs, dims, steps, strict=True)]
     counts, dtype = [math.prod(shape) for shape in shapes], xs[0].dtype
     if len(parts) > 1:
         flat = xs[0].new_empty(axis.size, sum(counts))
@@ -119,7 +152,10 @@ def pack_reduce_scatter(xs: list[Tensor], axis: Axis, dims: list[int], sizes: li
         flat = parts[0].contiguous()
 
     def unpack(y: Tensor) -> list[Tensor]:
-        return [piece.view(shape).narrow(dim, 0, _length(size, axis)).contiguous() for piece, shape, dim, size in zip(y.to(dtype).split(counts), shapes, dims, sizes, strict=True)]
+        return [
+            piece.view(shape).narrow(dim, 0, _length(size, axis)).contiguous()
+            for piece, shape, dim, size in zip(y.to(dtype).split(counts), shapes, dims, sizes, strict=True)
+        ]
 
     return Message(_summed(flat.view(-1)), unpack)
 
@@ -152,7 +188,9 @@ def all_gather(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) 
     return all_gather_bucket([x], axis, [dim], [size], [blocks])[0]
 
 
-def all_gather_bucket(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> list[Tensor]:
+def all_gather_bucket(
+    xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]
+) -> list[Tensor]:
     """S(dim) -> R of several tensors in one message."""
     return finish(begin_all_gather(pack_all_gather(xs, axis, dims, sizes, blocks), axis))
 
@@ -162,30 +200,44 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = 
     return reduce_scatter_bucket([x], axis, [dim], [size], [blocks])[0]
 
 
-def reduce_scatter_bucket(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> list[Tensor]:
+def reduce_scatter_bucket(
+    xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]
+) -> list[Tensor]:
     """P(sum) -> S(dim) of several tensors in one message."""
     return finish(begin_reduce_scatter(pack_reduce_scatter(xs, axis, dims, sizes, blocks), axis))
 
 
-def all_to_all(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks, to_dim: int, to_size: int, to_blocks: Blocks) -> Tensor:
+def all_to_all(
+    x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks, to_dim: int, to_size: int, to_blocks: Blocks
+) -> Tensor:
     """S(dim) -> S(to_dim)"""
     step, to_step = -(-size // axis.size), -(-to_size // axis.size)
     x = _padded(_padded(_by_parts(x, to_dim, axis.size, to_blocks), dim, step), to_dim, to_step * axis.size)
-    pieces = torch.stack(x.split(to_step, to_dim))             # [receiver, ..., step, ..., to_step, ...]
+    pieces = torch.stack(x.split(to_step, to_dim))  # [receiver, ..., step, ..., to_step, ...]
     y = torch.empty_like(pieces)
     wait_for(dist.all_to_all_single(y, pieces, group=axis.group, async_op=True))
-    whole = torch.cat(y.unbind(0), dim)                        # the senders' parts in their order
-    return _by_blocks(whole.narrow(dim, 0, size), dim, axis.size, blocks).narrow(to_dim, 0, _length(to_size, axis)).contiguous()
+    whole = torch.cat(y.unbind(0), dim)  # the senders' parts in their order
+    return (
+        _by_blocks(whole.narrow(dim, 0, size), dim, axis.size, blocks)
+        .narrow(to_dim, 0, _length(to_size, axis))
+        .contiguous()
+    )
 
 
 def slice(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Tensor:
     """R -> S(dim)"""
-    return _by_parts(x, dim, axis.size, blocks).narrow(dim, part_start(x, axis, size, on_host=True), _length(size, axis)).clone(memory_format=torch.contiguous_format)
+    return (
+        _by_parts(x, dim, axis.size, blocks)
+        .narrow(dim, part_start(x, axis, size, on_host=True), _length(size, axis))
+        .clone(memory_format=torch.contiguous_format)
+    )
 
 
 def lodge(x: Tensor, axis: Axis) -> Tensor:
     """R -> P(sum): the first rank keeps the value, the others hold zeros."""
-    return torch.where(torch.full((), axis.index, device=x.device) == 0, x, x.new_zeros(())).contiguous()      # not a product: 0 times inf is nan
+    return torch.where(
+        torch.full((), axis.index, device=x.device) == 0, x, x.new_zeros(())
+    ).contiguous()  # not a product: 0 times inf is nan
 
 
 def part_start(like: Tensor, axis: Axis, size: int, on_host: bool = False) -> Any:
@@ -196,7 +248,10 @@ def part_start(like: Tensor, axis: Axis, size: int, on_host: bool = False) -> An
 
 
 def _by_parts(x: Tensor, dim: int, parts: int, blocks: Blocks) -> Tensor:
-    """Reorder a dim so that its plain parts are the blocked ones: first part of every block, second part of every block, ..."""
+    """Reorder a dim so that its plain parts are the blocked ones.
+
+    First part of every block, second part of every block, ...
+    """
     if not blocks:
         return x
     pieces = [block.chunk(parts, dim) for block in x.split(blocks, dim)]
@@ -220,14 +275,41 @@ def _length(size: int, axis: Axis) -> Any:
     return size // axis.size if size % axis.size == 0 else part(size, axis.size, axis.index)[1]
 
 
-STEPS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (all_reduce, all_reduce_bucket, all_gather_bucket, reduce_scatter_bucket, all_reduce_max, all_gather, reduce_scatter, all_to_all, slice, lodge)}
-PACK: dict[str, Callable[..., Message]] = {"all_reduce": pack_all_reduce, "all_gather": pack_all_gather, "reduce_scatter": pack_reduce_scatter}
-BEGIN: dict[str, Callable[..., Pending]] = {"all_reduce": begin_all_reduce, "all_gather": begin_all_gather, "reduce_scatter": begin_reduce_scatter}
+STEPS: dict[str, Callable[..., Tensor]] = {
+    f.__name__: f
+    for f in (
+        all_reduce,
+        all_reduce_bucket,
+        all_gather_bucket,
+        reduce_scatter_bucket,
+        all_reduce_max,
+        all_gather,
+        reduce_scatter,
+        all_to_all,
+        slice,
+        lodge,
+    )
+}
+PACK: dict[str, Callable[..., Message]] = {
+    "all_reduce": pack_all_reduce,
+    "all_gather": pack_all_gather,
+    "reduce_scatter": pack_reduce_scatter,
+}
+BEGIN: dict[str, Callable[..., Pending]] = {
+    "all_reduce": begin_all_reduce,
+    "all_gather": begin_all_gather,
+    "reduce_scatter": begin_reduce_scatter,
+}
 
 
-@torch.library.custom_op("autopar::convert", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))   # so tagged, it is never computed while tracing, though its operand is a constant
+@torch.library.custom_op(
+    "autopar::convert", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)  # so tagged, it is never computed while tracing, though its operand is a constant
 def convert(x: Tensor, forward: str, backward: str, shape: list[int], dtype: str = "") -> Tensor:
-    """A change of sharding: `forward` names its steps, `backward` those of its gradient, `shape` is what it leaves. With a `dtype` it is also a cast, which comes before the steps, forward and backward."""
+    """A change of sharding: `forward` names its steps, `backward` those of its gradient, `shape` is what it leaves.
+
+    With a `dtype` it is also a cast, which comes before the steps, forward and backward.
+    """
     raise AssertionError("a convert is written out as collectives before it runs")
 
 

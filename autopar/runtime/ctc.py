@@ -16,7 +16,11 @@ _Context = Any
 
 @torch.library.custom_op("autopar::ctc_losses", mutates_args=())
 def ctc_losses(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int = 0,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
     zero_infinity: bool = False,
 ) -> Tensor:
     """The negative log-likelihood of each sequence; with `zero_infinity` an infinite one has no gradient."""
@@ -28,7 +32,11 @@ def ctc_losses(
 
 @ctc_losses.register_fake
 def _(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int = 0,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
     zero_infinity: bool = False,
 ) -> Tensor:
     return log_probs.new_empty(log_probs.shape[1])
@@ -36,7 +44,12 @@ def _(
 
 @torch.library.custom_op("autopar::ctc_gradient", mutates_args=())
 def ctc_gradient(
-    gradient: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int,
+    gradient: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
     zero_infinity: bool,
 ) -> Tensor:
     """The gradient of the log-probabilities, from those of the losses."""
@@ -45,12 +58,17 @@ def ctc_gradient(
     given = log_probs, targets.contiguous(), input_lengths.tolist(), target_lengths.tolist()
     losses, paths = torch.ops.aten._ctc_loss(*given, blank, zero_infinity)
     made = torch.ops.aten._ctc_loss_backward(gradient.contiguous(), *given, losses, paths, blank, zero_infinity)
-    return torch.empty_like(log_probs).copy_(made)             # laid out as it was said to be
+    return torch.empty_like(log_probs).copy_(made)  # laid out as it was said to be
 
 
 @ctc_gradient.register_fake
 def _(
-    gradient: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int,
+    gradient: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
     zero_infinity: bool,
 ) -> Tensor:
     return torch.empty_like(log_probs)

@@ -1,7 +1,9 @@
 """When a rank is lost: whoever notices says in which call it was, and who did not answer.
 
-A collective that fails or runs out of time fails on every rank that waits. Each of them writes down in the job's store where it stood, gives the others a moment to do so, and raises a letter that names those who have not: they hang or are gone. A rank whose own code raises inside the model writes that down first, so
-that the others tell its error and not theirs.
+A collective that fails or runs out of time fails on every rank that waits. Each of them writes down in the job's store
+where it stood, gives the others a moment to do so, and raises a letter that names those who have not: they hang or are
+gone. A rank whose own code raises inside the model writes that down first, so that the others tell its error and not
+theirs.
 """
 
 from __future__ import annotations
@@ -18,25 +20,35 @@ from autopar.runtime.agreement import wait_at_most
 from autopar.runtime.private import job_store, set_timeout
 
 _GRACE_S, _GOES_ON = 3.0, "goes on"
-_SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out", "timed out", "Broken pipe", "Socket", "wait timeout")
+_SIGNS = (
+    "gloo",
+    "NCCL",
+    "Connection closed",
+    "Connection reset",
+    "Timed out",
+    "timed out",
+    "Broken pipe",
+    "Socket",
+    "wait timeout",
+)
 
 
-_has_said = False                                              # does something stand in the store of this rank?
+_has_said = False  # does something stand in the store of this rank?
 
 
 def limit(mesh: object, seconds: float) -> None:
     """No collective on these axes, and no agreement, waits longer."""
     wait_at_most(seconds)
     if dist.get_backend() in ("gloo", "nccl"):
-        for axis in range(mesh.ndim):                          # type: ignore[attr-defined]
-            set_timeout(mesh.get_group(axis), timedelta(seconds=seconds))      # type: ignore[attr-defined]
+        for axis in range(mesh.ndim):  # type: ignore[attr-defined]
+            set_timeout(mesh.get_group(axis), timedelta(seconds=seconds))  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def naming_the_lost(where: str) -> Iterator[None]:
     """Around what runs collectives."""
     global _has_said
-    if _has_said:                                              # it has raised before, was caught, and goes on
+    if _has_said:  # it has raised before, was caught, and goes on
         _write(_GOES_ON)
         _has_said = False
     try:
@@ -59,7 +71,7 @@ def _key(rank: int) -> str:
 def _write(text: str) -> None:
     global _has_said
     _has_said = True
-    with contextlib.suppress(Exception):                       # the store may be gone with rank 0
+    with contextlib.suppress(Exception):  # the store may be gone with rank 0
         job_store().set(_key(dist.get_rank()), text[:500])
 
 
@@ -69,10 +81,14 @@ def _lost(where: str, error: Exception) -> Lost:
     _write(f"waited in {where}")
     said: dict[int, str] = {}
     end = time.monotonic() + _GRACE_S
-    with contextlib.suppress(Exception):                       # the store lives with rank 0, which may be the one
+    with contextlib.suppress(Exception):  # the store lives with rank 0, which may be the one
         store = job_store()
         while time.monotonic() < end and len(said) < dist.get_world_size():
-            read = {r: store.get(_key(r)).decode() for r in range(dist.get_world_size()) if r not in said and store.check([_key(r)])}
+            read = {
+                r: store.get(_key(r)).decode()
+                for r in range(dist.get_world_size())
+                if r not in said and store.check([_key(r)])
+            }
             said |= {r: text for r, text in read.items() if text != _GOES_ON}
             time.sleep(0.05)
     raised = {r: text for r, text in said.items() if text.startswith("raised")}
@@ -85,5 +101,12 @@ def _lost(where: str, error: Exception) -> Lost:
         places: dict[str, list[int]] = {}
         for r, text in sorted(said.items()):
             places.setdefault(text, []).append(r)
-        what = "ranks wait for one another: " + "; ".join(f"rank {', '.join(map(str, ranks))} {text}" for text, ranks in places.items())
-    return Lost(what, at=f"rank {me}, in {where}", seen=first, advice="the log of that rank; timeout_s= for how long others wait")
+        what = "ranks wait for one another: " + "; ".join(
+            f"rank {', '.join(map(str, ranks))} {text}" for text, ranks in places.items()
+        )
+    return Lost(
+        what,
+        at=f"rank {me}, in {where}",
+        seen=first,
+        advice="the log of that rank; timeout_s= for how long others wait",
+    )

@@ -34,17 +34,28 @@ def embedding_part(input: Tensor, weight: Tensor, cuts: Cuts, padding_idx: int |
     place = input - start_of(weight, cuts)
     here = (place >= 0) & (place < weight.shape[0])
     rows = F.embedding(torch.where(here, place, 0), weight)
-    if padding_idx is not None:                                # that row is read, and trains not
+    if padding_idx is not None:  # that row is read, and trains not
         rows = torch.where((input != padding_idx).unsqueeze(-1), rows, rows.detach())
     return torch.where(here.unsqueeze(-1), rows, 0)
 
 
-def cross_entropy_part(input: Tensor, target: Tensor, cuts: Cuts, classes: int, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
-    """The sum over targets that count, less what other devices of the axis add: P(sum). `classes` of them there are in all."""
+def cross_entropy_part(
+    input: Tensor,
+    target: Tensor,
+    cuts: Cuts,
+    classes: int,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The sum over targets that count, less what other devices of the axis add: P(sum).
+
+    `classes` of them there are in all.
+    """
     axes, e = [axis for axis, _ in cuts], label_smoothing
     top = _reduced(input.detach().amax(1, keepdim=True), "all_reduce_max", axes)
     total = _reduced((input - top).exp().sum(1, keepdim=True), "all_reduce", axes)
-    log_sum = _reduced((top + total.log()).squeeze(1), "lodge", axes)       # one device counts it
+    log_sum = _reduced((top + total.log()).squeeze(1), "lodge", axes)  # one device counts it
     target = target.long()
     place = target - start_of(input, cuts)
     counts = target != ignore_index
@@ -52,7 +63,11 @@ def cross_entropy_part(input: Tensor, target: Tensor, cuts: Cuts, classes: int, 
     place = torch.where(here, place, 0)
     picked = input.gather(1, place.unsqueeze(1)).squeeze(1)
     if weight is None:
-        of_target, of_all, spread = here.to(input.dtype) * (1.0 - e), counts.to(input.dtype), input.sum(1) if e else None
+        of_target, of_all, spread = (
+            here.to(input.dtype) * (1.0 - e),
+            counts.to(input.dtype),
+            input.sum(1) if e else None,
+        )
     else:
         of_target = torch.where(here, weight[place], 0) * (1.0 - e)
         of_all = _reduced(of_target, "all_reduce", axes)
@@ -65,8 +80,13 @@ def cross_entropy_part(input: Tensor, target: Tensor, cuts: Cuts, classes: int, 
     return loss.sum()
 
 
-def amax_part(input: Tensor, axes: Sequence[str], dim: Any = None, keepdim: bool = False, least: bool = False) -> Tensor:
-    """The largest (or least) of what all devices of the axes hold; its gradient goes in equal shares to all that are it, as torch's does."""
+def amax_part(
+    input: Tensor, axes: Sequence[str], dim: Any = None, keepdim: bool = False, least: bool = False
+) -> Tensor:
+    """The largest (or least) of what all devices of the axes hold.
+
+    Its gradient goes in equal shares to all that are it, as torch's does.
+    """
     dims = list(range(input.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     floats = input.is_floating_point()
     signed = input if floats else input.long()
@@ -75,7 +95,9 @@ def amax_part(input: Tensor, axes: Sequence[str], dim: Any = None, keepdim: bool
     if floats:
         mine = signed.detach() == top
         count = _reduced(mine.sum(dims, keepdim=True).to(input.dtype), "all_reduce", axes)
-        value = top + torch.where(mine & signed.isfinite(), signed - signed.detach(), 0).sum(dims, keepdim=True) / count      # which is zero, and has the gradient
+        value = (
+            top + torch.where(mine & signed.isfinite(), signed - signed.detach(), 0).sum(dims, keepdim=True) / count
+        )  # which is zero, and has the gradient
     value = (-value if least else value).to(input.dtype)
     return value if keepdim else value.squeeze(dims)
 
@@ -95,10 +117,21 @@ def _seen(query: Tensor, key: Tensor, cuts: Cuts) -> Tensor:
 
 
 def batch_norm_part(
-    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, axes: Sequence[str], count: int, updates: bool, weight: Tensor | None = None, bias: Tensor | None = None,
-    momentum: float = 0.1, eps: float = 1e-5,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    axes: Sequence[str],
+    count: int,
+    updates: bool,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> Any:
-    """Batch norm with the statistics of the whole batch, of which each device holds a part: `count` values a channel in all."""
+    """Batch norm with the statistics of the whole batch, of which each device holds a part.
+
+    `count` values a channel in all.
+    """
     y, mean, var = BatchNormPart.apply(input, weight, bias, tuple(axes), count, eps)
     if not updates:
         return y
@@ -112,7 +145,15 @@ class BatchNormPart(torch.autograd.Function):
     """What it keeps for backward is its input, as torch's own keeps it; backward exchanges once."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, axes: tuple[str, ...], count: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        axes: tuple[str, ...],
+        count: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dims, shape, x = *_over_channels(input), _wide(input)
         mean = _exchanged(x.sum(dims), axes) / count
         centred = x - mean.view(shape)
@@ -135,8 +176,17 @@ class BatchNormPart(torch.autograd.Function):
         y = (_wide(input) - mean.view(shape)) * scale.view(shape)
         of_bias, of_weight = g.sum(dims), (g * y).sum(dims)
         shared = _exchanged(torch.stack([of_bias, of_weight]), ctx.axes) / ctx.count
-        x = (g - shared[0].view(shape) - y * shared[1].view(shape)) * (scale if weight is None else scale * weight).view(shape)
-        return x.to(input.dtype), None if weight is None else of_weight.to(weight.dtype), of_bias if ctx.has_bias else None, None, None, None
+        x = (g - shared[0].view(shape) - y * shared[1].view(shape)) * (
+            scale if weight is None else scale * weight
+        ).view(shape)
+        return (
+            x.to(input.dtype),
+            None if weight is None else of_weight.to(weight.dtype),
+            of_bias if ctx.has_bias else None,
+            None,
+            None,
+            None,
+        )
 
 
 def _over_channels(x: Tensor) -> tuple[list[int], list[int]]:
@@ -148,33 +198,49 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def dropout_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5) -> Tensor:
+def dropout_by_position(
+    input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5
+) -> Tensor:
     """Dropout whose mask does not depend on how the tensor is cut."""
     keep = kept(key, op, p, shape, cuts, input.shape)
     return torch.where(keep, input if p >= 1.0 else input * (1.0 / (1.0 - p)), 0)
 
 
-def channel_dropout_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5) -> Tensor:
+def channel_dropout_by_position(
+    input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5
+) -> Tensor:
     """Dropout of whole channels: one draw for each place in the leading dims, of which `shape` and `cuts` speak."""
     keep = kept(key, op, p, shape, cuts, input.shape[: len(shape)])
     keep = keep.view(*keep.shape, *[1] * (input.dim() - len(shape)))
     return torch.where(keep, input if p >= 1.0 else input * (1.0 / (1.0 - p)), 0)
 
 
-def alpha_dropout_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5) -> Tensor:
+def alpha_dropout_by_position(
+    input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5
+) -> Tensor:
     """What is dropped takes selu's lowest value, and all are scaled and shifted so that mean and variance stay."""
     if p >= 1.0:
         return input * 0
-    low = -1.7580993408473766                                  # the lowest value of selu
+    low = -1.7580993408473766  # the lowest value of selu
     scale = ((low * low * p + 1) * (1 - p)) ** -0.5
     keep = kept(key, op, p, shape, cuts, input.shape[: len(shape)])
     keep = keep.view(*keep.shape, *[1] * (input.dim() - len(shape)))
     return torch.where(keep, input * scale, low * scale) - low * scale * p
 
 
-def drawn_by_position(kind: str, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int], dtype: torch.dtype,
-                      a: float | None = None, b: float | None = None) -> Tensor:
+def drawn_by_position(
+    kind: str,
+    key: Tensor,
+    op: int,
+    shape: Sequence[int],
+    cuts: Sequence[Cuts],
+    local: Sequence[int],
+    dtype: torch.dtype,
+    a: float | None = None,
+    b: float | None = None,
+) -> Tensor:
     """Draws of a distribution, as torch's method of that name makes them; `a` and `b` are its numbers."""
+
     def u() -> Tensor:
         return uniform(key, op, shape, cuts, local, dtype)
 
@@ -182,7 +248,20 @@ def drawn_by_position(kind: str, key: Tensor, op: int, shape: Sequence[int], cut
         return normal(key, op, shape, cuts, local, dtype)
 
     def whole_numbers() -> Tensor:
-        first, last = (0, 2**24 if dtype.is_floating_point else 2 if dtype == torch.bool else min(2**31, torch.iinfo(dtype).max + 1)) if a is None else (0, int(a)) if b is None else (int(a), int(b))
+        first, last = (
+            (
+                0,
+                2**24
+                if dtype.is_floating_point
+                else 2
+                if dtype == torch.bool
+                else min(2**31, torch.iinfo(dtype).max + 1),
+            )
+            if a is None
+            else (0, int(a))
+            if b is None
+            else (int(a), int(b))
+        )
         return (uniform(key, op, shape, cuts, local, torch.float64) * (last - first)).floor() + first
 
     kinds: dict[str, Callable[[], Tensor]] = {
@@ -197,24 +276,50 @@ def drawn_by_position(kind: str, key: Tensor, op: int, shape: Sequence[int], cut
     return kinds[kind]().to(dtype)
 
 
-def bernoulli_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: Any = None) -> Tensor:
+def bernoulli_by_position(
+    input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: Any = None
+) -> Tensor:
     """Ones with probability p, or with the probabilities that the input holds."""
-    drawn = (uniform(key, op, shape, cuts, input.shape, torch.float64) < (input.detach() if p is None else p)).to(input.dtype)
+    drawn = (uniform(key, op, shape, cuts, input.shape, torch.float64) < (input.detach() if p is None else p)).to(
+        input.dtype
+    )
     return _of_no_slope(drawn, input) if p is None else drawn
 
 
-def multinomial_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], num_samples: int, replacement: bool = False) -> Tensor:
-    """Categories by their weights: with replacement each draw by itself; without, those whose exponential clocks ring first."""
+def multinomial_by_position(
+    input: Tensor,
+    key: Tensor,
+    op: int,
+    shape: Sequence[int],
+    cuts: Sequence[Cuts],
+    num_samples: int,
+    replacement: bool = False,
+) -> Tensor:
+    """Categories by their weights: with replacement each draw by itself.
+
+    Without, those whose exponential clocks ring first.
+    """
     weights = input.detach().double()
     if not replacement:
         clocks = -torch.log1p(-uniform(key, op, shape, cuts, weights.shape, torch.float64)) / weights
         return clocks.topk(num_samples, largest=False).indices
     edges = weights.cumsum(-1)
-    places = uniform(key, op, (*shape[:-1], num_samples), (*cuts[:-1], ()), (*weights.shape[:-1], num_samples), torch.float64)
+    places = uniform(
+        key, op, (*shape[:-1], num_samples), (*cuts[:-1], ()), (*weights.shape[:-1], num_samples), torch.float64
+    )
     return torch.searchsorted(edges, places * edges[..., -1:], right=True).clamp(max=weights.shape[-1] - 1)
 
 
-def normal_by_position(mean: Any, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int], dtype: torch.dtype, std: Any = 1.0) -> Tensor:
+def normal_by_position(
+    mean: Any,
+    key: Tensor,
+    op: int,
+    shape: Sequence[int],
+    cuts: Sequence[Cuts],
+    local: Sequence[int],
+    dtype: torch.dtype,
+    std: Any = 1.0,
+) -> Tensor:
     """Draws of normal distributions, each with its own mean and deviation."""
     numbers = [x.detach() if isinstance(x, Tensor) else x for x in (mean, std)]
     return _of_no_slope((normal(key, op, shape, cuts, local, dtype) * numbers[1] + numbers[0]).to(dtype), mean, std)
@@ -234,7 +339,15 @@ def permutation_by_position(n: int, key: Tensor, op: int, dtype: torch.dtype) ->
     return ((first << 32) | (second & 0xFFFFFFFF)).argsort(stable=True).to(dtype)
 
 
-def rrelu_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], lower: float = 1 / 8, upper: float = 1 / 3) -> Tensor:
+def rrelu_by_position(
+    input: Tensor,
+    key: Tensor,
+    op: int,
+    shape: Sequence[int],
+    cuts: Sequence[Cuts],
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+) -> Tensor:
     """What is not above zero is scaled by a slope of its own."""
     slope = uniform(key, op, shape, cuts, input.shape, input.dtype) * (upper - lower) + lower
     return torch.where(input > 0, input, input * slope.to(input.dtype))
@@ -291,26 +404,47 @@ class _Dirichlet(torch.autograd.Function):
 
 def arange_part(start: float, step: float, length: int, cuts: Cuts, dtype: torch.dtype) -> Tensor:
     """This device's part of a count."""
-    if not dtype.is_floating_point:                            # as torch does, before it counts
+    if not dtype.is_floating_point:  # as torch does, before it counts
         start, step = int(start), int(step)
     places = torch.arange(length)
     places = places + start_of(places, cuts)
-    return (places.double() * step + start).to(dtype) if isinstance(start, float) or isinstance(step, float) else (places * step + start).to(dtype)
+    return (
+        (places.double() * step + start).to(dtype)
+        if isinstance(start, float) or isinstance(step, float)
+        else (places * step + start).to(dtype)
+    )
 
 
 def attention_by_position(
-    query: Tensor, key: Tensor, value: Tensor, random_key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    random_key: Tensor,
+    op: int,
+    shape: Sequence[int],
+    cuts: Sequence[Cuts],
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention with dropout, opened: scores, mask, softmax, dropout by position, product. `shape` is that of the whole scores."""
+    """Attention with dropout, opened: scores, mask, softmax, dropout by position, product.
+
+    `shape` is that of the whole scores.
+    """
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
         attn_mask = _seen(query, key, cuts[-2])
     if attn_mask is not None:
-        scores = scores.masked_fill(attn_mask.logical_not(), -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    blind = (scores == -torch.inf).all(-1, keepdim=True)       # a query that sees nothing attends to nothing
+        scores = (
+            scores.masked_fill(attn_mask.logical_not(), -torch.inf)
+            if attn_mask.dtype == torch.bool
+            else scores + attn_mask
+        )
+    blind = (scores == -torch.inf).all(-1, keepdim=True)  # a query that sees nothing attends to nothing
     weights = torch.where(blind, 0, torch.where(blind, 0, scores).softmax(-1))
     return dropout_by_position(weights, random_key, op, shape, cuts, dropout_p) @ value
 

@@ -1,9 +1,15 @@
-"""Values for a model that was built on meta: every module's own recipe, children first, as its constructor would have run them; one module in full at a time.
+"""Values for a model that was built on meta.
 
-    module      `reset_parameters()` (or `_reset_parameters()`), then the nearest `_init_weights(module)` above it, as Hugging Face's models have. All ranks draw the same numbers, from rank 0's generator; each keeps its part
-    counter     the same recipes, but what they draw is a function of (seed, name, position): a rank draws its own part alone, and nothing is there in full
+Every module's own recipe, children first, as its constructor would have run them; one module in full at a time.
 
-Which tensors a recipe writes is found by running it on meta: a parent may write its children's. What no recipe writes is a letter.
+    module      `reset_parameters()` (or `_reset_parameters()`), then the nearest `_init_weights(module)` above it, as
+                Hugging Face's models have. All ranks draw the same numbers, from rank 0's generator; each keeps its
+                part
+    counter     the same recipes, but what they draw is a function of (seed, name, position): a rank draws its own part
+                alone, and nothing is there in full
+
+Which tensors a recipe writes is found by running it on meta: a parent may write its children's. What no recipe writes
+is a letter.
 """
 
 from __future__ import annotations
@@ -24,8 +30,8 @@ from autopar.letters import NotServed
 from autopar.runtime.random import SECOND, as_normal, as_uniform, bits_at, key_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 
-_DRAWING = threading.Lock()                                    # ranks that are threads have one generator
-_UNWRITTEN = -7770777                                          # in whole numbers; nan in others
+_DRAWING = threading.Lock()  # ranks that are threads have one generator
+_UNWRITTEN = -7770777  # in whole numbers; nan in others
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +54,22 @@ def places_of(model: nn.Module, given: Collection[int] = ()) -> dict[int, tuple[
         for held in (module._parameters, module._buffers):
             for key, tensor in held.items():
                 if tensor is not None and tensor.is_meta and id(tensor) not in given:
-                    found.setdefault(id(tensor), (f"{path}.{key}".lstrip("."), tensor, []))[2].append(Place(held, key))       # type: ignore[arg-type]
+                    found.setdefault(id(tensor), (f"{path}.{key}".lstrip("."), tensor, []))[2].append(Place(held, key))
         if astray := [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]:
-            raise NotServed(f"{path or type(model).__name__}.{astray[0]} is a tensor on meta that is neither parameter nor buffer: no recipe gives it values", advice="register_buffer, or a model that is built with values")
+            raise NotServed(
+                f"{path or type(model).__name__}.{astray[0]} is a tensor on meta that is neither parameter nor "
+                "buffer: no recipe gives it values",
+                advice="register_buffer, or a model that is built with values",
+            )
     return found
 
 
 def recipes(model: nn.Module) -> Iterator[tuple[nn.Module, list[Callable[[], Any]]]]:
     """Every module with what gives it values, children first."""
-    def walk(module: nn.Module, above: Callable[[nn.Module], Any] | None) -> Iterator[tuple[nn.Module, list[Callable[[], Any]]]]:
+
+    def walk(
+        module: nn.Module, above: Callable[[nn.Module], Any] | None
+    ) -> Iterator[tuple[nn.Module, list[Callable[[], Any]]]]:
         own = getattr(module, "_init_weights", None)
         if callable(own) and _takes_one(own):
             above = own
@@ -83,7 +96,9 @@ def _takes_one(function: Callable[..., Any]) -> bool:
 
 
 def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None], given: Collection[int] = ()) -> None:
-    """Run the recipes; `keep(name, on_meta, whole)` gets each tensor in full when its module is done, again if a later recipe writes it again."""
+    """Run the recipes; `keep(name, on_meta, whole)` gets each tensor in full when its module is done, again if a later
+    recipe writes it again.
+    """
     places, done, sums = places_of(model, given), set[int](), list[tuple[str, int]]()
     state = from_rank_0(torch.get_rng_state)
     with _DRAWING:
@@ -110,10 +125,13 @@ def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None], gi
                     place.held[place.key] = places[i][1]
         for i, tensor in real.items():
             share = _share_unwritten(tensor)
-            if share == 1.0 and tensor.numel():                # the run on meta took another way
+            if share == 1.0 and tensor.numel():  # the run on meta took another way
                 continue
             if share:
-                raise NotServed(f"{places[i][0]} is written in part only by what gives {type(module).__name__} its values", advice="a model that is built with values")
+                raise NotServed(
+                    f"{places[i][0]} is written in part only by what gives {type(module).__name__} its values",
+                    advice="a model that is built with values",
+                )
             sums.append((places[i][0], _checksum(tensor)))
             keep(places[i][0], places[i][1], tensor.detach())
             done.add(i)
@@ -123,14 +141,26 @@ def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None], gi
     _refuse_unwritten(places, done)
 
 
-def initialise_by_position(model: nn.Module, seed: int, part_of: Callable[[str, Tensor], list[Tensor]], keep: Callable[[str, Tensor, Tensor], None], given: Collection[int] = ()) -> None:
-    """Run the recipes on meta, and what they do on this rank's part of each tensor; `part_of(name, on_meta)` gives the places of each dim that are this rank's."""
+def initialise_by_position(
+    model: nn.Module,
+    seed: int,
+    part_of: Callable[[str, Tensor], list[Tensor]],
+    keep: Callable[[str, Tensor, Tensor], None],
+    given: Collection[int] = (),
+) -> None:
+    """Run the recipes on meta, and what they do on this rank's part of each tensor.
+
+    `part_of(name, on_meta)` gives the places of each dim that are this rank's.
+    """
     places = places_of(model, given)
     names = {i: (name, tensor) for i, (name, tensor, _) in places.items()}
     mode = _ByPosition(seed, names, part_of)
 
     def refuse(tensor: Tensor) -> None:
-        raise NotServed('a recipe draws an orthogonal or sparse matrix, and init="counter" draws element by element', advice='init="module"')
+        raise NotServed(
+            'a recipe draws an orthogonal or sparse matrix, and init="counter" draws element by element',
+            advice='init="module"',
+        )
 
     for _, steps in recipes(model):
         for step in steps:
@@ -143,8 +173,11 @@ def initialise_by_position(model: nn.Module, seed: int, part_of: Callable[[str, 
 
 def _refuse_unwritten(places: dict[int, tuple[str, Tensor, list[Place]]], done: set[int]) -> None:
     if left := [name for i, (name, tensor, _) in places.items() if i not in done and tensor.numel()]:
-        raise NotServed(f"nothing gives values to {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}: its module has neither reset_parameters nor an _init_weights above it that writes it",
-                        advice="reset_parameters in that module, weights=path, or a model that is built with values")
+        raise NotServed(
+            f"nothing gives values to {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}: its module has "
+            "neither reset_parameters nor an _init_weights above it that writes it",
+            advice="reset_parameters in that module, weights=path, or a model that is built with values",
+        )
 
 
 def _written(steps: list[Callable[[], Any]], places: dict[int, tuple[str, Tensor, list[Place]]]) -> list[int]:
@@ -165,7 +198,12 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         for value, argument in zip(args, function._schema.arguments, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor) and value.is_meta:
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and isinstance(value, Tensor)
+                and value.is_meta
+            ):
                 which = self.storages.get(value.untyped_storage()._cdata)
                 if which is not None:
                     self.found[which] = None
@@ -175,13 +213,23 @@ class _Writes(TorchDispatchMode):
 def _unwritten(tensor: Tensor) -> Tensor:
     """In full, with marks where nothing is written yet."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype)
-    made = made.fill_(float("nan") if made.is_floating_point() or made.is_complex() else 0 if made.dtype == torch.bool else _UNWRITTEN % (2 ** (8 * made.itemsize - 1)))
+    made = made.fill_(
+        float("nan")
+        if made.is_floating_point() or made.is_complex()
+        else 0
+        if made.dtype == torch.bool
+        else _UNWRITTEN % (2 ** (8 * made.itemsize - 1))
+    )
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _checksum(tensor: Tensor) -> int:
     """Of the bits: ranks that hold the same have the same."""
-    return int(tensor.detach().contiguous().view(torch.uint8).to(torch.int64).sum()) if tensor.numel() and tensor.dim() else zlib.crc32(repr(tensor.detach().tolist()).encode())
+    return (
+        int(tensor.detach().contiguous().view(torch.uint8).to(torch.int64).sum())
+        if tensor.numel() and tensor.dim()
+        else zlib.crc32(repr(tensor.detach().tolist()).encode())
+    )
 
 
 @contextlib.contextmanager
@@ -206,14 +254,23 @@ def _seen_on_meta(does: Callable[[Tensor], None]) -> Iterator[None]:
 def _share_unwritten(tensor: Tensor) -> float:
     if tensor.dtype == torch.bool or not tensor.numel():
         return 0.0
-    marks = tensor.detach().isnan() if tensor.is_floating_point() or tensor.is_complex() else tensor == _UNWRITTEN % (2 ** (8 * tensor.itemsize - 1))
+    marks = (
+        tensor.detach().isnan()
+        if tensor.is_floating_point() or tensor.is_complex()
+        else tensor == _UNWRITTEN % (2 ** (8 * tensor.itemsize - 1))
+    )
     return marks.double().mean().item()
 
 
 class _ByPosition(TorchDispatchMode):
-    """Does to this rank's part of a tensor what a recipe does to the whole one on meta; what it draws comes by position."""
+    """Does to this rank's part of a tensor what a recipe does to the whole one on meta.
 
-    def __init__(self, seed: int, names: dict[int, tuple[str, Tensor]], part_of: Callable[[str, Tensor], list[Tensor]]) -> None:
+    What it draws comes by position.
+    """
+
+    def __init__(
+        self, seed: int, names: dict[int, tuple[str, Tensor]], part_of: Callable[[str, Tensor], list[Tensor]]
+    ) -> None:
         super().__init__()
         self.seed, self.names, self.part_of = seed, names, part_of
         self.which = {tensor.untyped_storage()._cdata: i for i, (_, tensor) in names.items()}
@@ -223,28 +280,58 @@ class _ByPosition(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        writes = function._schema.arguments and function._schema.arguments[0].alias_info is not None and function._schema.arguments[0].alias_info.is_write
-        i = self.which.get(args[0].untyped_storage()._cdata) if writes and isinstance(args[0], Tensor) and args[0].is_meta else None
+        writes = (
+            function._schema.arguments
+            and function._schema.arguments[0].alias_info is not None
+            and function._schema.arguments[0].alias_info.is_write
+        )
+        i = (
+            self.which.get(args[0].untyped_storage()._cdata)
+            if writes and isinstance(args[0], Tensor) and args[0].is_meta
+            else None
+        )
         if i is not None:
             self._do(i, function, args, kwargs)
         return function(*args, **kwargs)
 
     def _do(self, i: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         (name, tensor), base = self.names[i], function.overloadpacket
-        if i in self.parts and tensor.dim() and args[0].shape == tensor.shape[1:] and base in (torch.ops.aten.fill_, torch.ops.aten.zero_):     # one row, of a padding index
+        if (
+            i in self.parts
+            and tensor.dim()
+            and args[0].shape == tensor.shape[1:]
+            and base in (torch.ops.aten.fill_, torch.ops.aten.zero_)
+        ):  # one row, of a padding index
             here = (self.places[i][0] == args[0].storage_offset() // max(1, tensor.stride(0))).nonzero().flatten()
             self.parts[i].index_fill_(0, here, *(args[1:] or (0.0,)))
             return
-        known = args[1] if base is torch.ops.aten.copy_ and args[0].shape == tensor.shape and isinstance(args[1], Tensor) and args[1].shape == tensor.shape and not args[1].is_meta else None
-        if known is not None and isinstance(tensor, nn.Parameter):             # where its numbers come from cannot be seen: each rank may have drawn its own
+        known = (
+            args[1]
+            if base is torch.ops.aten.copy_
+            and args[0].shape == tensor.shape
+            and isinstance(args[1], Tensor)
+            and args[1].shape == tensor.shape
+            and not args[1].is_meta
+            else None
+        )
+        if known is not None and isinstance(
+            tensor, nn.Parameter
+        ):  # where its numbers come from cannot be seen: each rank may have drawn its own
             known = None
-        if known is None and (args[0].shape != tensor.shape or any(isinstance(a, Tensor) and (a.dim() or a.is_meta) for a in (*args[1:], *kwargs.values()))):
-            raise NotServed(f'{name} gets values that are not drawn or computed element by element ({function}), and init="counter" knows no other', advice='init="module"')
+        if known is None and (
+            args[0].shape != tensor.shape
+            or any(isinstance(a, Tensor) and (a.dim() or a.is_meta) for a in (*args[1:], *kwargs.values()))
+        ):
+            raise NotServed(
+                f"{name} gets values that are not drawn or computed element by element ({function}), and "
+                'init="counter" knows no other',
+                advice='init="module"',
+            )
         if i not in self.parts:
             self.places[i] = self.part_of(name, tensor)
             self.parts[i] = torch.empty([p.numel() for p in self.places[i]], dtype=tensor.dtype)
         part = self.parts[i]
-        if known is not None:                                  # a table that the recipe has computed
+        if known is not None:  # a table that the recipe has computed
             part.copy_(known[torch.meshgrid(*self.places[i], indexing="ij")] if known.dim() else known)
             return
         if base in (torch.ops.aten.normal_, torch.ops.aten.uniform_):
@@ -252,16 +339,24 @@ class _ByPosition(TorchDispatchMode):
             key = torch.tensor(key_of(self.seed, _number_of(name)))
             given = {a.name: v for a, v in zip(function._schema.arguments, args, strict=False)} | kwargs
             is_normal = base is torch.ops.aten.normal_
-            first, second = (float(given.get(n, default)) for n, default in ((("mean", 0), ("std", 1)) if is_normal else (("from", 0), ("to", 1))))
+            first, second = (
+                float(given.get(n, default))
+                for n, default in ((("mean", 0), ("std", 1)) if is_normal else (("from", 0), ("to", 1)))
+            )
             one, two = (bits_at(key, number + more, tensor.shape, self.places[i]) for more in (0, SECOND))
-            part.copy_(as_normal(one, two, torch.float64) * second + first if is_normal else as_uniform(one, torch.float64) * (second - first) + first)
+            part.copy_(
+                as_normal(one, two, torch.float64) * second + first
+                if is_normal
+                else as_uniform(one, torch.float64) * (second - first) + first
+            )
         elif base in (torch.ops.aten.random_, torch.ops.aten.bernoulli_, torch.ops.aten.exponential_):
-            raise NotServed(f'{name} is drawn by {function}, and init="counter" knows the uniform and the normal distribution', advice='init="module"')
+            raise NotServed(
+                f'{name} is drawn by {function}, and init="counter" knows the uniform and the normal distribution',
+                advice='init="module"',
+            )
         else:
             function(part, *args[1:], **kwargs)
 
 
 def _number_of(name: str) -> int:
     return zlib.crc32(name.encode())
-
-

@@ -16,7 +16,7 @@ from autopar.letters import NotServed
 from autopar.runtime.private import StridedShard
 
 _WHOLE = 'parallel="dp", which stores parameters whole'
-_WITHOUT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)        # torch has no form of these kernels for DTensors
+_WITHOUT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)  # torch has no form of these kernels for DTensors
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
@@ -31,7 +31,9 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.Adafactor) and (cut := [p for p in spread if _is_cut(p)]):
             raise _letter(name, cut[0], "it takes norms of whole rows", f"torch.optim.AdamW, or {_WHOLE}")
         if isinstance(optimizer, torch.optim.LBFGS) and (cut := [p for p in spread if not _can_be_flattened(p)]):
-            raise _letter(name, cut[0], "it makes one vector of all parameters: one is cut unevenly or by blocks", _WHOLE)
+            raise _letter(
+                name, cut[0], "it makes one vector of all parameters: one is cut unevenly or by blocks", _WHOLE
+            )
         if isinstance(optimizer, _WITHOUT_FUSED) and group.get("fused"):
             why, advice = "torch has no such kernel for DTensors", f"{name}(..., foreach=True)"
             raise _letter(f"{name}(fused=True)", spread[0], why, advice)

@@ -19,7 +19,8 @@
     let_anomalies_be_looked_for   so that they are, in DTensors
     before_fully_shard  it takes the parameters of a module without a word to the module
     before_call         a part of a parallel model is called by itself
-    skip_together       torch asks the first gradient alone over which ranks an inf is made known; it must be known to all
+    skip_together       torch asks the first gradient alone over which ranks an inf is made known; it must be known to
+                        all
 
 The tracer and the joint trace also use `torch._subclasses.fake_tensor`, `torch.fx.experimental.proxy_tensor` and
 `torch.utils._python_dispatch`, which have no public name.
@@ -40,7 +41,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextlib.contextmanager
 def clean_room() -> Iterator[None]:
-    """No dispatch mode of the caller's is active inside, nor is torch.autograd.detect_anomaly, which looks for NaN in gradients without values.
+    """No dispatch mode of the caller's is active inside, nor is torch.autograd.detect_anomaly, which looks for NaN in
+    gradients without values.
 
     Whoever calls it holds the lock under which captures and joint traces run: the latter is the process's.
     """
@@ -50,7 +52,10 @@ def clean_room() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """What autograd saves inside is not seen by hooks of the caller's: a checkpoint counts it. (Hooks that do nothing would do, and make tracing ten times slower.)"""
+    """What autograd saves inside is not seen by hooks of the caller's: a checkpoint counts it.
+
+    (Hooks that do nothing would do, and make tracing ten times slower.)
+    """
     held = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         held.append(top)
@@ -104,7 +109,11 @@ def job_store() -> Any:
 
 
 def skip_together() -> None:
-    """Let GradScaler skip a step on all ranks of a mesh where one has found an inf. (torch 2.13 reduces the finding over the axes that cut the first gradient of the list: where that is a copy and another is cut, ranks part ways.)"""
+    """Let GradScaler skip a step on all ranks of a mesh where one has found an inf.
+
+    (torch 2.13 reduces the finding over the axes that cut the first gradient of the list: where that is a copy and
+    another is cut, ranks part ways.)
+    """
     from torch.distributed.tensor import DTensor
 
     handlers = DTensor._op_dispatcher._custom_op_handlers
@@ -119,12 +128,14 @@ def skip_together() -> None:
         for axis in range(mesh.ndim):
             torch.distributed.all_reduce(args[1], torch.distributed.ReduceOp.MAX, group=mesh.get_group(axis))
 
-    ours.of_autopar = True                                     # type: ignore[attr-defined]
+    ours.of_autopar = True  # type: ignore[attr-defined]
     handlers[op] = ours
 
 
 def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Which of torch's fused kernels runs attention without mask or dropout on tensors like these, with batch and heads and of one width; none: "". Only "cpu" and "flash" take grouped heads as they are."""
+    """Which of torch's fused kernels runs attention without mask or dropout on tensors like these, with batch and heads
+    and of one width; none: "". Only "cpu" and "flash" take grouped heads as they are.
+    """
     if query.device.type == "cpu":
         return "cpu" if query.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) else ""
     if query.device.type != "cuda":
@@ -138,39 +149,65 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
     return "efficient" if can_use_efficient_attention(SDPAParams(query, key, value, None, 0.0, False, False)) else ""
 
 
-def fused_attention(kernel: str, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and the log-sum-exp of each row, [batch, heads, rows]. A causal call is of a square: kernels differ in where they begin the diagonal of others."""
+def fused_attention(
+    kernel: str, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output and the log-sum-exp of each row, [batch, heads, rows].
+
+    A causal call is of a square: kernels differ in where they begin the diagonal of others.
+    """
     aten = torch.ops.aten
     if kernel == "cpu":
         out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
     elif kernel == "flash":
-        out, log_sum = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)[:2]
+        out, log_sum = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)[
+            :2
+        ]
     else:
-        out, log_sum = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, is_causal, scale=scale)[:2]
-    return out, log_sum[..., : query.shape[-2]]                # the efficient kernel's are a multiple of 32
+        out, log_sum = aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, is_causal, scale=scale
+        )[:2]
+    return out, log_sum[..., : query.shape[-2]]  # the efficient kernel's are a multiple of 32
 
 
 def fused_attention_backward(
-    kernel: str, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, is_causal: bool, scale: float,
+    kernel: str,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    is_causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. `out` and `log_sum` may be those of more keys than this call has."""
     aten = torch.ops.aten
     given = (gradient, query, key, value)
     if kernel == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, out, log_sum, 0.0, is_causal, scale=scale)     # type: ignore[no-any-return]
-    seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))       # of dropout, which there is not
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, out, log_sum, 0.0, is_causal, scale=scale
+        )
+    seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))  # of dropout, which there is not
     if kernel == "flash":
         rows, keys = query.shape[-2], key.shape[-2]
-        found = aten._scaled_dot_product_flash_attention_backward(*given, out, log_sum.contiguous(), None, None, rows, keys, 0.0, is_causal, seed, offset, scale=scale)
+        found = aten._scaled_dot_product_flash_attention_backward(
+            *given, out, log_sum.contiguous(), None, None, rows, keys, 0.0, is_causal, seed, offset, scale=scale
+        )
     else:
         missing = -log_sum.shape[-1] % 32
         log_sum = torch.nn.functional.pad(log_sum, (0, missing), value=torch.inf) if missing else log_sum.contiguous()
-        found = aten._scaled_dot_product_efficient_attention_backward(*given, None, out, log_sum, seed, offset, 0.0, [True, True, True, False], is_causal, scale=scale)[:3]
-    return found                                               # type: ignore[no-any-return]
+        found = aten._scaled_dot_product_efficient_attention_backward(
+            *given, None, out, log_sum, seed, offset, 0.0, [True, True, True, False], is_causal, scale=scale
+        )[:3]
+    return found
 
 
 def let_anomalies_be_looked_for() -> None:
-    """Let torch.autograd.detect_anomaly look at gradients that are DTensors: at the part of this rank. (torch 2.13 has no sharding for the op by which it asks.)"""
+    """Let torch.autograd.detect_anomaly look at gradients that are DTensors: at the part of this rank.
+
+    (torch 2.13 has no sharding for the op by which it asks.)
+    """
     from torch.distributed.tensor import DTensor
 
     def ours(op_call: Any, args: Any, kwargs: Any) -> torch.Tensor:
@@ -180,7 +217,10 @@ def let_anomalies_be_looked_for() -> None:
 
 
 def before_fully_shard(look: Callable[[list[torch.Tensor]], None]) -> None:
-    """Let `look` see the parameters that fully_shard is about to spread. (It asks for them by a function of its own; users hold fully_shard itself.)"""
+    """Let `look` see the parameters that fully_shard is about to spread.
+
+    (It asks for them by a function of its own; users hold fully_shard itself.)
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 
     theirs = _fsdp_init._get_managed_states
@@ -192,14 +232,17 @@ def before_fully_shard(look: Callable[[list[torch.Tensor]], None]) -> None:
         look(parameters)
         return parameters, buffers
 
-    ours.of_autopar = True                                     # type: ignore[attr-defined]
+    ours.of_autopar = True  # type: ignore[attr-defined]
     for module in (_fsdp_init, _fully_shard):
         if hasattr(module, "_get_managed_states"):
             module._get_managed_states = ours
 
 
 def before_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
-    """Let `call` stand, or nothing, where module.compile() puts what is called: copies and pickles of the module are without it."""
+    """Let `call` stand, or nothing, where module.compile() puts what is called.
+
+    Copies and pickles of the module are without it.
+    """
     vars(module)["_compiled_call_impl"] = call
 
 
@@ -232,7 +275,10 @@ def function_of(custom_op: str) -> Any:
 
 
 def let_go(ctx: Any) -> None:
-    """Give up what an autograd node has saved, unless its graph is kept for another backward. A second backward is torch's own error, as without this."""
+    """Give up what an autograd node has saved, unless its graph is kept for another backward.
+
+    A second backward is torch's own error, as without this.
+    """
     ctx.maybe_clear_saved_tensors()
 
 

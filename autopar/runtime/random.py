@@ -1,12 +1,15 @@
-"""Random numbers by position: a function of (seed, step, random op, place in the whole tensor), the same under every plan.
+"""Random numbers by position: a function of (seed, step, random op, place in the whole tensor), the same under every
+plan.
 
     key(seed, step)     = seed + step * 0x9E3779B97F4A7C15                               modulo 2^64, signed
     op_key              = mix(mix(low(key) ^ op * 0x85EBCA77) ^ high(key))
-    row_key(row)        = mix(mix(high(row) ^ op_key) ^ low(row))                        row: place in all dims but the last
+    row_key(row)        = mix(mix(high(row) ^ op_key) ^ low(row))                        row: place in all dims but the
+                        last
     bits(row, column)   = mix(row_key(row) + column * 0x9E3779B9)                        32 bits
     kept                  where bits, taken as signed, >= floor(p * 2^32) - 2^31
 
-`mix` is the finalizer of MurmurHash3 for 32 bits, whose published vectors are mix(1) = 0x514E28B7 and mix(0xFFFFFFFF) = 0x81F16F39.
+`mix` is the finalizer of MurmurHash3 for 32 bits, whose published vectors are mix(1) = 0x514E28B7 and mix(0xFFFFFFFF) =
+0x81F16F39.
     uniform               = the upper 24 bits / 2^24, and for float64 all 32 / 2^32: from [0, 1)
     normal                = sqrt(-2 log(1 - u)) cos(2 pi v), of two uniforms u and v
 
@@ -22,16 +25,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Cuts = Sequence[tuple[str, int]]                               # the axes that cut a dim, major first, each with the dim's size before it
+Cuts = Sequence[tuple[str, int]]  # the axes that cut a dim, major first, each with the dim's size before it
 _GOLDEN = 0x9E3779B97F4A7C15
-SECOND = 1 << 24                                               # added to the number of a random op: its second stream
+SECOND = 1 << 24  # added to the number of a random op: its second stream
 
 
 @dataclass
 class RandomState:
-    """What a parallel model draws from. Drawn once from torch's generator on rank 0, so `torch.manual_seed` governs it."""
+    """What a parallel model draws from.
 
-    seed: int                                                  # negative until a program that draws is lowered
+    Drawn once from torch's generator on rank 0, so `torch.manual_seed` governs it.
+    """
+
+    seed: int  # negative until a program that draws is lowered
     step: int = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -62,7 +68,15 @@ def kept(key: Tensor, op: int, p: float, shape: Sequence[int], cuts: Sequence[Cu
 
 def bits(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
     """32 random bits for each element of this device's part."""
-    return bits_at(key, op, shape, [torch.arange(n, dtype=torch.int64, device=key.device) + start_of(key, cut) for n, cut in zip(local, cuts, strict=True)])
+    return bits_at(
+        key,
+        op,
+        shape,
+        [
+            torch.arange(n, dtype=torch.int64, device=key.device) + start_of(key, cut)
+            for n, cut in zip(local, cuts, strict=True)
+        ],
+    )
 
 
 def bits_at(key: Tensor, op: int, shape: Sequence[int], places: Sequence[Tensor]) -> Tensor:
@@ -73,15 +87,31 @@ def bits_at(key: Tensor, op: int, shape: Sequence[int], places: Sequence[Tensor]
     for size, at in zip(shape[:-1], places[:-1], strict=True):
         row = row * size + at
     row_key = mix(mix(_low(row >> 32) ^ op_key) ^ _low(row))
-    return mix(row_key + _low(places[-1] if places else row) * _signed(0x9E3779B9, 32)).reshape([p.numel() for p in places])
+    return mix(row_key + _low(places[-1] if places else row) * _signed(0x9E3779B9, 32)).reshape(
+        [p.numel() for p in places]
+    )
 
 
-def uniform(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+def uniform(
+    key: Tensor,
+    op: int,
+    shape: Sequence[int],
+    cuts: Sequence[Cuts],
+    local: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Numbers from [0, 1) for each element of this device's part."""
     return as_uniform(bits(key, op, shape, cuts, local), dtype)
 
 
-def normal(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(
+    key: Tensor,
+    op: int,
+    shape: Sequence[int],
+    cuts: Sequence[Cuts],
+    local: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Numbers of the normal distribution for each element of this device's part."""
     return as_normal(bits(key, op, shape, cuts, local), bits(key, op + SECOND, shape, cuts, local), dtype)
 

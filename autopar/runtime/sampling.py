@@ -13,8 +13,8 @@ from torch import Tensor
 
 from autopar.runtime.random import SECOND, Cuts, as_normal, as_uniform, bits_at, start_of
 
-_TRIES = 12                                                    # each keeps at least 95 of 100 draws
-_HALVINGS = 24                                                 # enough for rates up to 10^10
+_TRIES = 12  # each keeps at least 95 of 100 draws
+_HALVINGS = 24  # enough for rates up to 10^10
 
 
 def places_of(key: Tensor, cuts: Sequence[Cuts], local: Sequence[int]) -> list[Tensor]:
@@ -34,6 +34,7 @@ def gamma_at(alpha: Tensor, key: Tensor, op: int, shape: list[int], places: list
     Each try has streams of its own. Below a shape of one, of a shape that is larger by one, brought down by a power of
     a uniform draw.
     """
+
     def u(stream: int) -> Tensor:
         return _uniform(key, op + stream * SECOND, shape, places)
 
@@ -57,9 +58,9 @@ def poisson_at(rate: Tensor, key: Tensor, op: int, shape: list[int], places: lis
     It is found by halving the range that holds it.
     """
     rate, drawn = rate.double(), _uniform(key, op, shape, places)
-    reach = 10 * rate.sqrt() + 50                              # further than 32 bits of a draw see
+    reach = 10 * rate.sqrt() + 50  # further than 32 bits of a draw see
     low, high = (rate - reach).clamp(min=0).floor() - 1, (rate + reach).ceil()
-    for _ in range(_HALVINGS):                                 # at `low` it is not more, at `high` it is
+    for _ in range(_HALVINGS):  # at `low` it is not more, at `high` it is
         middle = ((low + high) / 2).floor()
         is_more = (middle >= 0) & (torch.special.gammaincc(middle.clamp(min=0) + 1, rate) > drawn)
         low, high = torch.where(is_more, low, middle), torch.where(is_more, middle, high)

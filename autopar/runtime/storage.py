@@ -16,7 +16,9 @@ from autopar.runtime.collectives import bind_axes, slice
 from autopar.runtime.private import StridedShard
 from autopar.sharding.placement import Placement, R, Sharding
 
-_MESHES: dict[int, weakref.ref[Any]] = {}                      # on which parameters are stored; by place, for equal ones end at different times
+_MESHES: dict[
+    int, weakref.ref[Any]
+] = {}  # on which parameters are stored; by place, for equal ones end at different times
 
 
 def is_stored_on(mesh: Any) -> bool:
@@ -55,7 +57,9 @@ class Storage:
             for axis in cut:
                 blocks, size = self.sharding.placements[axis].blocks, local.shape[dim]
                 local = slice(local, axes[axis], dim, size, tuple(b * size // sum(blocks) for b in blocks))
-        return self.wrap(local.contiguous() if local is not whole else whole.clone(memory_format=torch.contiguous_format))
+        return self.wrap(
+            local.contiguous() if local is not whole else whole.clone(memory_format=torch.contiguous_format)
+        )
 
     def places(self) -> list[Tensor]:
         """Of each dim of the whole tensor, which places are this rank's."""
@@ -80,14 +84,17 @@ class Storage:
         return dtensor_of(local, self.mesh, self.sharding, self.shape, self.stride)
 
 
-def dtensor_of(local: Tensor, mesh: Any, sharding: Sharding, shape: Sequence[int], stride: Sequence[int] | None = None) -> DTensor:
+def dtensor_of(
+    local: Tensor, mesh: Any, sharding: Sharding, shape: Sequence[int], stride: Sequence[int] | None = None
+) -> DTensor:
     """torch's DTensor of a local part. torch's own placements cut one dim by several axes in mesh order only."""
     assert sharding.order == tuple(range(len(sharding.placements))), sharding
-    assert all(len(axes) == 1 or not any(sharding.placements[a].blocks for a in axes) for axes in sharding.cuts.values()), sharding
+    assert all(
+        len(axes) == 1 or not any(sharding.placements[a].blocks for a in axes) for axes in sharding.cuts.values()
+    ), sharding
     placements = [_torch_placement(p) for p in sharding.placements]
     stride = stride or torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
-
 
 
 def _torch_placement(p: Placement) -> Any:

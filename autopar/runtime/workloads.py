@@ -1,10 +1,13 @@
-"""One call of each op that `autopar calibrate` times, by its size, as emitted programs run it: traced with its gradients to straight-line ATen code.
+"""One call of each op that `autopar calibrate` times, by its size, as emitted programs run it.
+
+Traced with its gradients to straight-line ATen code.
 
     amount      elements of the largest tensor of the call; of a product its FLOPs
     forward     seconds of the call
     backward    seconds of its gradients; of a product, of the gradient of one operand
 
-The calls are those of `autopar.sharding.costs.named`: an op by its canonical name, and after it how it is called where that tells.
+The calls are those of `autopar.sharding.costs.named`: an op by its canonical name, and after it how it is called where
+that tells.
 """
 
 from __future__ import annotations
@@ -22,9 +25,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.runtime import collectives, forms  # noqa: F401 - forms trace conversions
 
-WIDTH = 256                                                    # of a row
-ELEMENTS = (2**8, 2**12, 2**15, 2**17, 2**19, 2**20, 2**22)            # what lies in caches, and what is fresh memory, cost differently
-Call = tuple[Callable[..., Any], tuple[Tensor, ...]]           # a function, and its operands: those of floating point are trained
+WIDTH = 256  # of a row
+ELEMENTS = (
+    2**8,
+    2**12,
+    2**15,
+    2**17,
+    2**19,
+    2**20,
+    2**22,
+)  # what lies in caches, and what is fresh memory, cost differently
+Call = tuple[
+    Callable[..., Any], tuple[Tensor, ...]
+]  # a function, and its operands: those of floating point are trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +48,7 @@ class Workload:
     call: Callable[[Any], Call]
     sizes: Sequence[Any] = ELEMENTS
     amount: Callable[[Any], float] = float
-    gradients: int = 1                                         # products in its backward
+    gradients: int = 1  # products in its backward
 
 
 def rows(n: int, width: int = WIDTH) -> Tensor:
@@ -64,11 +77,16 @@ def _matmul(size: tuple[int, int, int, int]) -> Call:
 def _attention(**how: bool) -> Callable[[tuple[int, int, int, int]], Call]:
     def call(size: tuple[int, int, int, int]) -> Call:
         b, h, s, d = size
-        heads = tuple(torch.rand(b, s, h, d) for _ in range(3))                # as a linear leaves them
+        heads = tuple(torch.rand(b, s, h, d) for _ in range(3))  # as a linear leaves them
         if "masked" in how:
             mask = torch.ones(b, 1, s, s, dtype=torch.bool).tril()
-            return lambda q, k, v, mask: F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask), (*heads, mask)
-        return lambda q, k, v: F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **how), heads
+            return lambda q, k, v, mask: F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
+            ), (*heads, mask)
+        return lambda q, k, v: F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **how
+        ), heads
+
     return call
 
 
@@ -81,6 +99,7 @@ def _embedding(function: Callable[..., Tensor]) -> Callable[[int], Call]:
     def call(n: int) -> Call:
         table = rows(n)
         return function, (torch.randint(0, len(table), (len(table),)), table)
+
     return call
 
 
@@ -88,6 +107,7 @@ def _cross_entropy(function: Callable[..., Tensor]) -> Callable[[int], Call]:
     def call(n: int) -> Call:
         logits = rows(n, 2048)
         return function, (logits, torch.randint(0, logits.shape[1], (len(logits),)))
+
     return call
 
 
@@ -113,13 +133,19 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("scaled_dot_product_attention causal", _attention(is_causal=True), _HEADS, _pairs),
     Workload("scaled_dot_product_attention masked", _attention(masked=True), _HEADS, _pairs),
     Workload("conv2d", _convolution, _IMAGES, lambda s: 2.0 * s[0] * (s[1] // 8) ** 2 * 128 * 3 * 64, 2),
-    *(Workload(name, _unary(getattr(torch, name))) for name in ("tanh", "sigmoid", "relu", "exp", "log", "sqrt", "rsqrt", "cos", "sin", "neg", "abs", "square")),
+    *(
+        Workload(name, _unary(getattr(torch, name)))
+        for name in ("tanh", "sigmoid", "relu", "exp", "log", "sqrt", "rsqrt", "cos", "sin", "neg", "abs", "square")
+    ),
     *(Workload(name, _unary(getattr(F, name))) for name in ("gelu", "silu")),
     Workload("gelu tanh", _unary(lambda x: F.gelu(x, approximate="tanh"))),
     Workload("pow", _unary(lambda x: torch.pow(x, 3))),
     Workload("pow 2", _unary(lambda x: torch.pow(x, 2))),
     *(Workload(name, _binary(getattr(torch, name)), gradients=2) for name in ("add", "sub", "mul", "div")),
-    *(Workload(f"{name} number", _unary(function)) for name, function in {"add": lambda x: x + 1.5, "mul": lambda x: x * 1.5, "div": lambda x: x / 1.5}.items()),
+    *(
+        Workload(f"{name} number", _unary(function))
+        for name, function in {"add": lambda x: x + 1.5, "mul": lambda x: x * 1.5, "div": lambda x: x / 1.5}.items()
+    ),
     Workload("where", lambda n: (lambda c, x: torch.where(c, x, 0.0), (rows(n) > 1, rows(n)))),
     Workload("masked_fill", lambda n: (lambda x, c: x.masked_fill(c, 0.0), (rows(n), rows(n) > 1))),
     Workload("sum", _unary(lambda x: x.sum(-1))),
@@ -129,14 +155,22 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("log_softmax", _unary(lambda x: x.log_softmax(-1))),
     Workload("layer_norm", _norm(lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), 2)),
     Workload("rms_norm", _norm(lambda x, w: F.rms_norm(x, x.shape[-1:], w), 1)),
-    Workload("dropout", _unary(lambda x: forms.dropout_by_position(x, torch.full((), 7), 0, tuple(x.shape), ((),) * x.dim(), 0.1))),
+    Workload(
+        "dropout",
+        _unary(lambda x: forms.dropout_by_position(x, torch.full((), 7), 0, tuple(x.shape), ((),) * x.dim(), 0.1)),
+    ),
     Workload("embedding", _embedding(F.embedding)),
     Workload("embedding cut", _embedding(lambda i, w: forms.embedding_part(i, w, ()))),
     Workload("cross_entropy", _cross_entropy(F.cross_entropy)),
     Workload("cross_entropy cut", _cross_entropy(lambda x, t: forms.cross_entropy_part(x, t, (), x.shape[1]))),
     Workload("clone", _unary(torch.clone)),
-    Workload("copy turned", lambda n: (lambda x: x.view(-1, min(8, x.shape[0]), x.shape[1]).transpose(0, 1).contiguous(), (rows(n),))),
-    Workload("cat", lambda n: (lambda x, y: torch.cat([x, y], -1), (rows(n // 2, WIDTH // 2), rows(n // 2, WIDTH // 2)))),
+    Workload(
+        "copy turned",
+        lambda n: (lambda x: x.view(-1, min(8, x.shape[0]), x.shape[1]).transpose(0, 1).contiguous(), (rows(n),)),
+    ),
+    Workload(
+        "cat", lambda n: (lambda x, y: torch.cat([x, y], -1), (rows(n // 2, WIDTH // 2), rows(n // 2, WIDTH // 2)))
+    ),
     Workload("split", _unary(lambda x: x.split(x.shape[1] // 2, 1))),
     Workload("narrow", _unary(lambda x: x.narrow(1, 0, x.shape[1] // 2))),
     Workload("select", lambda n: (lambda x: x.select(1, 0), (rows(n).view(-1, 4, min(n, WIDTH) // 4),))),
@@ -149,6 +183,7 @@ def traced(call: Call, backward: bool, device: str = "cpu") -> Callable[[], Any]
     """The call as ATen code; with `backward`, its gradients too, given those of its results."""
     function, operands = call[0], tuple(x.to(device) for x in call[1])
     trained = [i for i, x in enumerate(operands) if x.is_floating_point()]
+
     def step(xs: list[Tensor], ts: list[Tensor]) -> list[Tensor]:
         xs = [x.detach().requires_grad_(backward and i in trained) for i, x in enumerate(xs)]
         made = _flat(function(*xs))
@@ -158,7 +193,10 @@ def traced(call: Call, backward: bool, device: str = "cpu") -> Callable[[], Any]
         fakes = [mode.from_tensor(x) for x in operands]
         tangents = [torch.empty_like(r) for r in _flat(function(*fakes))] if backward else []
         graph = make_fx(step)(fakes, tangents)
-    for target in (torch.ops.aten.detach.default, torch.ops.autopar.convert.default):          # an axis of one device: nothing to exchange
+    for target in (
+        torch.ops.aten.detach.default,
+        torch.ops.autopar.convert.default,
+    ):  # an axis of one device: nothing to exchange
         for node in graph.graph.find_nodes(op="call_function", target=target):
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)

@@ -1,4 +1,6 @@
-"""The ranks of a job: starting them, and making sure that they hold the same thing before any of them waits for another."""
+"""The ranks of a job: starting them, and making sure that they hold the same thing before any of them waits for
+another.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ T = TypeVar("T")
 def start_world(timeout_s: float = 600.0) -> str:
     """Make sure that a process group exists; the device type that its ranks compute on.
 
-    Under torchrun it joins the job; without one it is a world of one process. In a world that is made here nobody waits longer than the time-out.
+    Under torchrun it joins the job; without one it is a world of one process. In a world that is made here nobody waits
+    longer than the time-out.
     """
     if not dist.is_initialized():
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,20 +71,24 @@ def all_ranks_hold(what: str, value: Any) -> None:
         return
     everyone = exchanged(numbers_of(value), torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
     if others := [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]:
-        raise Disagreement(f"ranks hold different {what}: {others} differ from rank 0", advice="the same model, inputs and plan on every rank")
+        raise Disagreement(
+            f"ranks hold different {what}: {others} differ from rank 0",
+            advice="the same model, inputs and plan on every rank",
+        )
 
 
 def once_all_have(make: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
     """What `make` gives on this rank, once all ranks have theirs: before any of them waits for another in vain.
 
-    Beside it, it gives what it was told, in words by name: a letter on every rank where they differ. What one rank raises all are told.
+    Beside it, it gives what it was told, in words by name: a letter on every rank where they differ. What one rank
+    raises all are told.
     """
     made, error = None, None
     try:
         made = make()
     except Exception as e:
         error = e
-        if not dist.is_initialized() and _is_in_a_job():       # others wait already
+        if not dist.is_initialized() and _is_in_a_job():  # others wait already
             start_world()
     if dist.is_initialized() and _ranks_can_talk():
         said = None if made is None else dict(made[1])
@@ -99,12 +106,18 @@ def once_all_have(make: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
 def _refuse_differences(everyone: Sequence[tuple[str, dict[str, str] | None]]) -> None:
     raised = [f"rank {rank} has raised {text}" for rank, (text, _) in enumerate(everyone) if text]
     if raised:
-        raise Lost("; ".join(raised), at=f"rank {dist.get_rank()}", advice="the same model, inputs and arguments on every rank")
+        raise Lost(
+            "; ".join(raised), at=f"rank {dist.get_rank()}", advice="the same model, inputs and arguments on every rank"
+        )
     words = [said or {} for _, said in everyone]
     for name in dict.fromkeys(name for said in words for name in said):
         if others := [rank for rank, said in enumerate(words) if said.get(name) != words[0].get(name)]:
             seen = f"rank 0: {words[0].get(name)}, rank {others[0]}: {words[others[0]].get(name)}"
-            raise Disagreement(f"ranks were given different {name}: {others} differ from rank 0", seen=seen, advice="the same on every rank")
+            raise Disagreement(
+                f"ranks were given different {name}: {others} differ from rank 0",
+                seen=seen,
+                advice="the same on every rank",
+            )
 
 
 def exchanged(numbers: list[int], device: torch.device) -> list[list[int]]:
@@ -113,19 +126,23 @@ def exchanged(numbers: list[int], device: torch.device) -> list[list[int]]:
         return [numbers]
     everyone = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.int64, device=device)
     wait_for(gather_into(everyone, torch.tensor(numbers, device=device), async_op=True))
-    return everyone.view(-1, len(numbers)).tolist()            # type: ignore[no-any-return]
+    return everyone.view(-1, len(numbers)).tolist()
 
 
 def numbers_of(value: Any) -> list[int]:
     """`digest_of` as four numbers."""
-    return [int(digest_of(value)[i:i + 16], 16) - 2**63 for i in range(0, 64, 16)]
+    return [int(digest_of(value)[i : i + 16], 16) - 2**63 for i in range(0, 64, 16)]
 
 
 def digest_of(value: Any) -> str:
     """A hash of values: of tensors what they hold, of anything else how it is written."""
     mine = hashlib.sha256()
     for piece in value if isinstance(value, (tuple, list)) else [value]:
-        mine.update(piece.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if isinstance(piece, torch.Tensor) else repr(piece).encode())
+        mine.update(
+            piece.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            if isinstance(piece, torch.Tensor)
+            else repr(piece).encode()
+        )
     return mine.hexdigest()
 
 

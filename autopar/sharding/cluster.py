@@ -1,4 +1,6 @@
-"""What the devices and links of a machine can do, as data: peak rates, memory, latency, bandwidth, each with its source.
+"""What the devices and links of a machine can do, as data.
+
+Peak rates, memory, latency, bandwidth, each with its source.
 
 A cluster is `links` from the innermost level outwards: the first joins the devices of a node, the second the nodes.
 """
@@ -24,11 +26,11 @@ DEFAULT = "generic"
 @dataclass(frozen=True, slots=True)
 class Device:
     name: str
-    flops_per_s: tuple[tuple[str, float], ...]                 # by dtype
+    flops_per_s: tuple[tuple[str, float], ...]  # by dtype
     memory_bytes: int
     memory_bytes_per_s: float
     launch_s: float
-    kernels: str = "cuda"                                      # whose kernels run there, "cuda" or "cpu": they keep other things for backward
+    kernels: str = "cuda"  # whose kernels run there, "cuda" or "cpu": they keep other things for backward
 
     def rate(self, dtype: str) -> float:
         """FLOP/s for a dtype; one the table lacks runs at the slowest rate it has."""
@@ -36,7 +38,7 @@ class Device:
         return rates.get(dtype, min(rates.values()))
 
 
-Curve = tuple[tuple[float, float], ...]                        # seconds by an amount, ascending
+Curve = tuple[tuple[float, float], ...]  # seconds by an amount, ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +50,26 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a collective took on one axis of a machine while all of its ranks ran: `size` devices, `stride` ranks apart."""
+    """What a collective took on one axis of a machine while all of its ranks ran.
+
+    `size` devices, `stride` ranks apart.
+    """
 
     kind: str
     size: int
     stride: int
     latency_s: float
     bytes_per_s: float
-    times: Curve = ()                                          # seconds by bytes of the whole tensor, as they were measured: they come before latency and bytes/s
+    # seconds by bytes of the whole tensor, as they were measured: they come before latency and bytes/s
+    times: Curve = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What an op took on one device while all of its ranks ran: seconds by amount, forward and backward (`autopar.runtime.workloads`)."""
+    """What an op took on one device while all of its ranks ran.
+
+    Seconds by amount, forward and backward (`autopar.runtime.workloads`).
+    """
 
     op: str
     dtype: str
@@ -74,23 +83,26 @@ class Cluster:
 
     name: str
     device: Device
-    links: tuple[Link, ...]                                    # innermost first
+    links: tuple[Link, ...]  # innermost first
     devices_per_node: int
     nodes: int = 1
     sources: tuple[tuple[str, str], ...] = ()
-    measured: tuple[Measured, ...] = ()                        # by `autopar calibrate`: they come before the links' figures
-    timed: tuple[Timed, ...] = ()                              # by `autopar calibrate`: they come before the device's rates
-    hidden: float = 1.0                                        # of the shorter of compute and communication at once, the share that takes no time
+    measured: tuple[Measured, ...] = ()  # by `autopar calibrate`: they come before the links' figures
+    timed: tuple[Timed, ...] = ()  # by `autopar calibrate`: they come before the device's rates
+    hidden: float = 1.0  # of the shorter of compute and communication at once, the share that takes no time
 
     def __str__(self) -> str:
         return f"{self.name} ({self.device.name}, {self.devices_per_node} a node)"
 
     def levels(self, mesh: DeviceMesh, axis: int, kind: str = "") -> tuple[tuple[int, Link | Measured], ...]:
-        """The link levels that one group of an axis spans, innermost first, each with its number of devices; one measured level where the machine was measured there.
+        """The link levels that one group of an axis spans, innermost first, each with its number of devices.
 
-        Ranks are row-major on the mesh and fill nodes in their order. An axis that crosses nodes in no regular way is as slow as between nodes.
+        One measured level where the machine was measured there.
+
+        Ranks are row-major on the mesh and fill nodes in their order. An axis that crosses nodes in no regular way is
+        as slow as between nodes.
         """
-        size, stride, node = mesh.shape[axis], math.prod(mesh.shape[axis + 1:]), self.devices_per_node
+        size, stride, node = mesh.shape[axis], math.prod(mesh.shape[axis + 1 :]), self.devices_per_node
         for m in self.measured:
             if (m.kind, m.size, m.stride) == (kind, size, stride):
                 return ((size, m),)
@@ -99,7 +111,13 @@ class Cluster:
             counts = {c for group in mesh.groups(axis) for c in Counter(rank // node for rank in group).values()}
             here = counts.pop() if len(counts) == 1 else 1
         else:
-            here = size if node % (stride * size) == 0 else node // stride if node % stride == 0 and size % (node // stride) == 0 else 1
+            here = (
+                size
+                if node % (stride * size) == 0
+                else node // stride
+                if node % stride == 0 and size % (node // stride) == 0
+                else 1
+            )
         return tuple((n, link) for n, link in ((here, inner), (size // here, outer)) if n > 1) or ((1, inner),)
 
     def times_of(self, op: str, dtype: str) -> Timed | None:
@@ -121,16 +139,28 @@ class Cluster:
             known = sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
             if match and match[1] in known:
                 cluster = _read(match[1], folder.joinpath(f"{match[1]}.json"))
-                return replace(cluster, name=str(given), devices_per_node=int(match[2]), nodes=int(match[3])) if match[2] else cluster
-            raise BadCluster(f"no cluster is called {str(given)!r}", seen=f"known: {', '.join(known)}", advice='a name such as "h100-8x4", or the path of a .json profile')
-        raise BadCluster(f"{given!r} is not a cluster", advice='autopar.Cluster, a name such as "h100-8x4", or the path of a .json profile')
-
+                return (
+                    replace(cluster, name=str(given), devices_per_node=int(match[2]), nodes=int(match[3]))
+                    if match[2]
+                    else cluster
+                )
+            raise BadCluster(
+                f"no cluster is called {str(given)!r}",
+                seen=f"known: {', '.join(known)}",
+                advice='a name such as "h100-8x4", or the path of a .json profile',
+            )
+        raise BadCluster(
+            f"{given!r} is not a cluster",
+            advice='autopar.Cluster, a name such as "h100-8x4", or the path of a .json profile',
+        )
 
     def save(self, path: str | Path) -> None:
         """Write it as the JSON that `Cluster.of(path)` reads."""
         data = asdict(self)
         data["device"]["flops_per_s"], data["sources"] = dict(self.device.flops_per_s), dict(self.sources)
-        Path(path).write_text(json.dumps({k: v for k, v in data.items() if k != "name"}, indent=2) + "\n", encoding="utf-8")
+        Path(path).write_text(
+            json.dumps({k: v for k, v in data.items() if k != "name"}, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 @functools.lru_cache(maxsize=8)
@@ -147,8 +177,19 @@ def _read(name: str, file: Any) -> Cluster:
         data = json.loads(file.read_text(encoding="utf-8"))
         device = Device(**{**data["device"], "flops_per_s": tuple(sorted(data["device"]["flops_per_s"].items()))})
         measured = tuple(Measured(**{**m, "times": _curve(m.get("times", ()))}) for m in data.get("measured", ()))
-        timed = tuple(Timed(t["op"], t["dtype"], _curve(t["forward"]), _curve(t["backward"])) for t in data.get("timed", ()))
-        return Cluster(name, device, tuple(Link(**link) for link in data["links"]), data["devices_per_node"], data["nodes"], tuple(sorted(data["sources"].items())), measured,
-                       timed, float(data.get("hidden", 1.0)))
+        timed = tuple(
+            Timed(t["op"], t["dtype"], _curve(t["forward"]), _curve(t["backward"])) for t in data.get("timed", ())
+        )
+        return Cluster(
+            name,
+            device,
+            tuple(Link(**link) for link in data["links"]),
+            data["devices_per_node"],
+            data["nodes"],
+            tuple(sorted(data["sources"].items())),
+            measured,
+            timed,
+            float(data.get("hidden", 1.0)),
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise BadCluster(f"the cluster file {file} cannot be read", seen=f"{type(e).__name__}: {e}") from e

@@ -2,13 +2,15 @@
 
     "x": "S(0)@dp"                           an input, as it is used
     "blocks.*.up.weight": "S(0)@tp"          a parameter: its storage and every use
-    "*": "S(0)@dp; R; regathered; each"      its storage; its use; whether the gathered copy is kept for backward; and, of several micro-batches, whether its gradient
+    "*": "S(0)@dp; R; regathered; each"      its storage; its use; whether the gathered copy is kept for backward; and,
+    of several micro-batches, whether its gradient
                                              is reduced at their end or in each (parameters only)
     "head.weight": "S(0)@dp; *"              its storage alone
     "blocks.*.up": "S(1)@tp"                 a module: what the consumers of its output receive
     "out": "R"                               every output
 
-A pin fixes values; a gradient is pinned only where it is written, as in `R/P(sum)`. The first pattern that matches wins.
+A pin fixes values; a gradient is pinned only where it is written, as in `R/P(sum)`. The first pattern that matches
+wins.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Pin:
     """A sharding that some edge end or storage must have."""
 
     text: str
-    value: Sharding | None                                     # None, written *: any
+    value: Sharding | None  # None, written *: any
     gradient: Sharding | None = None
 
     def admits(self, flows: tuple[Flow, ...]) -> bool:
@@ -45,37 +47,56 @@ class Pins:
     pattern: str
     storage: Pin
     use: Pin
-    gather: str = ""                                           # "kept" or "regathered", where it is said
-    reduce: str = ""                                           # "end" or "each": where a step has several micro-batches
+    gather: str = ""  # "kept" or "regathered", where it is said
+    reduce: str = ""  # "end" or "each": where a step has several micro-batches
     is_about_storage: bool = False
 
 
-# How experts move what is no parameter along an axis: what leaves like this arrives like that, if its taker knows such a way at all.
+# How experts move what is no parameter along an axis: what leaves like this arrives like that, if its taker knows such
+# a way at all.
 HABITS: dict[str, tuple[Callable[[Placement], bool], Callable[[Placement], bool]]] = {
-    "rows": (lambda leaves: leaves.is_shard, lambda arrives: arrives.is_shard),                     # nothing that is cut becomes whole
-    "whole": (lambda leaves: leaves.is_partial, lambda arrives: not arrives.is_shard),              # sums are not scattered
-    "sequence": (lambda leaves: leaves.is_partial, lambda arrives: arrives.is_shard and arrives.dim == 1),      # or along dim 1 alone
+    "rows": (lambda leaves: leaves.is_shard, lambda arrives: arrives.is_shard),  # nothing that is cut becomes whole
+    "whole": (lambda leaves: leaves.is_partial, lambda arrives: not arrives.is_shard),  # sums are not scattered
+    "sequence": (
+        lambda leaves: leaves.is_partial,
+        lambda arrives: arrives.is_shard and arrives.dim == 1,
+    ),  # or along dim 1 alone
 }
 
 
 class Constraints:
     """Patterns in order, and which of them have matched something; and what is not done along an axis, by habit."""
 
-    def __init__(self, given: Mapping[str, Any] | None, mesh: DeviceMesh, of_preset: Mapping[str, str] | None = None, habits: Sequence[tuple[int, str]] = ()) -> None:
+    def __init__(
+        self,
+        given: Mapping[str, Any] | None,
+        mesh: DeviceMesh,
+        of_preset: Mapping[str, str] | None = None,
+        habits: Sequence[tuple[int, str]] = (),
+    ) -> None:
         if given is not None and not isinstance(given, Mapping):
-            raise BadConstraint(f"constraints is a {type(given).__name__}", advice='a dictionary: {"blocks.*.up.weight": "S(0)@tp"}')
+            raise BadConstraint(
+                f"constraints is a {type(given).__name__}", advice='a dictionary: {"blocks.*.up.weight": "S(0)@tp"}'
+            )
         if wrong := [pattern for pattern in given or {} if not isinstance(pattern, str)]:
             raise BadConstraint(f"the pattern {wrong[0]!r} is no text", advice='{"blocks.*.up.weight": "S(0)@tp"}')
         self.pins = [_read(pattern, what, mesh) for pattern, what in (given or {}).items()]
         self.asked, self.callers = {pin.pattern for pin in self.pins}, len(self.pins)
-        self.pins += [_read(escape(name), what, mesh) for name, what in (of_preset or {}).items()]      # a preset speaks of names, after the caller
+        self.pins += [
+            _read(escape(name), what, mesh) for name, what in (of_preset or {}).items()
+        ]  # a preset speaks of names, after the caller
         self.habits = tuple(habits)
         self._used: set[str] = set()
 
     def of(self, *names: str, is_parameter: bool = False, is_module: bool = False) -> Pins | None:
-        """The first pin whose pattern matches one of the names of a thing; storage and use are words about parameters. A preset says nothing of modules: an input may be called as one is."""
+        """The first pin whose pattern matches one of the names of a thing; storage and use are words about parameters.
+
+        A preset says nothing of modules: an input may be called as one is.
+        """
         for pin in self.pins[: self.callers] if is_module else self.pins:
-            if (is_parameter or not pin.is_about_storage) and any(fnmatchcase(name, pin.pattern) for name in names if name):
+            if (is_parameter or not pin.is_about_storage) and any(
+                fnmatchcase(name, pin.pattern) for name in names if name
+            ):
                 self._used.add(pin.pattern)
                 return pin
         return None
@@ -87,8 +108,11 @@ class Constraints:
     def check_all_used(self, known: list[str]) -> None:
         for pin in self.pins:
             if pin.pattern in self.asked and pin.pattern not in self._used:
-                raise BadConstraint(f"the constraint {pin.pattern!r} matches nothing", seen=", ".join(known[:12]) + (", ..." if len(known) > 12 else ""),
-                                    advice="a parameter, a module path, an input, or out")
+                raise BadConstraint(
+                    f"the constraint {pin.pattern!r} matches nothing",
+                    seen=", ".join(known[:12]) + (", ..." if len(known) > 12 else ""),
+                    advice="a parameter, a module path, an input, or out",
+                )
 
 
 def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
@@ -103,12 +127,27 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
         if not isinstance(what, str):
             raise BadConstraint(f"{what!r} is not a sharding")
         fields = [field.strip() for field in what.split(";")]
-        if len(fields) > 4 or fields[2:3] not in ([], ["kept"], ["regathered"]) or fields[3:] not in ([], ["end"], ["each"]):
+        if (
+            len(fields) > 4
+            or fields[2:3] not in ([], ["kept"], ["regathered"])
+            or fields[3:] not in ([], ["end"], ["each"])
+        ):
             raise BadConstraint(f"{what!r} is not storage; use; kept or regathered; end or each")
         storage = _pin(fields[0], mesh)
-        return Pins(pattern, storage, _pin(fields[1], mesh) if len(fields) > 1 else storage, "".join(fields[2:3]), "".join(fields[3:]), len(fields) > 1)
+        return Pins(
+            pattern,
+            storage,
+            _pin(fields[1], mesh) if len(fields) > 1 else storage,
+            "".join(fields[2:3]),
+            "".join(fields[3:]),
+            len(fields) > 1,
+        )
     except Letter as e:
-        raise BadConstraint(f"the constraint {pattern!r}: {what!r} cannot be read", seen=e.what, advice=e.advice or f'"S(0)@{mesh.axes[0]}", or "R"') from e
+        raise BadConstraint(
+            f"the constraint {pattern!r}: {what!r} cannot be read",
+            seen=e.what,
+            advice=e.advice or f'"S(0)@{mesh.axes[0]}", or "R"',
+        ) from e
 
 
 def _pin(text: str, mesh: DeviceMesh) -> Pin:
@@ -116,10 +155,16 @@ def _pin(text: str, mesh: DeviceMesh) -> Pin:
     if text == "*":
         return Pin(text, None)
     value = _on_real_axes(Sharding.parse(re.sub(r"/(R|P\(sum\)|P|S\([^@]*\))", "", text), mesh), mesh)
-    gradient = _on_real_axes(Sharding.parse(re.sub(r"(R|P\(sum\)|P|S\([^@]*?\))/", "", text), mesh), mesh) if "/" in text else None
+    gradient = (
+        _on_real_axes(Sharding.parse(re.sub(r"(R|P\(sum\)|P|S\([^@]*?\))/", "", text), mesh), mesh)
+        if "/" in text
+        else None
+    )
     return Pin(text, value, gradient)
 
 
 def _on_real_axes(sharding: Sharding, mesh: DeviceMesh) -> Sharding:
     """An axis of size 1 is no axis: whatever is written there, a tensor is whole on it."""
-    return Sharding(tuple(p if n > 1 else R for p, n in zip(sharding.placements, mesh.shape, strict=True)), sharding.order)
+    return Sharding(
+        tuple(p if n > 1 else R for p, n in zip(sharding.placements, mesh.shape, strict=True)), sharding.order
+    )

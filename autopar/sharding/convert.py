@@ -39,9 +39,9 @@ class Step:
 
     kind: str
     axis: int
-    dim: int = -1                                              # gathered or cut; for all_to_all: gathered
-    to_dim: int = -1                                           # for all_to_all: cut
-    blocks: tuple[int, ...] = ()                               # that it cuts, as in S(dim, blocks)
+    dim: int = -1  # gathered or cut; for all_to_all: gathered
+    to_dim: int = -1  # for all_to_all: cut
+    blocks: tuple[int, ...] = ()  # that it cuts, as in S(dim, blocks)
     to_blocks: tuple[int, ...] = ()
 
     def after(self, layout: Layout, mesh: DeviceMesh) -> Layout | None:
@@ -56,10 +56,17 @@ class Step:
             if gathered is None or self.kind == "all_gather":
                 return gathered
             return gathered.with_row(self.to_dim, gathered.rows[self.to_dim].cut(self.axis, n, self.to_blocks))
-        return layout if self.kind == "all_reduce" else layout.with_row(self.dim, layout.rows[self.dim].cut(self.axis, n, self.blocks))
+        return (
+            layout
+            if self.kind == "all_reduce"
+            else layout.with_row(self.dim, layout.rows[self.dim].cut(self.axis, n, self.blocks))
+        )
 
     def text(self, axes: Sequence[str]) -> str:
-        first, second = (f"{d}" + (f":{'|'.join(map(str, b))}" if b else "") for d, b in ((self.dim, self.blocks), (self.to_dim, self.to_blocks)))
+        first, second = (
+            f"{d}" + (f":{'|'.join(map(str, b))}" if b else "")
+            for d, b in ((self.dim, self.blocks), (self.to_dim, self.to_blocks))
+        )
         dims = f"({first}->{second})" if self.to_dim >= 0 else f"({first})" if self.dim >= 0 else ""
         return f"{self.kind}{dims}@{axes[self.axis]}"
 
@@ -88,7 +95,11 @@ class Path:
 
 
 class ShapeConsistencyManager:
-    """Cheapest conversions on one mesh of one cluster. With `most_bytes`, no device holds more of the tensor than that on the way; at the ends it may. Reductions that travel in a `bucket` of so many bytes pay a share of it."""
+    """Cheapest conversions on one mesh of one cluster.
+
+    With `most_bytes`, no device holds more of the tensor than that on the way; at the ends it may. Reductions that
+    travel in a `bucket` of so many bytes pay a share of it.
+    """
 
     def __init__(self, mesh: DeviceMesh, cluster: Cluster, most_bytes: float = math.inf, bucket: float = 0.0) -> None:
         self.mesh, self.cluster, self.most_bytes, self.bucket = mesh, cluster, most_bytes, bucket
@@ -97,22 +108,36 @@ class ShapeConsistencyManager:
 
     def path(self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding) -> Path:
         """The cheapest way from `source` to `target` for a tensor of this global shape."""
-        ends = [Layout.of(shape, s, self.mesh) for s in (source, target)]
-        found = self._all_from(shape, itemsize, ends[0], _blocks_of(source, target)).get(ends[1]) if None not in ends else None   # type: ignore[arg-type]
+        start, end = Layout.of(shape, source, self.mesh), Layout.of(shape, target, self.mesh)
+        found = None
+        if start is not None and end is not None:
+            found = self._all_from(shape, itemsize, start, _blocks_of(source, target)).get(end)
         if found is None:
-            raise BadSharding(f"no sequence of collectives leads from {source.text(self.mesh.axes)} to {target.text(self.mesh.axes)}",
-                              seen=f"a tensor of shape {list(shape)} on mesh {self.mesh}")
+            raise BadSharding(
+                f"no sequence of collectives leads from {source.text(self.mesh.axes)} to {target.text(self.mesh.axes)}",
+                seen=f"a tensor of shape {list(shape)} on mesh {self.mesh}",
+            )
         return found
 
-    def table(self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> np.ndarray:
+    def table(
+        self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Sharding], targets: Sequence[Sharding]
+    ) -> np.ndarray:
         """Seconds from every source to every target; inf where no path leads."""
         index, distances = self._distances(shape, itemsize, _blocks_of(*sources, *targets))
-        nowhere = len(index)                                   # the last row and column lead nowhere
-        rows, columns = ([index.get(Layout.of(shape, s, self.mesh), nowhere) for s in ends] for ends in (sources, targets))    # type: ignore[call-overload, arg-type]
+        nowhere = len(index)  # the last row and column lead nowhere
+        rows, columns = (
+            [
+                nowhere if (layout := Layout.of(shape, s, self.mesh)) is None else index.get(layout, nowhere)
+                for s in ends
+            ]
+            for ends in (sources, targets)
+        )
         return distances[np.ix_(rows, columns)]
 
-    @functools.lru_cache(maxsize=256)                          # noqa: B019 - lives as long as one planning or lowering
-    def _distances(self, shape: tuple[int, ...], itemsize: int, blocks: frozenset[Placement]) -> tuple[dict[Layout, int], np.ndarray]:
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - lives as long as one planning or lowering
+    def _distances(
+        self, shape: tuple[int, ...], itemsize: int, blocks: frozenset[Placement]
+    ) -> tuple[dict[Layout, int], np.ndarray]:
         """The seconds of the cheapest way between any two layouts of a shape."""
         graph = self._graph(shape, itemsize, blocks)
         index = {state: i for i, state in enumerate(graph)}
@@ -126,16 +151,27 @@ class ShapeConsistencyManager:
             np.minimum(distances, distances[:, k, None] + distances[None, k, :], out=distances)
         return index, distances
 
-    def _all_from(self, shape: tuple[int, ...], itemsize: int, source: Layout, blocks: frozenset[Placement]) -> dict[Layout, Path]:
+    def _all_from(
+        self, shape: tuple[int, ...], itemsize: int, source: Layout, blocks: frozenset[Placement]
+    ) -> dict[Layout, Path]:
         key = (shape, itemsize, source, blocks)
         if key not in self._from:
             graph = self._graph(shape, itemsize, blocks)
             narrow = {state for state in graph if state != source and self._bytes(state, itemsize) > self.most_bytes}
-            lengths, routes = nx.single_source_dijkstra(graph, source, weight=lambda u, v, edge: None if u in narrow else edge["seconds"]) if source in graph else ({}, {})
-            self._from[key] = {t: Path(tuple(graph.edges[u, v]["step"] for u, v in itertools.pairwise(route)), lengths[t]) for t, route in routes.items()}
+            lengths, routes = (
+                nx.single_source_dijkstra(
+                    graph, source, weight=lambda u, v, edge: None if u in narrow else edge["seconds"]
+                )
+                if source in graph
+                else ({}, {})
+            )
+            self._from[key] = {
+                t: Path(tuple(graph.edges[u, v]["step"] for u, v in itertools.pairwise(route)), lengths[t])
+                for t, route in routes.items()
+            }
         return self._from[key]
 
-    @functools.lru_cache(maxsize=256)                          # noqa: B019 - lives as long as one planning or lowering
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - lives as long as one planning or lowering
     def _graph(self, shape: tuple[int, ...], itemsize: int, blocks: frozenset[Placement]) -> nx.DiGraph:
         """Every layout of a shape, those in `blocks` too, and every step between two of them, with its seconds."""
         graph = nx.DiGraph()
@@ -157,7 +193,11 @@ class ShapeConsistencyManager:
 
     def step_seconds(self, step: Step, before: Layout, itemsize: int) -> float:
         """What one step costs the fullest device."""
-        gathered = before.with_row(step.dim, before.rows[step.dim].without(step.axis)) if step.kind in ("all_gather", "all_to_all") else before
+        gathered = (
+            before.with_row(step.dim, before.rows[step.dim].without(step.axis))
+            if step.kind in ("all_gather", "all_to_all")
+            else before
+        )
         assert gathered is not None, (step, before)
         nbytes, levels = self._bytes(gathered, itemsize), self._levels[step.kind][step.axis]
         if self.cluster.timed:
@@ -169,14 +209,22 @@ class ShapeConsistencyManager:
         n = self.mesh.shape[step.axis]
         if step.kind in LOCAL:
             return self._copied("clone", nbytes / (n if step.kind == "slice" else 1))
-        turned = self._copied("copy turned", nbytes * (1 + 1 / n)) if step.kind in ("all_gather", "reduce_scatter") and step.dim > 0 else 0.0     # packed by its first dim, and turned back
+        turned = (
+            self._copied("copy turned", nbytes * (1 + 1 / n))
+            if step.kind in ("all_gather", "reduce_scatter") and step.dim > 0
+            else 0.0
+        )  # packed by its first dim, and turned back
         if self.bucket and step.kind in ("all_reduce", "reduce_scatter"):
             return turned + step_seconds(step.kind, levels, self.bucket, self.cluster.device) * nbytes / self.bucket
         return turned + step_seconds(step.kind, levels, nbytes, self.cluster.device)
 
     def _copied(self, how: str, nbytes: float) -> float:
         timed = self.cluster.times_of(how, "float32")
-        return float(measured_seconds(timed.forward, nbytes / 4)) if timed else 2 * nbytes / self.cluster.device.memory_bytes_per_s
+        return (
+            float(measured_seconds(timed.forward, nbytes / 4))
+            if timed
+            else 2 * nbytes / self.cluster.device.memory_bytes_per_s
+        )
 
     def _bytes(self, layout: Layout, itemsize: int) -> int:
         """What the fullest device holds, the one at coordinate 0."""
@@ -203,7 +251,11 @@ def leads_to(path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh:
     """How a tensor lies after these steps; None where one of them cannot be taken."""
     state = Layout.of(tuple(shape), source, mesh)
     for step in path:
-        cuts = [S(dim, blocks) for dim, blocks in ((step.dim, step.blocks), (step.to_dim, step.to_blocks)) if 0 <= dim < len(shape)]
+        cuts = [
+            S(dim, blocks)
+            for dim, blocks in ((step.dim, step.blocks), (step.to_dim, step.to_blocks))
+            if 0 <= dim < len(shape)
+        ]
         if state is None or step not in steps_from(state, cuts, mesh):
             return None
         state = step.after(state, mesh)
@@ -240,17 +292,24 @@ class LocalStep:
         return tuple(steps)
 
 
-def localise(path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh: DeviceMesh, coordinate: Sequence[int]) -> tuple[tuple[LocalStep, ...], tuple[int, ...]]:
+def localise(
+    path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh: DeviceMesh, coordinate: Sequence[int]
+) -> tuple[tuple[LocalStep, ...], tuple[int, ...]]:
     """Steps as the device at `coordinate` runs them, and the local shape that they end with."""
     state = Layout.of(tuple(shape), source, mesh)
     steps, local = [], () if state is None else state.local_shape(mesh, coordinate)
     for step in path:
         after = step.after(state, mesh) if state else None
         if state is None or after is None:
-            raise BadSharding(f"{step.text(mesh.axes)} cannot follow here", seen=f"a tensor of shape {list(shape)}, {source.text(mesh.axes)} at first, on mesh {mesh}")
+            raise BadSharding(
+                f"{step.text(mesh.axes)} cannot follow here",
+                seen=f"a tensor of shape {list(shape)}, {source.text(mesh.axes)} at first, on mesh {mesh}",
+            )
         before, local, dims = local, after.local_shape(mesh, coordinate), []
         for d in filter(lambda d: d >= 0, (step.dim, step.to_dim)):
-            cut, size = (state, local[d]) if step.axis in state.rows[d].axes else (after, before[d])     # the size that the dim has when the axis does not cut it
+            cut, size = (
+                (state, local[d]) if step.axis in state.rows[d].axes else (after, before[d])
+            )  # the size that the dim has when the axis does not cut it
             dims.append((d, size, cut.rows[d].met(step.axis, size)))
         steps.append(LocalStep(step.kind, mesh.axes[step.axis], tuple(dims)))
         state = after

@@ -1,10 +1,10 @@
 """Seconds, from formulas written once: sympy expressions in named quantities, turned into numpy functions on first use.
 
-    flops, bytes        work of one op on one device, and what it reads and writes
-    rate, bandwidth     FLOP/s for its dtype and memory bytes/s of the device
-    n, whole            devices of the axis on one link level, and bytes of the tensor as it is when they do not cut it
-    latency, wire       seconds and bytes/s of that level's link
-    launch              seconds to start a kernel
+flops, bytes        work of one op on one device, and what it reads and writes
+rate, bandwidth     FLOP/s for its dtype and memory bytes/s of the device
+n, whole            devices of the axis on one link level, and bytes of the tensor as it is when they do not cut it
+latency, wire       seconds and bytes/s of that level's link
+launch              seconds to start a kernel
 """
 
 from __future__ import annotations
@@ -17,39 +17,49 @@ from typing import Any
 import numpy as np
 import sympy as sp
 
-flops, bytes_, rate, bandwidth, n, whole, latency, wire, launch = sp.symbols("flops bytes rate bandwidth n whole latency wire launch", positive=True)
+flops, bytes_, rate, bandwidth, n, whole, latency, wire, launch = sp.symbols(
+    "flops bytes rate bandwidth n whole latency wire launch", positive=True
+)
 
 FORMULAS: dict[str, sp.Expr] = {
-    "compute":        launch + sp.Max(flops / rate, bytes_ / bandwidth),
-    "all_gather":     latency + (n - 1) / n * whole / wire,
+    "compute": launch + sp.Max(flops / rate, bytes_ / bandwidth),
+    "all_gather": latency + (n - 1) / n * whole / wire,
     "reduce_scatter": latency + (n - 1) / n * whole / wire,
-    "all_reduce":     2 * latency + 2 * (n - 1) / n * whole / wire,
-    "all_to_all":     latency + (n - 1) / n * whole / n / wire,    # each device holds whole / n and keeps 1 / n of it
-    "slice":          launch + 2 * whole / n / bandwidth,
-    "lodge":          launch + 2 * whole / bandwidth,
+    "all_reduce": 2 * latency + 2 * (n - 1) / n * whole / wire,
+    "all_to_all": latency + (n - 1) / n * whole / n / wire,  # each device holds whole / n and keeps 1 / n of it
+    "slice": launch + 2 * whole / n / bandwidth,
+    "lodge": launch + 2 * whole / bandwidth,
 }
 
-# FLOPs of products: so many for each point of the space of their factors, which are loops, but for some that are no loops of their own. Any other op reads and writes: one FLOP for an element of its largest tensor.
+# FLOPs of products: so many for each point of the space of their factors, which are loops, but for some that are no
+# loops of their own. Any other op reads and writes: one FLOP for an element of its largest tensor.
 PRODUCTS: dict[str, tuple[float, str]] = {
-    **dict.fromkeys(("linear", "mm", "matmul", "addmm", "baddbmm", "einsum", "bilinear", "mv", "dot", "outer"), (2, "")),
-    "grouped_mm": (2, "e"),                                    # a row goes to one expert
-    "scaled_dot_product_attention": (4, "e|m"),                # two products, over the width of keys and over that of values
+    **dict.fromkeys(
+        ("linear", "mm", "matmul", "addmm", "baddbmm", "einsum", "bilinear", "mv", "dot", "outer"), (2, "")
+    ),
+    "grouped_mm": (2, "e"),  # a row goes to one expert
+    "scaled_dot_product_attention": (4, "e|m"),  # two products, over the width of keys and over that of values
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), (2, r"s\d+")),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), (2, r"t\d+")),
 }
-LOCAL = frozenset({"slice", "lodge"})                            # steps that move nothing between devices
-FREE = frozenset({"identity", "view", "transpose", "permute", "t", "split", "narrow", "select", "expand"})   # they show their operand's memory
+LOCAL = frozenset({"slice", "lodge"})  # steps that move nothing between devices
+FREE = frozenset(
+    {"identity", "view", "transpose", "permute", "t", "split", "narrow", "select", "expand"}
+)  # they show their operand's memory
 
-# Per byte of parameter on a device: what the step reads and writes (parameter, gradient, states), what it keeps (states), and what it makes for the while (torch's step over all parameters at once).
+# Per byte of parameter on a device: what the step reads and writes (parameter, gradient, states), what it keeps
+# (states), and what it makes for the while (torch's step over all parameters at once).
 OPTIMIZERS: dict[str, dict[str, float]] = {
-    "adamw":        {"moved": 7, "kept": 2, "temporary": 1},
-    "sgd":          {"moved": 3, "kept": 0, "temporary": 0},
+    "adamw": {"moved": 7, "kept": 2, "temporary": 1},
+    "sgd": {"moved": 3, "kept": 0, "temporary": 0},
     "sgd-momentum": {"moved": 5, "kept": 1, "temporary": 0},
 }
 
 
 def optimizer_figures(optimizer: str | float, itemsize: int) -> dict[str, float]:
-    """The line of an optimizer; one given by the bytes of its states for each parameter reads and writes them beside parameter and gradient, and makes one tensor for the while."""
+    """The line of an optimizer; one given by the bytes of its states for each parameter reads and writes them beside
+    parameter and gradient, and makes one tensor for the while.
+    """
     if isinstance(optimizer, str):
         return OPTIMIZERS[optimizer]
     kept = optimizer / itemsize
@@ -69,7 +79,10 @@ def seconds(formula: str, **quantities: Any) -> Any:
 
 
 def measured_seconds(curve: Sequence[tuple[float, float]], amount: Any) -> Any:
-    """Seconds for amounts on a curve: between two that were measured by powers, under the least as long as it, beyond the largest in proportion."""
+    """Seconds for amounts on a curve.
+
+    Between two that were measured by powers, under the least as long as it, beyond the largest in proportion.
+    """
     x, y = np.log(np.array(curve, float)).T
     at = np.log(np.maximum(amount, 1e-300))
     return np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))
@@ -78,7 +91,13 @@ def measured_seconds(curve: Sequence[tuple[float, float]], amount: Any) -> Any:
 def named(op: str, arguments: Mapping[str, Any]) -> str:
     """The name by which a call's time is known: the op's, and how it is called where that tells."""
     if op == "scaled_dot_product_attention":
-        return f"{op} causal" if arguments.get("is_causal") else f"{op} masked" if arguments.get("attn_mask") is not None else op
+        return (
+            f"{op} causal"
+            if arguments.get("is_causal")
+            else f"{op} masked"
+            if arguments.get("attn_mask") is not None
+            else op
+        )
     if op == "gelu" and arguments.get("approximate") == "tanh":
         return "gelu tanh"
     if op == "pow" and arguments.get("exponent") == 2:
@@ -88,11 +107,14 @@ def named(op: str, arguments: Mapping[str, Any]) -> str:
 
 
 def step_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: float, device: Any) -> float:
-    """One step of a conversion on an axis whose devices are joined by these levels, innermost first; `bytes_` of the tensor as it is when the axis does not cut it.
+    """One step of a conversion on an axis whose devices are joined by these levels, innermost first.
 
-    A collective that spans nodes is one within each node and one between them: a gather brings each device its share from the other nodes, then the shares are gathered inside.
+    `bytes_` of the tensor as it is when the axis does not cut it.
+
+    A collective that spans nodes is one within each node and one between them: a gather brings each device its share
+    from the other nodes, then the shares are gathered inside.
     """
-    if (curve := getattr(levels[0][1], "times", ())) and kind not in LOCAL:    # one level, measured
+    if (curve := getattr(levels[0][1], "times", ())) and kind not in LOCAL:  # one level, measured
         return float(measured_seconds(curve, bytes_))
     count = math.prod(n for n, _ in levels)
     if kind in LOCAL:

@@ -1,12 +1,14 @@
 """What an op seems to allow on one axis, found by running it: no rule is asked.
 
-For every assignment of R, S(d) and P(sum) to the operands the op runs on the parts that devices would hold, and the results say how the outputs lie; then cotangents lie in
-every way that their outputs allow, and the local gradients say how those of the operands lie. What holds in several draws, on two and on three devices, is a strategy.
+For every assignment of R, S(d) and P(sum) to the operands the op runs on the parts that devices would hold, and the
+results say how the outputs lie; then cotangents lie in every way that their outputs allow, and the local gradients say
+how those of the operands lie. What holds in several draws, on two and on three devices, is a strategy.
 
     universe(cumsum along dim 1)   ->   R -> R,  R/P(sum) -> R/P(sum),  S(0) -> S(0),  P(sum) -> P(sum),  ...
 
-No number of draws is a proof: an op may look for one value that none of them has. So it decides no plan. It refutes rules (every strategy that a rule gives must be found), finds what rules miss,
-and suggests a line of `autopar.rule` for an op that has none, which its owner may confirm. Its draws are its own: torch's generator does not move.
+No number of draws is a proof: an op may look for one value that none of them has. So it decides no plan. It refutes
+rules (every strategy that a rule gives must be found), finds what rules miss, and suggests a line of `autopar.rule` for
+an op that has none, which its owner may confirm. Its draws are its own: torch's generator does not move.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEVICES = (2, 3)
-MOST = 400                                                     # assignments that are tried for an op of a graph
+MOST = 400  # assignments that are tried for an op of a graph
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 
 
@@ -35,7 +37,9 @@ class Call:
 
     operands: tuple[Tensor, ...]
     run: Callable[[Sequence[Tensor]], Any]
-    local: Callable[[Sequence[Tensor], Sequence[tuple[int, ...]]], Any] | None = None    # where arguments name the output's shape
+    local: Callable[[Sequence[Tensor], Sequence[tuple[int, ...]]], Any] | None = (
+        None  # where arguments name the output's shape
+    )
 
 
 def universe(call: Call, devices: Sequence[int] = DEVICES) -> set[Strategy]:
@@ -66,20 +70,44 @@ def _on(call: Call, n: int) -> Iterator[Strategy]:
             local = [[h[i].clone().requires_grad_(k in trained) for k, h in enumerate(held)] for i in range(n)]
             try:
                 with torch.enable_grad():
-                    results = [_tuple(call.run(mine) if call.local is None else call.local(mine, [_part_shape(e.shape, o, n, i) for e, o in zip(expected, outs, strict=True)])) for i, mine in enumerate(local)]
+                    results = [
+                        _tuple(
+                            call.run(mine)
+                            if call.local is None
+                            else call.local(
+                                mine, [_part_shape(e.shape, o, n, i) for e, o in zip(expected, outs, strict=True)]
+                            )
+                        )
+                        for i, mine in enumerate(local)
+                    ]
             except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
-                continue                                       # the op does not run on such parts
-            if not all(lies([r[j].detach() for r in results], o, e.detach()) for j, (e, o) in enumerate(zip(expected, outs, strict=True))):
+                continue  # the op does not run on such parts
+            if not all(
+                lies([r[j].detach() for r in results], o, e.detach())
+                for j, (e, o) in enumerate(zip(expected, outs, strict=True))
+            ):
                 continue
             if not flows_back:
-                yield Strategy(tuple(Flow(p, _conventional(p)) for p in placements), tuple(Flow(o, _conventional(o)) for o in outs))
+                yield Strategy(
+                    tuple(Flow(p, _conventional(p)) for p in placements), tuple(Flow(o, _conventional(o)) for o in outs)
+                )
                 continue
-            for pulled in itertools.product(*((o,) if o.is_shard else (R, P()) if e.requires_grad else (_conventional(o),) for o, e in zip(outs, expected, strict=True))):
-                yield from _backward(n, placements, outs, pulled, local, results, cotangents, expected, gradients, trained, random)
+            for pulled in itertools.product(
+                *(
+                    (o,) if o.is_shard else (R, P()) if e.requires_grad else (_conventional(o),)
+                    for o, e in zip(outs, expected, strict=True)
+                )
+            ):
+                yield from _backward(
+                    n, placements, outs, pulled, local, results, cotangents, expected, gradients, trained, random
+                )
 
 
 def _fits(call: Call, held: list[list[Tensor]], shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Do parts of these shapes go together, and give parts of those? Asked on meta tensors first: not every kernel checks what it is given."""
+    """Do parts of these shapes go together, and give parts of those? Asked on meta tensors first.
+
+    Not every kernel checks what it is given.
+    """
     import torch
 
     meta = [h[0].to("meta") for h in held]
@@ -87,28 +115,44 @@ def _fits(call: Call, held: list[list[Tensor]], shapes: Sequence[tuple[int, ...]
         with torch.no_grad():
             results = _tuple(call.run(meta) if call.local is None else call.local(meta, shapes))
     except NotImplementedError:
-        return True                                            # it has no shapes of its own: its kernel must know
+        return True  # it has no shapes of its own: its kernel must know
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
         return False
     return [tuple(r.shape) for r in results] == [tuple(s) for s in shapes]
 
 
-def _backward(n: int, placements: Sequence[Placement], outs: Sequence[Placement], pulled: Sequence[Placement], local: list[list[Tensor]], results: list[tuple[Tensor, ...]],
-              cotangents: Sequence[Tensor], expected: Sequence[Tensor], gradients: Sequence[Tensor], trained: Sequence[int], random: torch.Generator) -> Iterator[Strategy]:
+def _backward(
+    n: int,
+    placements: Sequence[Placement],
+    outs: Sequence[Placement],
+    pulled: Sequence[Placement],
+    local: list[list[Tensor]],
+    results: list[tuple[Tensor, ...]],
+    cotangents: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    trained: Sequence[int],
+    random: torch.Generator,
+) -> Iterator[Strategy]:
     parts = [spread(c, p, n, random) for c, p in zip(cotangents, pulled, strict=True)]
     found = []
     for i in range(n):
         wanted = [j for j, e in enumerate(expected) if e.requires_grad and results[i][j].requires_grad]
         if not wanted:
             return
-        found.append(_gradients([results[i][j] for j in wanted], [local[i][k] for k in trained], [parts[j][i] for j in wanted]))
+        found.append(
+            _gradients([results[i][j] for j in wanted], [local[i][k] for k in trained], [parts[j][i] for j in wanted])
+        )
     options = []
     for k, position in enumerate(trained):
         shards = [placements[position]] if placements[position].is_shard else [R, P()]
         options.append([p for p in shards if lies([f[k] for f in found], p, gradients[k])])
     for chosen in itertools.product(*options):
         by_operand = dict(zip(trained, chosen, strict=True))
-        yield Strategy(tuple(Flow(p, by_operand.get(i, _conventional(p))) for i, p in enumerate(placements)), tuple(Flow(o, c) for o, c in zip(outs, pulled, strict=True)))
+        yield Strategy(
+            tuple(Flow(p, by_operand.get(i, _conventional(p))) for i, p in enumerate(placements)),
+            tuple(Flow(o, c) for o, c in zip(outs, pulled, strict=True)),
+        )
 
 
 def _conventional(placement: Placement) -> Placement:
@@ -120,7 +164,9 @@ def _gradients(outputs: Sequence[Tensor], operands: Sequence[Tensor], cotangents
     import torch
 
     kept = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
-    return torch.autograd.grad([o for o, _ in kept], operands, [c for _, c in kept], retain_graph=True, materialize_grads=True)
+    return torch.autograd.grad(
+        [o for o, _ in kept], operands, [c for _, c in kept], retain_graph=True, materialize_grads=True
+    )
 
 
 def _placements(tensor: Tensor, n: int) -> list[Placement]:
@@ -149,26 +195,43 @@ def lies(parts: Sequence[Tensor], placement: Placement, whole: Tensor) -> bool:
     import torch
 
     n = len(parts)
-    if any(tuple(p.shape) != _part_shape(tuple(whole.shape), placement, n, i) or p.dtype != whole.dtype for i, p in enumerate(parts)):
+    if any(
+        tuple(p.shape) != _part_shape(tuple(whole.shape), placement, n, i) or p.dtype != whole.dtype
+        for i, p in enumerate(parts)
+    ):
         return False
-    together = torch.cat(list(parts), placement.dim) if placement.is_shard else sum(parts) if placement.is_partial else None
+    together = (
+        torch.cat(list(parts), placement.dim) if placement.is_shard else sum(parts) if placement.is_partial else None
+    )
     tolerance = _TOLERANCE.get(str(whole.dtype).removeprefix("torch."), 0.0)
-    scale = max(1.0, float(whole.abs().max()) if whole.numel() and whole.is_floating_point() and bool(torch.isfinite(whole).all()) else 1.0)
-    return all(torch.allclose(p, whole, rtol=0.0, atol=tolerance * scale, equal_nan=True) for p in ([together] if together is not None else parts))    # type: ignore[arg-type]
+    scale = max(
+        1.0,
+        float(whole.abs().max())
+        if whole.numel() and whole.is_floating_point() and bool(torch.isfinite(whole).all())
+        else 1.0,
+    )
+    return all(
+        torch.allclose(p, whole, rtol=0.0, atol=tolerance * scale, equal_nan=True)
+        for p in ([together] if together is not None else parts)
+    )
 
 
 def _part_shape(shape: tuple[int, ...], placement: Placement, n: int, i: int) -> tuple[int, ...]:
     if not placement.is_shard:
         return tuple(shape)
-    return (*shape[: placement.dim], part(shape[placement.dim], n, i)[1], *shape[placement.dim + 1:])
+    return (*shape[: placement.dim], part(shape[placement.dim], n, i)[1], *shape[placement.dim + 1 :])
 
 
 # -- ops of a graph
 
-def suspected(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any]) -> str:
-    """A line of notation under which an op without a rule ran right in every draw; nothing where it cannot be run small, or where nothing seems to be cut.
 
-    `arguments` have types in the places of tensors. The op runs on small tensors, in which every larger size of the call is another odd multiple of six; numbers among its arguments that are such sizes follow.
+def suspected(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any]) -> str:
+    """A line of notation under which an op without a rule ran right in every draw.
+
+    Nothing where it cannot be run small, or where nothing seems to be cut.
+
+    `arguments` have types in the places of tensors. The op runs on small tensors, in which every larger size of the
+    call is another odd multiple of six; numbers among its arguments that are such sizes follow.
     """
     assignments = math.prod(len(t.shape) + 2 for t in (*types, *outputs))
     if assignments > MOST or any("complex" in t.dtype for t in (*types, *outputs)) or _says_places(arguments):
@@ -185,26 +248,40 @@ _KNOWN: dict[Any, str] = {}
 
 
 def _line(found: set[Strategy], types: Sequence[Any], outputs: Sequence[Any]) -> str:
-    """The cuts of these strategies as one line; sums of operands are not suggested, since linearity is not seen by trying."""
+    """The cuts of these strategies as one line.
+
+    Sums of operands are not suggested, since linearity is not seen by trying.
+    """
     letters: dict[tuple[int, int], str] = {}
     for strategy in sorted(found, key=repr):
         ends = [*strategy.operands, *strategy.outputs]
         cut = [(i, f.value.dim) for i, f in enumerate(ends) if f.value.is_shard]
         inside = len(strategy.operands)
-        if not any(i < inside for i, _ in cut) or any(f.value.is_partial for f in strategy.operands) or any(place in letters for place in cut):
+        if (
+            not any(i < inside for i, _ in cut)
+            or any(f.value.is_partial for f in strategy.operands)
+            or any(place in letters for place in cut)
+        ):
             continue
         letters |= dict.fromkeys(cut, "abcdefghijklmnopqrstuvwxyz"[len(set(letters.values())) % 26])
     if not letters:
         return ""
-    rows = [" ".join(letters.get((i, d), f"w{i}_{d}!") for d in range(len(t.shape))) for i, t in enumerate((*types, *outputs))]
-    return f"{', '.join(rows[:len(types)])} -> {', '.join(rows[len(types):])}"
+    rows = [
+        " ".join(letters.get((i, d), f"w{i}_{d}!") for d in range(len(t.shape)))
+        for i, t in enumerate((*types, *outputs))
+    ]
+    return f"{', '.join(rows[: len(types)])} -> {', '.join(rows[len(types) :])}"
 
 
 def _says_places(value: Any) -> bool:
     """Is there a slice of a dim in it?"""
     if isinstance(value, slice):
         return value != slice(None)
-    return any(map(_says_places, value.values() if isinstance(value, dict) else value)) if isinstance(value, (dict, list, tuple)) else False
+    return (
+        any(map(_says_places, value.values() if isinstance(value, dict) else value))
+        if isinstance(value, (dict, list, tuple))
+        else False
+    )
 
 
 def _small(sizes: Sequence[int]) -> dict[int, int]:
@@ -223,7 +300,9 @@ class Draw:
 
 
 DRAWS = (
-    Draw(scale=1.0), Draw(scale=1e-3, whole=(0, 1, 2, 3, 4, 5)), Draw(scale=1e4, whole=(-100, -1, 0, 1, 2, 5)),
+    Draw(scale=1.0),
+    Draw(scale=1e-3, whole=(0, 1, 2, 3, 4, 5)),
+    Draw(scale=1e4, whole=(-100, -1, 0, 1, 2, 5)),
     Draw(floats=(0.0, 1.0, -1.0, 0.0, 2.0, 1.0, -100.0, 0.5), whole=(-(2**31), -100, -1, 0, 0, 1, 1, 7, 2**31 - 1)),
     Draw(floats=(0.0, 1.0, -1.0, 1e30, math.inf, -math.inf, math.nan), whole=(0, 0, 0, 1)),
 )
@@ -240,20 +319,24 @@ def constants_of(op: Any) -> tuple[float, ...]:
     return tuple(dict.fromkeys(numbers))
 
 
-def _drawn(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any], small: dict[int, int], how: Draw) -> set[Strategy] | None:
+def _drawn(
+    op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any], small: dict[int, int], how: Draw
+) -> set[Strategy] | None:
     import torch
 
     from autopar.tracer.graph import TensorType
 
     random = torch.Generator().manual_seed(0)
-    if op.signature is not None:                               # tensors are handed out in the order of the signature, as operands are
+    if op.signature is not None:  # tensors are handed out in the order of the signature, as operands are
         arguments = {n: arguments[n] for n in op.signature.parameters if n in arguments}
     own = constants_of(op)
 
     def draw(type_: Any) -> Tensor:
         shape = [small[n] for n in type_.shape]
         if "float" in type_.dtype and how.scale:
-            return (torch.randn(shape, dtype=torch.float64, device="cpu", generator=random) * how.scale).requires_grad_(type_.requires_grad)
+            return (torch.randn(shape, dtype=torch.float64, device="cpu", generator=random) * how.scale).requires_grad_(
+                type_.requires_grad
+            )
         pool = [*how.floats, *own] if "float" in type_.dtype else [*how.whole, *(n for n in own if isinstance(n, int))]
         numbers = torch.tensor(pool, dtype=torch.float64, device="cpu")
         picked = numbers[torch.randint(0, len(pool), shape, device="cpu", generator=random)]
@@ -267,18 +350,26 @@ def _drawn(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Se
             return next(tensors)
         if isinstance(value, (tuple, list)):
             return type(value)(fill(v, tensors) for v in value)
-        return small.get(value, value) if isinstance(value, int) and not isinstance(value, bool) and value > 6 else value
+        return (
+            small.get(value, value) if isinstance(value, int) and not isinstance(value, bool) and value > 6 else value
+        )
 
     operands = tuple(draw(t) for t in types)
-    call = Call(operands, lambda tensors: op.run({k: fill(v, it) for it in [iter(tensors)] for k, v in arguments.items()}))
+    call = Call(
+        operands, lambda tensors: op.run({k: fill(v, it) for it in [iter(tensors)] for k, v in arguments.items()})
+    )
     try:
         first = _tuple(call.run(operands))
-        if [r.dim() for r in first] != [len(t.shape) for t in outputs] or any(n != small.get(m, max(n, 1) if m > 6 else m) for r, t in zip(first, outputs, strict=True) for n, m in zip(r.shape, t.shape, strict=True)):
+        if [r.dim() for r in first] != [len(t.shape) for t in outputs] or any(
+            n != small.get(m, max(n, 1) if m > 6 else m)
+            for r, t in zip(first, outputs, strict=True)
+            for n, m in zip(r.shape, t.shape, strict=True)
+        ):
             return set()
         if [r.requires_grad for r in first] != [t.requires_grad for t in outputs]:
             return set()
         return universe(call)
-    except Exception:                                          # it does not run on these numbers
+    except Exception:  # it does not run on these numbers
         return None
 
 

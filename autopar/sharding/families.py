@@ -1,7 +1,7 @@
 """Rules of whole families of ops: special functions, reductions, searches, matrices, pools, recurrent modules.
 
-The keys are the canonical ops of `autopar/tracer/vocabulary.py`, the notation is that of `notation.py`, and what is said
-here is proven where the other rules are.
+The keys are the canonical ops of `autopar/tracer/vocabulary.py`, the notation is that of `notation.py`, and what is
+said here is proven where the other rules are.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.sharding.notation import NAMES, Rule, parse
-from autopar.sharding.rules import dims_of, letters_of, pooled, rule, rule_for, same_dims
+from autopar.sharding.rules import dims_of, letters_of, pooled, reduced, rule, rule_for, same_dims
 
 # pointwise, of one operand and of two
-for name in ("acosh asinh angle digamma lgamma erfinv frac i0 isneginf isposinf sinc signbit sgn logit mvlgamma polygamma "
-             "hardshrink softshrink airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx i0e i1 i1e log_ndtr ndtri "
-             "modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 "
-             "scaled_modified_bessel_k1 spherical_bessel_j0").split():
+for name in (
+    "acosh asinh angle digamma lgamma erfinv frac i0 isneginf isposinf sinc signbit sgn logit mvlgamma polygamma "
+    "hardshrink softshrink airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx i0e i1 i1e log_ndtr ndtri "
+    "modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 "
+    "scaled_modified_bessel_k1 spherical_bessel_j0"
+).split():
     rule(name, "... -> ...")
 rule("frexp", "... -> ..., ...")
 for name in ("deg2rad", "rad2deg"):
     rule(name, "... -> ...", linear="x")
-for name in ("copysign hypot igamma igammac logaddexp2 nextafter xlogy gcd lcm fmax fmin bitwise_left_shift "
-             "bitwise_right_shift ldexp heaviside isclose zeta xlog1py chebyshev_polynomial_t chebyshev_polynomial_u "
-             "chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he "
-             "laguerre_polynomial_l legendre_polynomial_p").split():
+for name in (
+    "copysign hypot igamma igammac logaddexp2 nextafter xlogy gcd lcm fmax fmin bitwise_left_shift "
+    "bitwise_right_shift ldexp heaviside isclose zeta xlog1py chebyshev_polynomial_t chebyshev_polynomial_u "
+    "chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he "
+    "laguerre_polynomial_l legendre_polynomial_p"
+).split():
     rule(name, "..., ... -> ...")
 
 # products
@@ -41,29 +45,36 @@ def addmv(arguments: Mapping[str, Any]) -> Rule:
 @rule_for("addr")
 def addr(arguments: Mapping[str, Any]) -> Rule:
     """What is added is broadcast."""
-    return parse("..., m, n -> m n".replace("...", " ".join(["m", "n"][2 - len(arguments["input"].shape):])), linear="x+y, x+z")
+    return parse(
+        "..., m, n -> m n".replace("...", " ".join(["m", "n"][2 - len(arguments["input"].shape) :])), linear="x+y, x+z"
+    )
 
 
 # reductions
-@rule_for("max", "min", "median", "nanmedian", "aminmax", "prod", "nansum", "count_nonzero", "var", "std", "var_mean",
-          "std_mean", "vector_norm")
+@rule_for(
+    "max",
+    "min",
+    "median",
+    "nanmedian",
+    "aminmax",
+    "prod",
+    "nansum",
+    "count_nonzero",
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "vector_norm",
+)
 def reduced_whole(arguments: Mapping[str, Any]) -> Rule:
     """What is reduced stays whole: these are no sums. Without a dim, everything is reduced."""
-    return _reduced(arguments, None)
+    return reduced(arguments, "!")
 
 
 @rule_for("mode", "kthvalue")
 def picked(arguments: Mapping[str, Any]) -> Rule:
     """The last dim is searched where none is named."""
-    return _reduced(arguments, -1)
-
-
-def _reduced(arguments: Mapping[str, Any], default: int | None) -> Rule:
-    letters, gone = letters_of(arguments["input"]), dims_of(arguments, default)
-    left = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
-    kept = [i for i in range(len(letters)) if i not in gone or arguments.get("keepdim")]
-    row = " ".join("1" if i in gone else letters[i] for i in kept)
-    return parse(f"{left} -> {', '.join([row] * len(arguments['outputs']))}")
+    return reduced(arguments, "!", -1)
 
 
 @rule_for("cummax", "cummin", "logcumsumexp")
@@ -94,23 +105,44 @@ def along_of_two(arguments: Mapping[str, Any]) -> Rule | None:
         return None
     dim = arguments.get("dim", -1 if arguments["op"] == "linalg_cross" else 1) % rank
     letters = [f"a{i}" + ("!" if i == dim else "") for i in range(rank)]
-    rows = [" ".join(letters[rank - len(t.shape):]) for t in (first, second)]
+    rows = [" ".join(letters[rank - len(t.shape) :]) for t in (first, second)]
     is_cross = arguments["op"] == "linalg_cross"
     out = letters if is_cross else [a for i, a in enumerate(letters) if i != dim]
     return parse(f"{rows[0]}, {rows[1]} -> {' '.join(out)}", linear="x, y" if is_cross else "")
 
 
 # matrices, one or many: leading dims are cut
-@rule_for("inverse", "det", "slogdet", "logdet", "matrix_exp", "matrix_power", "linalg_cholesky", "cholesky",
-          "cholesky_inverse", "pinv", "svdvals", "linalg_svd", "svd", "linalg_qr", "eigh", "eigvalsh", "lu_factor")
+@rule_for(
+    "inverse",
+    "det",
+    "slogdet",
+    "logdet",
+    "matrix_exp",
+    "matrix_power",
+    "linalg_cholesky",
+    "cholesky",
+    "cholesky_inverse",
+    "pinv",
+    "svdvals",
+    "linalg_svd",
+    "svd",
+    "linalg_qr",
+    "eigh",
+    "eigvalsh",
+    "lu_factor",
+)
 def of_each_matrix(arguments: Mapping[str, Any]) -> Rule:
     """Each matrix by itself; its own two dims stay whole, and so does what comes of them."""
     given = next(iter(arguments.values()))
     leading = [f"a{i}" for i in range(len(given.shape) - 2)]
-    rows = [" ".join([*leading, *_whole(f"o{k}_", len(t.shape) - len(leading))]) for k, t in enumerate(arguments["outputs"])]
+    rows = [
+        " ".join([*leading, *_whole(f"o{k}_", len(t.shape) - len(leading))]) for k, t in enumerate(arguments["outputs"])
+    ]
     tolerances = ["", ""] if arguments["op"] == "pinv" else []
-    if any(getattr(arguments.get(n), "shape", ()) for n in ("rtol", "atol")):      # one for each matrix
-        tolerances = [" ".join(leading[len(leading) - len(getattr(arguments.get(n), "shape", ())):]) for n in ("rtol", "atol")]
+    if any(getattr(arguments.get(n), "shape", ()) for n in ("rtol", "atol")):  # one for each matrix
+        tolerances = [
+            " ".join(leading[len(leading) - len(getattr(arguments.get(n), "shape", ())) :]) for n in ("rtol", "atol")
+        ]
     return parse(f"{', '.join([' '.join([*leading, 'm!', 'n!']), *tolerances])} -> {', '.join(rows)}")
 
 
@@ -160,7 +192,7 @@ def indexed(arguments: Mapping[str, Any]) -> Rule | None:
         return parse(f"{row}, {place}, {''} -> {row}")
     if shape is None or len(shape) != rank:
         return None
-    if arguments["op"] == "index_add":                         # parts of what is added may be added apart
+    if arguments["op"] == "index_add":  # parts of what is added may be added apart
         place = "e" if arguments["index"].shape and arguments["index"].shape[0] == shape[dim] else place
     mine = " ".join((place if place == "e" else "from!") if i == dim else f"a{i}" for i in range(rank))
     linear = {"index_add": "x+z", "index_copy": "x+z"}.get(arguments["op"], "")
@@ -208,7 +240,10 @@ def take_along_dim(arguments: Mapping[str, Any]) -> Rule | None:
         along = i == dim % len(given)
         rows[0].append(f"in{i}!" if along or a != b else f"a{i}")
         rows[1].append(f"a{i}" if along or a == b else f"at{i}!")
-    made = [f"a{i}" if i == dim % len(given) or a == b else f"out{i}!" for i, (a, b) in enumerate(zip(given, index, strict=True))]
+    made = [
+        f"a{i}" if i == dim % len(given) or a == b else f"out{i}!"
+        for i, (a, b) in enumerate(zip(given, index, strict=True))
+    ]
     if len(out) != len(made):
         return None
     return parse(f"{' '.join(rows[0])}, {' '.join(rows[1])} -> {' '.join(made)}", linear="x")
@@ -244,17 +279,23 @@ def isin(arguments: Mapping[str, Any]) -> Rule | None:
 
 @rule_for("embedding_bag")
 def embedding_bag(arguments: Mapping[str, Any]) -> Rule | None:
-    """Features are cut, and bags that are rows; the table stays whole, and so do tokens whose bags are said by offsets."""
-    if arguments.get("max_norm") is not None:                  # it writes to the table
+    """Features are cut, and bags that are rows.
+
+    The table stays whole, and so do tokens whose bags are said by offsets.
+    """
+    if arguments.get("max_norm") is not None:  # it writes to the table
         return None
     is_rows = len(arguments["input"].shape) == 2
     tokens, bags = ("b t!", "b") if is_rows else ("t!", "bags!")
     weights, offsets = arguments.get("per_sample_weights"), arguments.get("offsets")
-    features = "d!" if getattr(weights, "requires_grad", False) else "d"     # its gradient is a sum over features
-    rare = arguments.get("scale_grad_by_freq") and is_rows                   # how often a token comes in all rows counts
+    features = "d!" if getattr(weights, "requires_grad", False) else "d"  # its gradient is a sum over features
+    rare = arguments.get("scale_grad_by_freq") and is_rows  # how often a token comes in all rows counts
     tokens, bags = (tokens.replace("b ", "b! "), "b!") if rare else (tokens, bags)
-    return parse(f"{tokens}, v! {features}, {'o!' if offsets is not None else ''}, {tokens if weights is not None else ''} -> {bags} {features}",
-                 linear="y" if arguments.get("mode", "mean") != "max" else "")
+    return parse(
+        f"{tokens}, v! {features}, {'o!' if offsets is not None else ''}, {tokens if weights is not None else ''} "
+        f"-> {bags} {features}",
+        linear="y" if arguments.get("mode", "mean") != "max" else "",
+    )
 
 
 @rule_for("masked_scatter")
@@ -264,9 +305,17 @@ def masked_scatter(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 # pictures
-@rule_for("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "max_pool1d_with_indices", "max_pool2d_with_indices",
-          "max_pool3d_with_indices", "adaptive_max_pool1d_with_indices", "adaptive_max_pool2d_with_indices",
-          "adaptive_max_pool3d_with_indices")
+@rule_for(
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool3d",
+    "max_pool1d_with_indices",
+    "max_pool2d_with_indices",
+    "max_pool3d_with_indices",
+    "adaptive_max_pool1d_with_indices",
+    "adaptive_max_pool2d_with_indices",
+    "adaptive_max_pool3d_with_indices",
+)
 def largest_and_where(arguments: Mapping[str, Any]) -> Rule:
     """Batch and channels are cut, positions stay whole."""
     return pooled(arguments, "")
@@ -350,14 +399,20 @@ def quantile(arguments: Mapping[str, Any]) -> Rule:
     asked = ["q!"] if getattr(arguments["q"], "shape", ()) else []
     kept = [i for i in range(len(letters)) if i not in gone or arguments.get("keepdim")]
     left = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
-    return parse(f"{left}, {' '.join(asked)} -> {' '.join([*asked, *('1' if i in gone else letters[i] for i in kept)])}")
+    return parse(
+        f"{left}, {' '.join(asked)} -> {' '.join([*asked, *('1' if i in gone else letters[i] for i in kept)])}"
+    )
 
 
 @rule_for("rot90")
 def rot90(arguments: Mapping[str, Any]) -> Rule:
     """The two dims that turn stay whole."""
     rank = len(arguments["input"].shape)
-    return same_dims(letters_of(arguments["input"]), {d % rank for d in arguments.get("dims", (0, 1))}, "x") if rank else parse(" -> ", linear="x")
+    return (
+        same_dims(letters_of(arguments["input"]), {d % rank for d in arguments.get("dims", (0, 1))}, "x")
+        if rank
+        else parse(" -> ", linear="x")
+    )
 
 
 # recurrent modules

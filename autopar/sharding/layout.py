@@ -4,10 +4,11 @@ A dim is read as a number with digits, major first, and an axis that cuts it rea
 
     S(0)@dp, S(0)@tp        of 32 rows on (2, 2)      dp:2  tp:2  8
     S(0, (16, 16))@tp                                 2  tp:2  8          what is left of it when dp is gathered
-    S(0)@dp, S(0, (8, 8, 8, 8))@tp                    dp:2  2  tp:2  4    batches cut by dp, the sequence inside each by tp
+    S(0)@dp, S(0, (8, 8, 8, 8))@tp                    dp:2  2  tp:2  4    batches cut by dp, the sequence inside each by
+    tp
 
-Two shardings with the same digits are the same layout. Dims that are cut unevenly, or by blocks of several sizes, have no
-digits: they are told by the axes in their order, and the innermost is gathered first.
+Two shardings with the same digits are the same layout. Dims that are cut unevenly, or by blocks of several sizes, have
+no digits: they are told by the axes in their order, and the innermost is gathered first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding, every_part_holds_something, part
 
 Blocks = tuple[int, ...]
-NOBODY = -1                                                    # reads a digit that every device holds all of
+NOBODY = -1  # reads a digit that every device holds all of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Row:
     """One dim: its digits, or where it has none the axes that cut it, major first, and by which blocks."""
 
     size: int
-    digits: tuple[tuple[int, int], ...] = ()                   # (axis, how many values), of a dim cut evenly
-    nested: tuple[tuple[int, int], ...] = ()                   # (axis, its size), of any other
+    digits: tuple[tuple[int, int], ...] = ()  # (axis, how many values), of a dim cut evenly
+    nested: tuple[tuple[int, int], ...] = ()  # (axis, its size), of any other
     blocks: Blocks = ()
 
     @staticmethod
@@ -43,9 +44,12 @@ class Row:
     def axes(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(a for a, _ in (self.nested or self.digits) if a != NOBODY))
 
-    @functools.cache                                           # noqa: B019 - a row is small, and shared by every tensor of its size
+    @functools.cache  # noqa: B019 - a row is small, and shared by every tensor of its size
     def cut(self, axis: int, n: int, blocks: Blocks = ()) -> Row | None:
-        """With one more axis inside, which cuts each of the blocks; None where that leaves a device without a part, or parts of blocks unequal."""
+        """With one more axis inside, which cuts each of the blocks.
+
+        None where that leaves a device without a part, or parts of blocks unequal.
+        """
         if sum(blocks) not in (0, self.size):
             return None
         if not self.nested and len(set(blocks)) < 2 and (row := self._read(axis, n, max(1, len(blocks)))) is not None:
@@ -55,10 +59,14 @@ class Row:
             return None
         nested = (*inner, (axis, n))
         if blocks:
-            return Row(self.size, nested=nested, blocks=blocks) if len(set(blocks)) > 1 and all(b % math.prod(k for _, k in nested) == 0 for b in blocks) else None
+            return (
+                Row(self.size, nested=nested, blocks=blocks)
+                if len(set(blocks)) > 1 and all(b % math.prod(k for _, k in nested) == 0 for b in blocks)
+                else None
+            )
         return Row(self.size, nested=nested) if every_part_holds_something(self.size, [k for _, k in nested]) else None
 
-    @functools.cache                                           # noqa: B019
+    @functools.cache  # noqa: B019
     def without(self, axis: int) -> Row | None:
         """With that axis gathered; None where it would be no gather of one run of parts."""
         if self.nested:
@@ -69,12 +77,12 @@ class Row:
                 row = row.cut(a, n, self.blocks) if row else None
             return row
         mine = [i for i, (a, _) in enumerate(self.digits) if a == axis]
-        if any(a == NOBODY for a, _ in self.digits[mine[0]:mine[-1]]):
+        if any(a == NOBODY for a, _ in self.digits[mine[0] : mine[-1]]):
             return None
         return replace(self, digits=_tidy([(NOBODY if a == axis else a, n) for a, n in self.digits]))
 
     def met(self, axis: int, local: int) -> Blocks:
-        """The blocks that the axis cuts on one device, of a dim that has this local size when the axis does not cut it."""
+        """Blocks that the axis cuts on one device, of a dim that has this local size where the axis does not cut it."""
         if self.nested:
             return tuple(b * local // self.size for b in self.blocks)
         before = itertools.takewhile(lambda digit: digit[0] != axis, self.digits)
@@ -132,7 +140,9 @@ def _divide(digits: list[tuple[int, int]], at: int, wanted: int) -> bool:
 
 def _tidy(digits: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Neighbours that one axis reads, or nobody, are one digit."""
-    return tuple((a, n) for a, run in itertools.groupby(digits, key=lambda d: d[0]) if (n := math.prod(d[1] for d in run)) > 1)
+    return tuple(
+        (a, n) for a, run in itertools.groupby(digits, key=lambda d: d[0]) if (n := math.prod(d[1] for d in run)) > 1
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +163,14 @@ class Layout:
             for axis in axes:
                 row = rows[dim]
                 rows[dim] = row.cut(axis, mesh.shape[axis], sharding.placements[axis].blocks) if row else None
-        return None if None in rows else Layout(tuple(rows), frozenset(sharding.partial_axes))   # type: ignore[arg-type]
+        return None if None in rows else Layout(tuple(rows), frozenset(sharding.partial_axes))  # type: ignore[arg-type]
 
     def cut_by(self, axis: int) -> int | None:
         """The dim that an axis cuts."""
         return next((d for d, row in enumerate(self.rows) if axis in row.axes), None)
 
     def with_row(self, dim: int, row: Row | None) -> Layout | None:
-        return None if row is None else replace(self, rows=(*self.rows[:dim], row, *self.rows[dim + 1:]))
+        return None if row is None else replace(self, rows=(*self.rows[:dim], row, *self.rows[dim + 1 :]))
 
     def local_shape(self, mesh: DeviceMesh, coordinate: Sequence[int]) -> tuple[int, ...]:
         return tuple(row.local(mesh, coordinate) for row in self.rows)

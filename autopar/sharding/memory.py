@@ -1,12 +1,16 @@
-"""What a step holds in memory on the fullest device: pieces, each with the bytes of every choice and the time during which it is there.
+"""What a step holds in memory on the fullest device.
+
+Pieces, each with the bytes of every choice and the time during which it is there.
 
     time 0 .. n-1       the forward of op 0 .. n-1
     time n .. 2n-1      the backward of op n-1 .. 0
     time 2n ..          the optimizer's step, which on a CPU goes from one parameter to the next
 
-A piece belongs to a site (bytes by its choice) or to an edge (bytes by what leaves and what arrives: a conversion makes something). The memory at a time is a sum over choices, so it is a row of the solver; the
-peak of a plan is the largest of them. Values that lie on one memory (views) are one piece, as long as nothing converts between them. States of the optimizer are there from the second step on: that step counts,
-and `first` is the other. What is counted is what the emitted program holds with its outputs in the user's hands until backward has ended.
+A piece belongs to a site (bytes by its choice) or to an edge (bytes by what leaves and what arrives: a conversion makes
+something). The memory at a time is a sum over choices, so it is a row of the solver; the peak of a plan is the largest
+of them. Values that lie on one memory (views) are one piece, as long as nothing converts between them. States of the
+optimizer are there from the second step on: that step counts, and `first` is the other. What is counted is what the
+emitted program holds with its outputs in the user's hands until backward has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +37,17 @@ if TYPE_CHECKING:
     from autopar.sharding.space import Edge, Site
     from autopar.tracer.graph import Graph, TensorType
 
-KINDS = ("parameters", "gradients", "optimizer states", "step temporaries", "inputs and buffers", "saved activations", "gathered parameters", "gradients of activations", "transients")
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer states",
+    "step temporaries",
+    "inputs and buffers",
+    "saved activations",
+    "gathered parameters",
+    "gradients of activations",
+    "transients",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +55,9 @@ class Piece:
     """Something that is in memory from `first` to `last`."""
 
     kind: str
-    place: int                                                 # index of a site, or of an edge
+    place: int  # index of a site, or of an edge
     is_edge: bool
-    bytes: np.ndarray                                          # by choice; of an edge by [given, taken]
+    bytes: np.ndarray  # by choice; of an edge by [given, taken]
     first: int
     last: int
 
@@ -53,8 +67,8 @@ class Memory:
     """All pieces of a step."""
 
     pieces: tuple[Piece, ...]
-    ops: tuple[str, ...]                                       # names in the order of the forward
-    updates: int = 1                                           # times of the optimizer's step
+    ops: tuple[str, ...]  # names in the order of the forward
+    updates: int = 1  # times of the optimizer's step
 
     @property
     def times(self) -> int:
@@ -62,7 +76,13 @@ class Memory:
 
     def when(self, time: int) -> str:
         n = len(self.ops)
-        return f"forward of {self.ops[time]}" if time < n else f"backward of {self.ops[2 * n - 1 - time]}" if time < 2 * n else "optimizer step"
+        return (
+            f"forward of {self.ops[time]}"
+            if time < n
+            else f"backward of {self.ops[2 * n - 1 - time]}"
+            if time < 2 * n
+            else "optimizer step"
+        )
 
     def held(self, picked: Sequence[int], edges: Sequence[Edge]) -> dict[str, np.ndarray]:
         """Bytes at every time, by kind."""
@@ -80,7 +100,7 @@ class Memory:
     def first(self, picked: Sequence[int], edges: Sequence[Edge]) -> float:
         """The peak of the first step: the optimizer makes its states when it is called."""
         held = self.held(picked, edges)
-        held["optimizer states"][:2 * len(self.ops)] = 0
+        held["optimizer states"][: 2 * len(self.ops)] = 0
         return float(np.sum(list(held.values()), axis=0).max())
 
     def row(self, time: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
@@ -94,19 +114,54 @@ class Memory:
         return sites, edges
 
 
-def memory_of(graph: Graph, mesh: DeviceMesh, cluster: Cluster, optimizer: str | float, sites: Sequence[Site], edges: Sequence[Edge], ends: Sequence[tuple[fx.Node, fx.Node]], index: Mapping[Any, int],
-              made: Cut, handed_on: Mapping[fx.Node, fx.Node], accumulation: int = 1) -> Memory:
-    """The pieces of a graph's step. `ends` say of each edge which value it carries and who takes it; `made` how the forward is cut into windows; `handed_on` are the values that move beside them, and whose they are."""
+def memory_of(
+    graph: Graph,
+    mesh: DeviceMesh,
+    cluster: Cluster,
+    optimizer: str | float,
+    sites: Sequence[Site],
+    edges: Sequence[Edge],
+    ends: Sequence[tuple[fx.Node, fx.Node]],
+    index: Mapping[Any, int],
+    made: Cut,
+    handed_on: Mapping[fx.Node, fx.Node],
+    accumulation: int = 1,
+) -> Memory:
+    """The pieces of a graph's step.
+
+    `ends` say of each edge which value it carries and who takes it; `made` how the forward is cut into windows;
+    `handed_on` are the values that move beside them, and whose they are.
+    """
     return _Pieces(graph, mesh, cluster, optimizer, sites, edges, ends, index, made, handed_on, accumulation).build()
 
 
 class _Pieces:
-    def __init__(self, graph: Graph, mesh: DeviceMesh, cluster: Cluster, optimizer: str | float, sites: Sequence[Site], edges: Sequence[Edge], ends: Sequence[Any], index: Mapping[Any, int],
-                 made: Cut, handed_on: Mapping[fx.Node, fx.Node], accumulation: int) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: DeviceMesh,
+        cluster: Cluster,
+        optimizer: str | float,
+        sites: Sequence[Site],
+        edges: Sequence[Edge],
+        ends: Sequence[Any],
+        index: Mapping[Any, int],
+        made: Cut,
+        handed_on: Mapping[fx.Node, fx.Node],
+        accumulation: int,
+    ) -> None:
         from autopar.tracer.graph import info
 
         self.graph, self.mesh, self.kind, self.optimizer = graph, mesh, cluster.device.kernels, optimizer
-        self.sites, self.edges, self.ends, self.index, self.cut, self.handed_on, self.accumulates = sites, edges, ends, index, made, handed_on, accumulation > 1
+        self.sites, self.edges, self.ends, self.index, self.cut, self.handed_on, self.accumulates = (
+            sites,
+            edges,
+            ends,
+            index,
+            made,
+            handed_on,
+            accumulation > 1,
+        )
         self.ops = [n for n in graph.nodes if info(n).kind == "op"]
         self.at = {n: i for i, n in enumerate(self.ops)}
         self.n = len(self.ops)
@@ -124,8 +179,14 @@ class _Pieces:
                 self._values(node)
         for e, (value, target) in enumerate(self.ends):
             self._conversion(e, value, target)
-        for name, type_ in self.graph.unread if self.sites else ():        # whole on every device, whatever is chosen
-            self._add("parameters" if name.startswith("parameter ") else "inputs and buffers", 0, np.full(len(self.sites[0].choices), float(type_.nbytes)), 0, self.last)
+        for name, type_ in self.graph.unread if self.sites else ():  # whole on every device, whatever is chosen
+            self._add(
+                "parameters" if name.startswith("parameter ") else "inputs and buffers",
+                0,
+                np.full(len(self.sites[0].choices), float(type_.nbytes)),
+                0,
+                self.last,
+            )
         return Memory(tuple(self.pieces), tuple(info(n).key for n in self.ops), self.updates)
 
     def _read_graph(self) -> None:
@@ -140,20 +201,42 @@ class _Pieces:
             kept, self.besides[op] = kept_by(op, self.kind, emitted=True)
             self.keeps[op] = set(kept)
         self.is_view = {n: owner[memory[n]] is not n for n in self.graph.nodes}
-        self.producer = {n: (n.args[0] if info(n).kind == "part" else n) for n in self.graph.nodes if info(n).kind in ("op", "part")}
+        self.producer = {
+            n: (n.args[0] if info(n).kind == "part" else n) for n in self.graph.nodes if info(n).kind in ("op", "part")
+        }
         self.users = {n: [u for u in n.users if info(u).kind in ("op", "output")] for n in self.graph.nodes}
         self.memory, self.whole = memory, {m: type_of(n).nbytes for m, n in owner.items() if info(n).outputs}
-        self.end: dict[fx.Node, int] = {}                      # of each value, the last time at which it is needed as it is: by an op of the forward, or by its own op's backward
+        self.end: dict[
+            fx.Node, int
+            # of each value, the last time at which it is needed as it is: by an op of the forward, or by its own op's
+            # backward
+        ] = {}
         for node, op in self.producer.items():
-            self.end[node] = self._back(op) if node in self.keeps[op] else max([self.at[op], *(self.at.get(u, self.n - 1) for u in self.users[node])])   # type: ignore[arg-type, index]
-        trained = [n for n in self.graph.nodes if info(n).kind == "parameter" and type_of(n).requires_grad and self.users[n]]
+            self.end[node] = (
+                self._back(op)
+                if node in self.keeps[op]
+                else max([self.at[op], *(self.at.get(u, self.n - 1) for u in self.users[node])])
+            )
+        trained = [
+            n for n in self.graph.nodes if info(n).kind == "parameter" and type_of(n).requires_grad and self.users[n]
+        ]
         self.order = {n: k for k, n in enumerate(trained)}
-        self.updates = max(1, len(trained)) if self.kind == "cpu" and optimizer_figures(self.optimizer, 4)["temporary"] else 1
+        self.updates = (
+            max(1, len(trained)) if self.kind == "cpu" and optimizer_figures(self.optimizer, 4)["temporary"] else 1
+        )
         self.last, self.settled = 2 * self.n + self.updates - 1, 2 * self.n - 1
-        self.until: dict[int, int] = {}                        # of each memory, the last time until which all of it is counted, if nothing converts it
+        self.until: dict[
+            int, int
+        ] = {}  # of each memory, the last time until which all of it is counted, if nothing converts it
         for m, node in owner.items():
             self.until[m] = self.end[node] if node in self.producer else self.last
-        self.closes = dict(zip(trained, closes([(self._back(self.ops[self._first_use(n)]), type_of(n).nbytes) for n in trained]), strict=True))    # of each gradient, when its bucket is reduced
+        self.closes = dict(
+            zip(
+                trained,
+                closes([(self._back(self.ops[self._first_use(n)]), type_of(n).nbytes) for n in trained]),
+                strict=True,
+            )
+        )  # of each gradient, when its bucket is reduced
 
     def _back(self, op: fx.Node) -> int:
         return 2 * self.n - 1 - self.at[op]
@@ -161,26 +244,50 @@ class _Pieces:
     def _needed(self, value: fx.Node) -> int:
         """The last time at which anything that lies on this value is needed."""
         if ("needed", value) not in self._shared:
-            self._shared["needed", value] = max([self.end.get(value, 0), *(self._needs(value, u) for u in self.users[value])])
+            self._shared["needed", value] = max(
+                [self.end.get(value, 0), *(self._needs(value, u) for u in self.users[value])]
+            )
         return int(self._shared["needed", value])
 
     def _needs(self, value: fx.Node, op: fx.Node) -> int:
         """Until when an op needs a value as it arrives there: itself, for its backward, and through its views."""
         if op not in self.at:
             return 2 * self.n - 1
-        return max([self._back(op) if value in self.keeps[op] else self.at[op], *(self._needed(w) for w in self._outputs(op) if self._passes(op, value))])
+        return max(
+            [
+                self._back(op) if value in self.keeps[op] else self.at[op],
+                *(self._needed(w) for w in self._outputs(op) if self._passes(op, value)),
+            ]
+        )
 
     def _last_use(self, value: fx.Node) -> int:
         """The last op of the forward that reads a value, through views too: where its gradient begins."""
         if ("last", value) not in self._shared:
-            places = [self.n - 1 if u not in self.at else max((self._last_use(w) for w in self._outputs(u)), default=self.at[u]) if self._passes(u, value) else self.at[u] for u in self.users[value]]
-            self._shared["last", value] = max(places, default=self.at.get(self.producer.get(value), 0))   # type: ignore[arg-type]
+            places = [
+                self.n - 1
+                if u not in self.at
+                else max((self._last_use(w) for w in self._outputs(u)), default=self.at[u])
+                if self._passes(u, value)
+                else self.at[u]
+                for u in self.users[value]
+            ]
+            self._shared["last", value] = max(places, default=self.at.get(self.producer.get(value), 0))
         return int(self._shared["last", value])
 
     def _first_use(self, value: fx.Node) -> int:
-        """The first op of the forward that reads a value, through what only hands it on to one: where its gradient is whole. That of several uses is so where they part."""
-        places = [self.n - 1 if u not in self.at else min((self._first_use(w) for w in self._outputs(u)), default=self.at[u]) if u in self.handed_on and len(self.users[u]) == 1 else self.at[u] for u in self.users[value]]
-        return min(places, default=self.at.get(self.producer.get(value), 0))   # type: ignore[arg-type]
+        """The first op of the forward that reads a value, through what only hands it on to one.
+
+        Where its gradient is whole. That of several uses is so where they part.
+        """
+        places = [
+            self.n - 1
+            if u not in self.at
+            else min((self._first_use(w) for w in self._outputs(u)), default=self.at[u])
+            if u in self.handed_on and len(self.users[u]) == 1
+            else self.at[u]
+            for u in self.users[value]
+        ]
+        return min(places, default=self.at.get(self.producer.get(value), 0))
 
     def _outputs(self, op: fx.Node) -> list[fx.Node]:
         from autopar.tracer.graph import info
@@ -198,7 +305,14 @@ class _Pieces:
         if first <= last and bytes_.any():
             self.pieces.append(Piece(kind, place, is_edge, bytes_, first, last))
 
-    def _local(self, site: int, port: int, type_: TensorType, of: Callable[..., Sharding], end: Callable[..., Any] = Choice.output) -> np.ndarray:
+    def _local(
+        self,
+        site: int,
+        port: int,
+        type_: TensorType,
+        of: Callable[..., Sharding],
+        end: Callable[..., Any] = Choice.output,
+    ) -> np.ndarray:
         """Bytes of an output (or operand) by choice."""
         choices = self.sites[site].choices
         key = (id(choices), port, type_, of, end)
@@ -225,12 +339,29 @@ class _Pieces:
         self._add("parameters", site, held, 0, always)
         if node in self.closes:
             figures = optimizer_figures(self.optimizer, type_.itemsize)
-            self._add("gradients", site, held, 0 if self.accumulates and self._always_in_each(node) else self.settled if self.accumulates else self.closes[node], always)      # until then edges count it, as it comes
+            self._add(
+                "gradients",
+                site,
+                held,
+                0
+                if self.accumulates and self._always_in_each(node)
+                else self.settled
+                if self.accumulates
+                else self.closes[node],
+                always,
+            )  # until then edges count it, as it comes
             self._add("optimizer states", site, self._scaled(held, figures["kept"]), 0, always)
-            if self.updates > 1:                               # one parameter after the other: two tensors for the while, of which one stays until the next has made its own
+            if (
+                self.updates > 1
+                # one parameter after the other: two tensors for the while, of which one stays until the next has made
+                # its
+                # own
+            ):
                 own = 2 * self.n + self.order[node]
                 self._add("step temporaries", site, self._scaled(held, 2 * figures["temporary"]), own, own)
-                self._add("step temporaries", site, self._scaled(held, figures["temporary"]), own + 1, min(own + 1, always))
+                self._add(
+                    "step temporaries", site, self._scaled(held, figures["temporary"]), own + 1, min(own + 1, always)
+                )
             elif self.kind == "cuda":
                 self._add("step temporaries", site, self._scaled(held, figures["temporary"]), always, always)
 
@@ -249,18 +380,38 @@ class _Pieces:
             port = value.args[1] if info(value).kind == "part" else 0
             if not self.is_view[value]:
                 end = self.end[value]
-                self._add("saved activations" if end >= self.n else "transients", site, self._local(site, port, type_of(value), values), now, end)      # type: ignore[arg-type]
+                self._add(
+                    "saved activations" if end >= self.n else "transients",
+                    site,
+                    self._local(site, port, type_of(value), values),
+                    now,
+                    end,
+                )
                 if type_of(value).requires_grad:
-                    self._add("gradients of activations", site, self._local(site, port, type_of(value), gradients), 2 * self.n - 1 - self._last_use(value), back)     # type: ignore[arg-type]
+                    self._add(
+                        "gradients of activations",
+                        site,
+                        self._local(site, port, type_of(value), gradients),
+                        2 * self.n - 1 - self._last_use(value),
+                        back,
+                    )
             uses = sorted({self.at[u] for u in self.users[value] if u in self.at})
-            if op_name(op) == "identity" and len(uses) > 1 and type_of(value).requires_grad:      # gradients of several uses are added: one comes, and a sum is made
-                lies, is_parameter = self._local(site, port, type_of(value), gradients), op in self.handed_on   # type: ignore[arg-type]
+            if (
+                op_name(op) == "identity" and len(uses) > 1 and type_of(value).requires_grad
+            ):  # gradients of several uses are added: one comes, and a sum is made
+                lies, is_parameter = self._local(site, port, type_of(value), gradients), op in self.handed_on
                 if is_parameter:
                     self._add("gradients", site, lies, 2 * self.n - 1 - uses[-1], back)
                 for use in uses[:-1]:
-                    self._add("gradients" if is_parameter else "gradients of activations", site, self._scaled(lies, 2 if is_parameter else 1), 2 * self.n - 1 - use, 2 * self.n - 1 - use)
-        if self.besides[op]:                                   # as its first operand is cut
-            type_ = next(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))   # type: ignore[union-attr]
+                    self._add(
+                        "gradients" if is_parameter else "gradients of activations",
+                        site,
+                        self._scaled(lies, 2 if is_parameter else 1),
+                        2 * self.n - 1 - use,
+                        2 * self.n - 1 - use,
+                    )
+        if self.besides[op]:  # as its first operand is cut
+            type_ = next(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))
             part = self._local(site, 0, type_, values, Choice.operand)
             self._add("saved activations", site, self._scaled(part, self.besides[op] / max(1, type_.nbytes)), now, back)
         self._work(op, site, now, back)
@@ -271,8 +422,14 @@ class _Pieces:
 
         for time, made in zip((now, back), work_of(op), strict=True):
             if made and (time < self.n or any(t.requires_grad for t in info(op).outputs)):
-                type_ = next(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))     # type: ignore[union-attr]
-                self._add("transients", site, self._scaled(self._local(site, 0, type_, values, Choice.operand), made / max(1, type_.nbytes)), time, time)
+                type_ = next(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))
+                self._add(
+                    "transients",
+                    site,
+                    self._scaled(self._local(site, 0, type_, values, Choice.operand), made / max(1, type_.nbytes)),
+                    time,
+                    time,
+                )
         if op_name(op) in PART_WORKS:
             for time, by_choice in zip((now, back), self._part_work(op, site), strict=True):
                 if time < self.n or any(t.requires_grad for t in info(op).outputs):
@@ -282,22 +439,34 @@ class _Pieces:
         """What the local form of an op makes for the while in forward and in backward, by choice."""
         from autopar.tracer.graph import op_name, type_of
 
-        choices, types = self.sites[site].choices, tuple(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))    # type: ignore[union-attr]
+        choices, types = (
+            self.sites[site].choices,
+            tuple(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta")),
+        )
         key = ("part", id(choices), op_name(op), types, op.kwargs.get("is_causal"), op.kwargs.get("dropout_p"))
         if key not in self._shared:
-            held = ([largest_local_shape(t.shape, values(c.operand(i)), self.mesh) for i, t in enumerate(types)] for c in choices)
+            held = (
+                [largest_local_shape(t.shape, values(c.operand(i)), self.mesh) for i, t in enumerate(types)]
+                for c in choices
+            )
             made = [PART_WORKS[op_name(op)](op, shapes, self.kind) for shapes in held]
             self._shared[key] = choices, tuple(np.array(column, float) for column in zip(*made, strict=True))
         found: tuple[np.ndarray, np.ndarray] = self._shared[key][1]
         return found
 
     def _conversion(self, e: int, value: fx.Node, target: fx.Node) -> None:
-        """What a change of sharding makes, as long as it is needed; and how much longer a value stays for the views on it."""
+        """What a change of sharding makes, as long as it is needed.
+
+        And how much longer a value stays for the views on it.
+        """
         from autopar.tracer.graph import type_of
 
         edge, type_ = self.edges[e], type_of(value)
         made, kept, comes, unreduced, stored, message = self._tables(edge, type_)
-        if value in self.turned and type_.requires_grad:       # a conversion of the gradient alone puts the value in memory order: a copy
+        if (
+            value in self.turned and type_.requires_grad
+        ):  # a conversion of the gradient alone puts the value in memory order: a copy
+
             def turned() -> tuple[np.ndarray, np.ndarray]:
                 copied = np.where((made == 0) & (unreduced > 0), kept, 0.0)
                 return made + copied, kept - copied
@@ -307,12 +476,19 @@ class _Pieces:
         back = 2 * self.n - 1 - (now if target in self.at else 0)
         is_parameter = value in self.handed_on
         reach = self.until[self.memory[value]]
-        itself = max([back if target not in self.at or value in self.keeps[target] else now, *(self.end[w] for w in (self._outputs(target) if self._passes(target, value) else ()))])
-        needed = max(itself, min(self._needs(value, target), reach))     # what is made here: what is on it beyond `reach` counts itself
+        itself = max(
+            [
+                back if target not in self.at or value in self.keeps[target] else now,
+                *(self.end[w] for w in (self._outputs(target) if self._passes(target, value) else ())),
+            ]
+        )
+        needed = max(
+            itself, min(self._needs(value, target), reach)
+        )  # what is made here: what is on it beyond `reach` counts itself
         kind = "gathered parameters" if is_parameter else "saved activations" if needed >= self.n else "transients"
         parameter: Any = self.handed_on.get(value)
         again = () if parameter in self.cut.stays else self.sites[edge.source].regathered
-        begins = self.cut.gathered(parameter, now) if is_parameter else now     # ahead of its use
+        begins = self.cut.gathered(parameter, now) if is_parameter else now  # ahead of its use
         if is_parameter and any(again):
             key = ("again", id(made), again)
             if key not in self._shared:
@@ -322,57 +498,94 @@ class _Pieces:
             self._add(kind, e, stays, begins, needed, True)
             self._add(kind, e, dropped, begins, now, True)
             again_begins = max(now + 1, self.cut.gathered_again(parameter, now))
-            if self._needs(value, target) >= self.n:           # an embedding's backward does not read it
+            if self._needs(value, target) >= self.n:  # an embedding's backward does not read it
                 self._add(kind, e, dropped, again_begins, min(back, self._needs(value, target)), True)
                 sent = self._once("sent", (dropped, message), lambda: np.where(dropped > 0, message, 0.0))
-                self._message(e, sent, dropped, again_begins, self.cut.taken_again(parameter, now), self.cut.together(parameter, now, again=True))
+                self._message(
+                    e,
+                    sent,
+                    dropped,
+                    again_begins,
+                    self.cut.taken_again(parameter, now),
+                    self.cut.together(parameter, now, again=True),
+                )
         else:
             self._add(kind, e, made, begins, needed, True)
         if is_parameter:
-            self._message(e, message, made, begins, self.cut.taken(parameter, now), self.cut.together(parameter, now, again=False))
-        if itself > reach:                                     # where it arrives as it is, its memory stays so long
+            self._message(
+                e, message, made, begins, self.cut.taken(parameter, now), self.cut.together(parameter, now, again=False)
+            )
+        if itself > reach:  # where it arrives as it is, its memory stays so long
             self._add("saved activations" if itself >= self.n else "transients", e, kept, reach + 1, itself, True)
             if type_.nbytes == self.whole.get(self.memory[value]):
                 self.until[self.memory[value]] = itself
-        if target not in self.at:                              # an output
+        if target not in self.at:  # an output
             return
         if type_.requires_grad and is_parameter:
             self._gradient(e, value, target, back, self.cut.reduced(now), comes, unreduced, stored)
         elif type_.requires_grad:
-            begins = max((self._last_use(w) for w in self._outputs(target)), default=now) if self._passes(target, value) else now    # through views it comes as it leaves their readers
+            begins = (
+                max((self._last_use(w) for w in self._outputs(target)), default=now)
+                if self._passes(target, value)
+                else now
+            )  # through views it comes as it leaves their readers
             self._add("gradients of activations", e, unreduced, 2 * self.n - 1 - begins, back, True)
 
     def _once(self, what: str, tables: tuple[np.ndarray, ...], make: Callable[[], Any]) -> Any:
         """What is made of these tables, made once: edges that are alike share it."""
         key = (what, *map(id, tables))
         if key not in self._shared:
-            self._shared[key] = tables, make()                 # the tables are held, so that their ids stay theirs
+            self._shared[key] = tables, make()  # the tables are held, so that their ids stay theirs
         return self._shared[key][1]
 
     def _message(self, e: int, sent: np.ndarray, made: np.ndarray, begins: int, taken: int, several: bool) -> None:
-        """What a gather of several parameters holds besides: what it sends while it is under way, and when it ends what has arrived beside the parameters cut out of it."""
+        """What a gather of several parameters holds besides.
+
+        What it sends while it is under way, and when it ends what has arrived beside the parameters cut out of it.
+        """
         if several:
             self._add("transients", e, sent, begins, taken - 1, True)
             self._add("transients", e, made, taken, taken, True)
 
-    def _gradient(self, e: int, value: fx.Node, target: fx.Node, back: int, reduced: int, comes: np.ndarray, unreduced: np.ndarray, stored: np.ndarray) -> None:
-        """The gradient of a parameter before it lies as the parameter does: as it comes until its bucket is full, then the bucket, until it has been scattered."""
+    def _gradient(
+        self,
+        e: int,
+        value: fx.Node,
+        target: fx.Node,
+        back: int,
+        reduced: int,
+        comes: np.ndarray,
+        unreduced: np.ndarray,
+        stored: np.ndarray,
+    ) -> None:
+        """The gradient of a parameter before it lies as the parameter does.
+
+        As it comes until its bucket is full, then the bucket, until it has been scattered.
+        """
         owner = self.handed_on[value]
         if owner not in self.closes:
             return
         close = self.closes[owner]
         scattered = self._once("scattered", (unreduced, stored), lambda: np.where(unreduced > stored, unreduced, 0.0))
-        packed = self._once("packed", (unreduced, stored), lambda: np.where(unreduced > stored, unreduced - stored, unreduced))       # beside the bucket while it is packed; what is scattered of it is made after these have ended
-        whole = comes if self._comes_here(value, target) else self._once("nothing", (comes,), lambda: np.zeros_like(comes))
+        packed = self._once(
+            "packed", (unreduced, stored), lambda: np.where(unreduced > stored, unreduced - stored, unreduced)
+        )  # beside the bucket while it is packed; what is scattered of it is made after these have ended
+        whole = (
+            comes if self._comes_here(value, target) else self._once("nothing", (comes,), lambda: np.zeros_like(comes))
+        )
         if not self.accumulates or self._always_in_each(owner):
             self._add("gradients", e, whole, back, close - 1, True)
             self._add("gradients", e, packed, max(back, close), max(back, close), True)
             self._add("gradients", e, scattered, close, max(close, reduced), True)
             return
-        in_each = marked(self.edges[e], self.sites[self.edges[e].source].scattered)[:, None]     # reduced in each micro-batch; else it waits as it comes
+        in_each = marked(self.edges[e], self.sites[self.edges[e].source].scattered)[
+            :, None
+        ]  # reduced in each micro-batch; else it waits as it comes
         waits = np.where(in_each & (unreduced > 0), np.minimum(whole, stored), whole)
         self._add("gradients", e, waits, 0, self.settled, True)
-        self._add("gradients", e, np.where(in_each, whole, 0.0), back, close - 1, True)          # and what this micro-batch gives
+        self._add(
+            "gradients", e, np.where(in_each, whole, 0.0), back, close - 1, True
+        )  # and what this micro-batch gives
         self._add("gradients", e, np.where(in_each, packed, 0.0), max(back, close), max(back, close), True)
         self._add("gradients", e, np.where(in_each, scattered, 0.0), close, max(close, reduced), True)
         self._add("gradients", e, np.where(in_each, waits, 0.0), close, self.settled - 1, True)
@@ -381,11 +594,23 @@ class _Pieces:
     def _always_in_each(self, parameter: fx.Node) -> bool:
         """Is its gradient reduced in each micro-batch, whatever is chosen of what is left?"""
         site = self.sites[self.index[parameter]]
-        cut = [m for m, c in zip(site.scattered, site.choices, strict=True) if any(p.is_shard for p in values(c.output()).placements)] if site.scattered else []
+        cut = (
+            [
+                m
+                for m, c in zip(site.scattered, site.choices, strict=True)
+                if any(p.is_shard for p in values(c.output()).placements)
+            ]
+            if site.scattered
+            else []
+        )
         return bool(cut) and all(cut)
 
     def _comes_here(self, value: fx.Node, target: fx.Node) -> bool:
-        """Is this where the gradient of a parameter enters what hands the parameter on: where it is read, or where several uses meet?"""
+        """Is this where the gradient of a parameter enters what hands the parameter on.
+
+        Where it is read, or where several uses meet?
+        """
+
         def several(node: fx.Node) -> bool:
             return len(self.users[node]) > 1
 
@@ -396,17 +621,41 @@ class _Pieces:
         return target not in self.handed_on or several(target)
 
     def _tables(self, edge: Edge, type_: TensorType) -> tuple[np.ndarray, ...]:
-        """Bytes by what leaves and arrives: of what a conversion makes, of what stays where it makes nothing, of the gradient as it comes, of that which a conversion takes, of the gradient as it goes on, and of what a conversion starts from."""
+        """Bytes by what leaves and arrives.
+
+        Of what a conversion makes, of what stays where it makes nothing, of the gradient as it comes, of that which a
+        conversion takes, of the gradient as it goes on, and of what a conversion starts from.
+        """
         key = (id(edge.given), id(edge.taken), type_, edge.reduced_in)
         if key not in self._shared:
             given, taken = ([values(f) for f in side] for side in (edge.given, edge.taken))
             moved = _differ(given, taken)
-            arrives, lies = np.array([self._bytes(type_, s) for s in taken], float), np.array([self._bytes(type_, s) for s in given], float)
+            arrives, lies = (
+                np.array([self._bytes(type_, s) for s in taken], float),
+                np.array([self._bytes(type_, s) for s in given], float),
+            )
             given_back, taken_back = ([gradients(f) for f in side] for side in (edge.given, edge.taken))
             back_moved = _differ(given_back, taken_back)
-            returns, goes_on = np.array([self._bytes(type_, s) for s in taken_back], float), np.array([self._bytes(type_, s) for s in given_back], float)
-            wide = np.where(reduces(edge.taken, edge.given).T, edge.reduced_in / type_.itemsize, 1.0) if edge.reduced_in else np.ones(moved.shape)      # cast as it comes, where it is reduced
-            self._shared[key] = (edge.given, edge.taken), (np.where(moved, arrives[None, :], 0.0), np.where(moved, 0.0, lies[:, None]), returns[None, :] * wide, np.where(back_moved, returns[None, :] * wide, 0.0), goes_on[:, None] * wide, np.where(moved, lies[:, None], 0.0))
+            returns, goes_on = (
+                np.array([self._bytes(type_, s) for s in taken_back], float),
+                np.array([self._bytes(type_, s) for s in given_back], float),
+            )
+            wide = (
+                np.where(reduces(edge.taken, edge.given).T, edge.reduced_in / type_.itemsize, 1.0)
+                if edge.reduced_in
+                else np.ones(moved.shape)
+            )  # cast as it comes, where it is reduced
+            self._shared[key] = (
+                (edge.given, edge.taken),
+                (
+                    np.where(moved, arrives[None, :], 0.0),
+                    np.where(moved, 0.0, lies[:, None]),
+                    returns[None, :] * wide,
+                    np.where(back_moved, returns[None, :] * wide, 0.0),
+                    goes_on[:, None] * wide,
+                    np.where(moved, lies[:, None], 0.0),
+                ),
+            )
         found: tuple[np.ndarray, ...] = self._shared[key][1]
         return found
 

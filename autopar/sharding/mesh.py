@@ -18,21 +18,29 @@ if TYPE_CHECKING:
 class DeviceMesh:
     """`DeviceMesh((2, 4), ("dp", "tp"))`: 8 devices, rank 5 at dp=1, tp=1. Needs no process group until `to_torch`.
 
-    `mesh["tp"]` and `mesh["dp", "tp"]` are the meshes of some of its axes. An axis of size 1 is as if it were not there.
-    `ranks` says who stands where, row-major, on a machine whose fast links ask for another order.
+    `mesh["tp"]` and `mesh["dp", "tp"]` are the meshes of some of its axes. An axis of size 1 is as if it were not
+    there. `ranks` says who stands where, row-major, on a machine whose fast links ask for another order.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    ranks: tuple[int, ...]                                     # empty: in their order
+    ranks: tuple[int, ...]  # empty: in their order
 
-    def __init__(self, shape: tuple[int, ...] | int, axes: tuple[str, ...] | None = None, ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self, shape: tuple[int, ...] | int, axes: tuple[str, ...] | None = None, ranks: Sequence[int] = ()
+    ) -> None:
         try:
-            shape = tuple(n if isinstance(n, (bool, float)) else operator.index(n) for n in ((shape,) if hasattr(shape, "__index__") else shape))     # type: ignore[union-attr]
+            shape = tuple(
+                n if isinstance(n, (bool, float)) else operator.index(n)
+                for n in ((shape,) if hasattr(shape, "__index__") else shape)
+            )
             axes = tuple(str(a) for a in range(len(shape))) if axes is None else tuple(axes)
             ranks = [operator.index(r) for r in ranks]
         except TypeError:
-            raise BadSharding(f"{shape!r} is not a mesh shape, or {axes!r} no names of axes, or {ranks!r} no ranks", advice='DeviceMesh((2, 4), ("dp", "tp"))') from None
+            raise BadSharding(
+                f"{shape!r} is not a mesh shape, or {axes!r} no names of axes, or {ranks!r} no ranks",
+                advice='DeviceMesh((2, 4), ("dp", "tp"))',
+            ) from None
         if not shape or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in shape):
             raise BadSharding(f"{shape} is not a mesh shape", advice="positive sizes, for example (2, 4)")
         if len(axes) != len(shape) or len(set(axes)) != len(axes):
@@ -41,7 +49,10 @@ class DeviceMesh:
             raise BadSharding(f"{bad[0]!r} is not an axis name", advice="a word without spaces or any of @ , ; /")
         object.__setattr__(self, "shape", shape)
         if ranks and (len(ranks) != math.prod(shape) or sorted(ranks) != list(range(len(ranks)))):
-            raise BadSharding(f"ranks {list(ranks)} do not stand on a mesh of shape {shape}", advice=f"each of 0 to {math.prod(shape) - 1} once")
+            raise BadSharding(
+                f"ranks {list(ranks)} do not stand on a mesh of shape {shape}",
+                advice=f"each of 0 to {math.prod(shape) - 1} once",
+            )
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "ranks", () if list(ranks) == sorted(ranks) else tuple(ranks))
 
@@ -71,7 +82,9 @@ class DeviceMesh:
 
     def rank(self, coordinate: Sequence[int]) -> int:
         """Who stands there."""
-        if len(coordinate) != len(self.shape) or any(not 0 <= c < n for c, n in zip(coordinate, self.shape, strict=True)):
+        if len(coordinate) != len(self.shape) or any(
+            not 0 <= c < n for c, n in zip(coordinate, self.shape, strict=True)
+        ):
             raise BadSharding(f"{tuple(coordinate)} is no place on mesh {self}")
         rank = 0
         for c, n in zip(coordinate, self.shape, strict=True):
@@ -81,9 +94,13 @@ class DeviceMesh:
     def groups(self, axis: str | int) -> list[tuple[int, ...]]:
         """The ranks that differ along one axis only, group by group."""
         a = self.axis(axis)
-        stride, n = math.prod(self.shape[a + 1:]), self.shape[a]
+        stride, n = math.prod(self.shape[a + 1 :]), self.shape[a]
         places = self.ranks or range(self.size)
-        return [tuple(places[first + i * stride] for i in range(n)) for first in range(self.size) if first // stride % n == 0]
+        return [
+            tuple(places[first + i * stride] for i in range(n))
+            for first in range(self.size)
+            if first // stride % n == 0
+        ]
 
     def __getitem__(self, names: str | int | tuple[str | int, ...]) -> DeviceMesh:
         chosen = [self.axis(name) for name in (names if isinstance(names, tuple) else (names,))]
@@ -103,9 +120,15 @@ class DeviceMesh:
                 advice=f"torchrun --nproc-per-node {self.size}, or another mesh",
             )
         if any(list(group) != sorted(group) for axis in self.axes for group in self.groups(axis)):
-            raise NotServed(f"mesh {self} has ranks that do not ascend along an axis: torch's groups do", seen=f"ranks {list(self.ranks)}", advice="start the job with its ranks in the mesh's order")
+            raise NotServed(
+                f"mesh {self} has ranks that do not ascend along an axis: torch's groups do",
+                seen=f"ranks {list(self.ranks)}",
+                advice="start the job with its ranks in the mesh's order",
+            )
         if self.ranks:
-            return dist.device_mesh.DeviceMesh(device_type, torch.tensor(self.ranks).view(self.shape), mesh_dim_names=self.axes)
+            return dist.device_mesh.DeviceMesh(
+                device_type, torch.tensor(self.ranks).view(self.shape), mesh_dim_names=self.axes
+            )
         return init_device_mesh(device_type, self.shape, mesh_dim_names=self.axes)
 
     @staticmethod
@@ -117,4 +140,6 @@ class DeviceMesh:
             return DeviceMesh(tuple(given.mesh.shape), given.mesh_dim_names, given.mesh.flatten().tolist())
         if isinstance(given, (tuple, list)) or hasattr(given, "__index__"):
             return DeviceMesh(tuple(given) if isinstance(given, (tuple, list)) else (given,))
-        raise BadSharding(f"{given!r} is not a mesh", advice='DeviceMesh((2, 4), ("dp", "tp")), or a shape such as (2, 4)')
+        raise BadSharding(
+            f"{given!r} is not a mesh", advice='DeviceMesh((2, 4), ("dp", "tp")), or a shape such as (2, 4)'
+        )

@@ -4,23 +4,24 @@
                              in the output it stays cut; missing from every output it is a sum and leaves P(sum)
     "b s! -> b s!"           `!` may not be cut
     "..., v~ d -> ... d"     `~` may be cut behind a mask: lowering has a local form of the op for it
-    "n^ c -> n^ c"           `^` may be cut, and is reduced inside: the local form exchanges sums, and an output that lacks the factor is whole
-    "1 b -> a* b"            `*` is made here: an output has it, no operand does, and each device makes its own part
-    "a b -> a 1"             `1` is a dim of size one that is no factor
-    "(h d) -> h d"           a dim that is a product of factors, major first: only the major one is cut, which a minor one becomes where those before it are of size one
-    "(g c!) -> (g c!)"       in a product too, `!` may not be cut
-    "(b s+) -> b s"          `+` may be cut though it is minor: the dim is then cut by blocks, one for every value of those before it
-    "q|k|v -> q, k, v"       a dim that is several put end to end: they are cut together, each block of the dim by itself
-    "a:3 (b c:4) -> ..."     a factor's size, where the shapes of a call do not say it
-    "..., ... -> ..."        `...` leading dims, aligned from the right; a dim of size 1 against a larger one is broadcast
-    "nothing -> a*"          no operands; an empty place is an operand without dims
-    linear="x, y"            linear in one operand at a time: that operand and the output may be P(sum), the others R
+    "n^ c -> n^ c"           `^` may be cut, and is reduced inside: the local form exchanges sums, and an output that
+    lacks the factor is whole "1 b -> a* b"            `*` is made here: an output has it, no operand does, and each
+    device makes its own part "a b -> a 1"             `1` is a dim of size one that is no factor "(h d) -> h d"
+    a dim that is a product of factors, major first: only the major one is cut, which a minor one becomes where those
+    before it are of size one "(g c!) -> (g c!)"       in a product too, `!` may not be cut "(b s+) -> b s"          `+`
+    may be cut though it is minor: the dim is then cut by blocks, one for every value of those before it "q|k|v -> q, k,
+    v"       a dim that is several put end to end: they are cut together, each block of the dim by itself "a:3 (b c:4)
+    -> ..."     a factor's size, where the shapes of a call do not say it "..., ... -> ..."        `...` leading dims,
+    aligned from the right; a dim of size 1 against a larger one is broadcast "nothing -> a*"          no operands; an
+    empty place is an operand without dims linear="x, y"            linear in one operand at a time: that operand and
+    the output may be P(sum), the others R
     linear="x+y"             linear in several jointly: all of them and the output are P(sum) together
 
 Operands stand in the order of the op's signature and are called x, y, z, ... . An operand that is None drops out, with
 every mention of it; a number is an operand that is R on every device.
 
-`parse` reads a line once; `Rule.bind` fits it to the shapes of one call and gives a `Binding`: which factors each dim is.
+`parse` reads a line once; `Rule.bind` fits it to the shapes of one call and gives a `Binding`: which factors each dim
+is.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """The factors of one dim: one, a product of several ("*"), or several end to end ("|"). None: the dim is broadcast."""
+    """The factors of one dim: one, a product of several ("*"), or several end to end ("|").
+
+    None: the dim is broadcast.
+    """
 
     factors: tuple[str, ...] = ()
     joined: str = ""
@@ -62,13 +66,13 @@ class Rule:
     linear: str
     operands: tuple[tuple[Dim, ...], ...]
     outputs: tuple[tuple[Dim, ...], ...]
-    groups: tuple[frozenset[int], ...]                         # operands that are linear together, by position
+    groups: tuple[frozenset[int], ...]  # operands that are linear together, by position
     whole: frozenset[str]
-    given: tuple[tuple[str, int], ...]                         # sizes that the line itself says
-    inside: frozenset[str] = frozenset()                       # factors that the local form reduces itself
-    minor: frozenset[str] = frozenset()                        # factors that are cut by blocks where they stand behind others
-    masked: frozenset[str] = frozenset()                       # factors that are cut behind a mask
-    made: frozenset[str] = frozenset()                         # factors that each device makes its own part of
+    given: tuple[tuple[str, int], ...]  # sizes that the line itself says
+    inside: frozenset[str] = frozenset()  # factors that the local form reduces itself
+    minor: frozenset[str] = frozenset()  # factors that are cut by blocks where they stand behind others
+    masked: frozenset[str] = frozenset()  # factors that are cut behind a mask
+    made: frozenset[str] = frozenset()  # factors that each device makes its own part of
 
     def __str__(self) -> str:
         return self.text + (f"   linear={self.linear}" if self.linear else "")
@@ -76,29 +80,58 @@ class Rule:
     def bind(self, operands: Sequence[Shape | None], outputs: Sequence[Shape]) -> Binding:
         """Fit the rule to one call. `None` is an operand that is absent; a number has the shape ()."""
         if len(operands) != len(self.operands) or len(outputs) != len(self.outputs):
-            raise BadRule(f"the rule {self.text!r} has {len(self.operands)} operands and {len(self.outputs)} outputs",
-                          seen=f"a call with {len(operands)} and {len(outputs)}")
+            raise BadRule(
+                f"the rule {self.text!r} has {len(self.operands)} operands and {len(self.outputs)} outputs",
+                seen=f"a call with {len(operands)} and {len(outputs)}",
+            )
         shapes = (*operands, *outputs)
-        rows = [None if s is None else self._spread(p, s) for p, s in zip((*self.operands, *self.outputs), shapes, strict=True)]
-        pairs = [(d, n) for row, s in zip(rows, shapes, strict=True) if row is not None and s is not None for d, n in zip(row, s, strict=True)]
+        rows = [
+            None if s is None else self._spread(p, s)
+            for p, s in zip((*self.operands, *self.outputs), shapes, strict=True)
+        ]
+        pairs = [
+            (d, n)
+            for row, s in zip(rows, shapes, strict=True)
+            if row is not None and s is not None
+            for d, n in zip(row, s, strict=True)
+        ]
         sizes = self._sizes(pairs)
         fitted = [
-            None if row is None or s is None else tuple(Dim() if n == 1 and not d.joined and sizes.get(d.factor) != 1 else d for d, n in zip(row, s, strict=True))
+            None
+            if row is None or s is None
+            else tuple(
+                Dim() if n == 1 and not d.joined and sizes.get(d.factor) != 1 else d
+                for d, n in zip(row, s, strict=True)
+            )
             for row, s in zip(rows, shapes, strict=True)
         ]
-        ins, outs = fitted[: len(operands)], fitted[len(operands):]
+        ins, outs = fitted[: len(operands)], fitted[len(operands) :]
         groups = [group - {i for i, row in enumerate(ins) if row is None} for group in self.groups]
-        return Binding(tuple(ins), tuple(row or () for row in outs), sizes, self.whole, tuple(dict.fromkeys(g for g in groups if g)), self.inside, self.minor)
+        return Binding(
+            tuple(ins),
+            tuple(row or () for row in outs),
+            sizes,
+            self.whole,
+            tuple(dict.fromkeys(g for g in groups if g)),
+            self.inside,
+            self.minor,
+        )
 
     def _spread(self, pattern: tuple[Dim, ...], shape: Shape) -> tuple[Dim, ...]:
         """One pattern dim per dim of the shape: leading dims are numbered from the right, which aligns operands."""
         free = len(shape) - sum(d.factor != ELLIPSIS for d in pattern)
         if free < 0 or (free > 0 and all(d.factor != ELLIPSIS for d in pattern)):
             raise BadRule(f"the rule {self.text!r} does not fit", seen=f"an operand of shape {list(shape)}")
-        return tuple(e for d in pattern for e in ([Dim((f"{ELLIPSIS}{free - i}",)) for i in range(free)] if d.factor == ELLIPSIS else [d]))
+        return tuple(
+            e
+            for d in pattern
+            for e in ([Dim((f"{ELLIPSIS}{free - i}",)) for i in range(free)] if d.factor == ELLIPSIS else [d])
+        )
 
     def _sizes(self, pairs: list[tuple[Dim, int]]) -> dict[str, int]:
-        """The size of every factor: from dims that are one factor, then from dims that join known ones and at most one other."""
+        """The size of every factor: from dims that are one factor, then from dims that join known ones and at most one
+        other.
+        """
         sizes = dict(self.given)
         for d, n in pairs:
             if not d.joined and d.factor != ONE:
@@ -113,17 +146,23 @@ class Rule:
             if len(unknown) == 1:
                 sizes[unknown[0]] = n - sum(have) if d.joined == "|" else n // math.prod(have)
             elif not unknown and n != (sum(have) if d.joined == "|" else math.prod(have)):
-                raise BadRule(f"the rule {self.text!r} does not fit: {d.joined.join(d.factors)} is {have}", seen=f"a dim of size {n}")
+                raise BadRule(
+                    f"the rule {self.text!r} does not fit: {d.joined.join(d.factors)} is {have}",
+                    seen=f"a dim of size {n}",
+                )
         return sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What an axis may cut: one factor, or several that stand end to end somewhere; and the blocks it cuts one by one."""
+    """What an axis may cut: one factor, or several that stand end to end somewhere.
+
+    And the blocks it cuts one by one.
+    """
 
     factors: tuple[str, ...]
     blocks: Shape = ()
-    even: bool = False                                         # only parts of one size
+    even: bool = False  # only parts of one size
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +185,9 @@ class Binding:
         """Everything that an axis may cut; `blocks` are those that a factor may also be cut by."""
         ends = {f: d.factors for row in self.rows for d in row if d.joined == "|" for f in d.factors}
         joined = {f for row in self.rows for d in row if d.joined for f in d.factors}
-        minor = {f for row in self.rows for d in row if d.joined == "*" for f in d.factors if self.blocks_of(d, f)} - self.minor
+        minor = {
+            f for row in self.rows for d in row if d.joined == "*" for f in d.factors if self.blocks_of(d, f)
+        } - self.minor
         seen: set[tuple[str, ...]] = set()
         for factor, size in self.sizes.items():
             together = ends.get(factor, (factor,))
@@ -168,7 +209,9 @@ class Binding:
         return not self.inside.isdisjoint(cut.factors)
 
     def is_summed(self, cut: Cut) -> bool:
-        return not self.is_inside(cut) and not any(f in d.factors for row in self.outputs for d in row for f in cut.factors)
+        return not self.is_inside(cut) and not any(
+            f in d.factors for row in self.outputs for d in row for f in cut.factors
+        )
 
 
 @functools.cache
@@ -180,31 +223,59 @@ def parse(text: str, linear: str = "") -> Rule:
     whole: set[str] = set()
     given: dict[str, int] = {}
     inside = frozenset(re.findall(r"(\w+)\^", text))
-    operands = () if left.strip() == NOTHING else tuple(_operand(piece, text, whole, given) for piece in left.split(","))
+    operands = (
+        () if left.strip() == NOTHING else tuple(_operand(piece, text, whole, given) for piece in left.split(","))
+    )
     made: set[str] = set()
     outputs = tuple(_operand(piece, text, whole, given, made) for piece in right.split(","))
     known = made | {f for row in operands for d in row for f in d.factors}
     for f in (f for row in outputs for d in row for f in d.factors):
         if f not in known and f not in whole and f != ONE:
-            raise BadRule(f"the rule {text!r} has the factor {f} in an output only", advice=f"{f}!, where it stays whole, or {f}*, where each device makes its part")
+            raise BadRule(
+                f"the rule {text!r} has the factor {f} in an output only",
+                advice=f"{f}!, where it stays whole, or {f}*, where each device makes its part",
+            )
     groups = []
     for joint in filter(None, (g.strip() for g in linear.split(","))):
         members = [_PLACES.get(name.strip(), -1) for name in joint.split("+")]
         if any(not 0 <= m < len(operands) for m in members):
-            raise BadRule(f"linear={linear!r} names an operand that {text!r} does not have", advice=f"the operands are {', '.join(NAMES[:len(operands)])}")
+            raise BadRule(
+                f"linear={linear!r} names an operand that {text!r} does not have",
+                advice=f"the operands are {', '.join(NAMES[: len(operands)])}",
+            )
         groups.append(frozenset(members))
     minor = frozenset(re.findall(r"(\w+)(?::\d+)?\+", text))
     masked = frozenset(re.findall(r"(\w+)~", text))
-    return Rule(text, linear, operands, outputs, tuple(groups), frozenset(whole), tuple(given.items()), inside, minor, masked, frozenset(made))
+    return Rule(
+        text,
+        linear,
+        operands,
+        outputs,
+        tuple(groups),
+        frozenset(whole),
+        tuple(given.items()),
+        inside,
+        minor,
+        masked,
+        frozenset(made),
+    )
 
 
-def _operand(piece: str, text: str, whole: set[str], given: dict[str, int], made: set[str] | None = None) -> tuple[Dim, ...]:
+def _operand(
+    piece: str, text: str, whole: set[str], given: dict[str, int], made: set[str] | None = None
+) -> tuple[Dim, ...]:
     dims, names = [], []
     for inside, keep, token, mark in _TOKEN.findall(piece):
         pieces = inside.split() if inside else token.split("|")
         matches = [_FACTOR.fullmatch(p) for p in pieces]
         if not all(matches):
-            raise BadRule(f"{token or inside!r} in the rule {text!r} is not a dim", advice="a word, a word with ! (stays whole), ~ (behind a mask), ^ (reduced inside) or * (made here), (a b), (a b+), a|b, 1, or ...")
+            raise BadRule(
+                f"{token or inside!r} in the rule {text!r} is not a dim",
+                advice=(
+                    "a word, a word with ! (stays whole), ~ (behind a mask), ^ (reduced inside) or * (made here), (a "
+                    "b), (a b+), a|b, 1, or ..."
+                ),
+            )
         factors = tuple(m[1] for m in matches if m)
         given.update({m[1]: int(m[2]) for m in matches if m and m[2]})
         whole.update(m[1] for m in matches if m and "!" in (keep, mark, m[3]))

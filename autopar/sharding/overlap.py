@@ -1,12 +1,20 @@
-"""What may run beside compute: gathers of parameters and reductions of their gradients, in windows. A lowering that starts them there implements it, and the objective prices it.
+"""What may run beside compute: gathers of parameters and reductions of their gradients, in windows.
 
-    windows      the forward is cut into runs of ops: a numbered block of the model is one; small ones are joined until they read so many bytes of parameters as the plan says (BUCKET, or ZeRO-3's BLOCK: each by itself)
+A lowering that starts them there implements it, and the objective prices it.
+
+    windows      the forward is cut into runs of ops: a numbered block of the model is one; small ones are joined until
+                 they read so many bytes of parameters as the plan says (BUCKET, or ZeRO-3's BLOCK: each by itself)
     forward      what window w gathers moves while window w-1 computes
-    backward     what window w gathers again moves while the backward of window w+1 computes (the last of several windows gathers nothing again: backward begins with it), and what it reduces while that of window w-1 does
-    alone        what has no such window beside it (of the first in forward, of an only one in backward) moves when it is read, a bucket at a time
-    exposed      max(0, communication - compute) of each; where there is no such window, all of it; on a machine where they slow each other, the share of the shorter that is hidden was measured
+    backward     what window w gathers again moves while the backward of window w+1 computes (the last of several
+                 windows gathers nothing again: backward begins with it), and what it reduces while that of window w-1
+                 does
+    alone        what has no such window beside it (of the first in forward, of an only one in backward) moves when it
+                 is read, a bucket at a time
+    exposed      max(0, communication - compute) of each; where there is no such window, all of it; on a machine where
+                 they slow each other, the share of the shorter that is hidden was measured
 
-There is one stream for compute and one for communication. Everything else is in line. The cut does not depend on choices: both sums are linear in them, so a window is a row of the solver.
+There is one stream for compute and one for communication. Everything else is in line. The cut does not depend on
+choices: both sums are linear in them, so a window is a row of the solver.
 """
 
 from __future__ import annotations
@@ -25,35 +33,55 @@ if TYPE_CHECKING:
     from autopar.sharding.space import Edge, Site
     from autopar.tracer.graph import Graph
 
-BUCKET = 25 * 2**20                                            # bytes of whole parameters that travel together
-BLOCK = 1                                                      # of windows: whatever reads a parameter is one
-_HANDED_ON = frozenset({"identity", "to", "t", "transpose", "permute", "view", "expand"})     # of a parameter alone, these are the parameter
+BUCKET = 25 * 2**20  # bytes of whole parameters that travel together
+BLOCK = 1  # of windows: whatever reads a parameter is one
+_HANDED_ON = frozenset(
+    {"identity", "to", "t", "transpose", "permute", "view", "expand"}
+)  # of a parameter alone, these are the parameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Communication that moves while some ops compute: seconds of edges and of sites, by choice; it happens so many times in a step."""
+    """Communication that moves while some ops compute: seconds of edges and of sites, by choice.
+
+    It happens so many times in a step.
+    """
 
     name: str
     times: int
-    communication: tuple[tuple[int, np.ndarray], ...]          # of an edge by [given, taken]
-    compute: tuple[tuple[int, np.ndarray], ...]                # of a site by choice
+    communication: tuple[tuple[int, np.ndarray], ...]  # of an edge by [given, taken]
+    compute: tuple[tuple[int, np.ndarray], ...]  # of a site by choice
 
     def seconds(self, picked: Sequence[int], edges: Sequence[Edge]) -> tuple[float, float]:
         """Of both, under these choices."""
-        moved = sum(float(table[edges[k].given_by[picked[edges[k].source]], edges[k].taken_by[picked[edges[k].target]]]) for k, table in self.communication)
+        moved = sum(
+            float(table[edges[k].given_by[picked[edges[k].source]], edges[k].taken_by[picked[edges[k].target]]])
+            for k, table in self.communication
+        )
         return moved, sum(float(run[picked[i]]) for i, run in self.compute)
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The ops of a forward as windows: of each op the window that it stands in, of each window its first and last op."""
+    """The ops of a forward as windows.
+
+    Of each op the window that it stands in, of each window its first and last op.
+    """
 
     of: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
-    ends: tuple[int, ...]                                      # of each window the last op that reads a parameter
-    buckets: Mapping[fx.Node, tuple[int, int]]                 # of each parameter the first and the last op that read anything of the bucket in which it moves when it moves alone
-    stays: frozenset[fx.Node]                                  # parameters first read in the last of several windows: what is gathered of them is still there as backward begins, and is not gathered again
+    ends: tuple[int, ...]  # of each window the last op that reads a parameter
+    buckets: Mapping[
+        fx.Node, tuple[int, int]
+        # of each parameter the first and the last op that read anything of the bucket in which it moves when it moves
+        # alone
+    ]
+    stays: frozenset[
+        fx.Node
+        # parameters first read in the last of several windows: what is gathered of them is still there as backward
+        # begins,
+        # and is not gathered again
+    ]
 
     def gathered(self, parameter: fx.Node, op: int) -> int:
         """The time from which a parameter that this op reads is there: as its window's predecessor begins."""
@@ -84,14 +112,22 @@ class Cut:
 
 
 def cut(ops: Sequence[fx.Node], least: int = BUCKET) -> Cut:
-    """Cut a forward by the blocks of the model; what reads less than `least` bytes of parameters goes with what follows."""
+    """Cut a forward by the blocks of the model.
+
+    What reads less than `least` bytes of parameters goes with what follows.
+    """
     from autopar.tracer.blocks import innermost_block
     from autopar.tracer.graph import info, op_name, type_of
 
     if not ops:
         return Cut((), (), (), {}, frozenset())
     at = {op: i for i, op in enumerate(ops)}
-    readers: dict[fx.Node, list[int]] = {}                     # of each parameter in the order in which they are first read; ops that hand it on, and those that read what they hand on
+    readers: dict[
+        fx.Node, list[int]
+        # of each parameter in the order in which they are first read; ops that hand it on, and those that read what
+        # they
+        # hand on
+    ] = {}
     for op in ops:
         for v in op._input_nodes:
             if info(v).kind == "parameter" and v not in readers:
@@ -102,7 +138,7 @@ def cut(ops: Sequence[fx.Node], least: int = BUCKET) -> Cut:
                             readers[v].append(at[user])
                             if op_name(user) in _HANDED_ON:
                                 pending.append(user)
-    reads: list[list[fx.Node]] = [[] for _ in ops]             # the parameters that each op is the first to read
+    reads: list[list[fx.Node]] = [[] for _ in ops]  # the parameters that each op is the first to read
     for v, of_one in readers.items():
         reads[min(of_one)].append(v)
     windows, count, nbytes = list[int](), 0, 0
@@ -112,13 +148,13 @@ def cut(ops: Sequence[fx.Node], least: int = BUCKET) -> Cut:
         if nbytes >= least:
             windows.append(count)
             count, nbytes = 0, 0
-    if count:                                                  # the rest, which reads little
+    if count:  # the rest, which reads little
         windows = [*windows[:-1], windows[-1] + count] if windows and not nbytes else [*windows, count]
     ends = list(itertools.accumulate(windows))
     spans = tuple((end - many, end - 1) for end, many in zip(ends, windows, strict=True))
     moved: dict[fx.Node, tuple[int, int]] = {}
     for first, last in spans:
-        read = [vs for vs in reads[first:last + 1] if vs]
+        read = [vs for vs in reads[first : last + 1] if vs]
         for places in buckets([sum(type_of(v).nbytes for v in vs) for vs in read]):
             bucket = [v for k in places for v in read[k]]
             span = min(min(readers[v]) for v in bucket), max(max(readers[v]) for v in bucket)
@@ -142,21 +178,32 @@ def buckets(sizes: Sequence[int], full: int = BUCKET) -> list[list[int]]:
 
 
 def closes(ready: Sequence[tuple[int, int]]) -> list[int]:
-    """When each gradient's bucket is full and is reduced: of each gradient, in the order of `ready`, when it is made and its bytes."""
+    """When each gradient's bucket is full and is reduced.
+
+    Of each gradient, in the order of `ready`, when it is made and its bytes.
+    """
     order = sorted(range(len(ready)), key=lambda k: ready[k][0])
     end = {order[i]: ready[order[bucket[-1]]][0] for bucket in buckets([ready[k][1] for k in order]) for i in bucket}
     return [end[k] for k in range(len(ready))]
 
 
 def floating(graph: Graph) -> dict[fx.Node, fx.Node]:
-    """Values that are parameters, or parameters handed on, each with its parameter: what arrives of them is gathered, and their gradients are reduced."""
+    """Values that are parameters, or parameters handed on, each with its parameter.
+
+    What arrives of them is gathered, and their gradients are reduced.
+    """
     from autopar.tracer.graph import info, op_name
 
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if info(node).kind == "parameter":
             found[node] = node
-        elif info(node).kind == "op" and op_name(node) in _HANDED_ON and node._input_nodes and all(n in found for n in node._input_nodes):
+        elif (
+            info(node).kind == "op"
+            and op_name(node) in _HANDED_ON
+            and node._input_nodes
+            and all(n in found for n in node._input_nodes)
+        ):
             found[node] = found[next(iter(node._input_nodes))]
     return found
 
@@ -167,16 +214,28 @@ def casts_of_parameters(graph: Graph) -> dict[fx.Node, fx.Node]:
 
     found = {}
     for node in graph.nodes:
-        if info(node).kind == "parameter" and len(users := [u for u in node.users if u.op != "output"]) == 1 and info(users[0]).kind == "op" and op_name(users[0]) == "to":
+        if (
+            info(node).kind == "parameter"
+            and len(users := [u for u in node.users if u.op != "output"]) == 1
+            and info(users[0]).kind == "op"
+            and op_name(users[0]) == "to"
+        ):
             found[users[0]] = node
     return found
 
 
 def reduced_in(casts: Mapping[fx.Node, fx.Node], dtype: str) -> dict[fx.Node, int]:
-    """Of each of these casts whose gradient is reduced before it is what the parameter's is, but in that dtype: the bytes of an element of it."""
+    """Of each of these casts whose gradient is reduced before it is what the parameter's is, but in that dtype.
+
+    The bytes of an element of it.
+    """
     from autopar.tracer.graph import type_of
 
-    return {cast: type_of(parameter).itemsize for cast, parameter in casts.items() if type_of(parameter).dtype == dtype != type_of(cast).dtype}
+    return {
+        cast: type_of(parameter).itemsize
+        for cast, parameter in casts.items()
+        if type_of(parameter).dtype == dtype != type_of(cast).dtype
+    }
 
 
 def reduces(taken: Sequence[Sequence[Flow]], given: Sequence[Sequence[Flow]]) -> np.ndarray:
@@ -194,14 +253,28 @@ def marked(edge: Edge, choices: Sequence[bool]) -> np.ndarray:
     return flows
 
 
-def windows_of(made: Cut, ops: Sequence[str], op_sites: Sequence[int], sites: Sequence[Site], edges: Sequence[Edge], floats: Mapping[int, tuple[int, np.ndarray, np.ndarray]],
-               accumulation: int = 1, hidden: float = 1.0) -> tuple[Window, ...]:
-    """The windows of a step. `floats` say of an edge which op takes it, and the seconds of its gather and of its reduction. Of the shorter of both sums `hidden` is the share that takes no time.
+def windows_of(
+    made: Cut,
+    ops: Sequence[str],
+    op_sites: Sequence[int],
+    sites: Sequence[Site],
+    edges: Sequence[Edge],
+    floats: Mapping[int, tuple[int, np.ndarray, np.ndarray]],
+    accumulation: int = 1,
+    hidden: float = 1.0,
+) -> tuple[Window, ...]:
+    """The windows of a step.
 
-    Of several micro-batches the first gathers what is kept, and the last reduces what waits; what is gathered again and what is reduced at once move in each.
+    `floats` say of an edge which op takes it, and the seconds of its gather and of its reduction. Of the shorter of
+    both sums `hidden` is the share that takes no time.
+
+    Of several micro-batches the first gathers what is kept, and the last reduces what waits; what is gathered again and
+    what is reduced at once move in each.
     """
     count = len(made.spans)
-    moved: dict[tuple[int, str, bool], list[tuple[int, np.ndarray]]] = {}      # by the window that it runs beside; in every micro-batch, or in one of them
+    moved: dict[
+        tuple[int, str, bool], list[tuple[int, np.ndarray]]
+    ] = {}  # by the window that it runs beside; in every micro-batch, or in one of them
     known: dict[Any, np.ndarray] = {}
     shares: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -214,7 +287,7 @@ def windows_of(made: Cut, ops: Sequence[str], op_sites: Sequence[int], sites: Se
     def share(table: np.ndarray) -> np.ndarray:
         """The same table for the same table."""
         if hidden != 1 and id(table) not in shares:
-            shares[id(table)] = table, hidden * table          # the table is held, so that its id stays its own
+            shares[id(table)] = table, hidden * table  # the table is held, so that its id stays its own
         return table if hidden == 1 else shares[id(table)][1]
 
     def put(beside: int, way: str, every: bool, edge: int, table: np.ndarray) -> None:
@@ -235,6 +308,14 @@ def windows_of(made: Cut, ops: Sequence[str], op_sites: Sequence[int], sites: Se
         if not every or accumulation > 1:
             first, last = made.spans[w]
             k = ("forward", "backward").index(way)
-            run = tuple((s, share(sites[s].compute[k])) for s in op_sites[first:last + 1] if sites[s].compute and sites[s].compute[k].any())
-            found.append(Window(f"{way} of {ops[first]} to {ops[last]}", accumulation - 1 if every else 1, tuple(communication), run))
+            run = tuple(
+                (s, share(sites[s].compute[k]))
+                for s in op_sites[first : last + 1]
+                if sites[s].compute and sites[s].compute[k].any()
+            )
+            found.append(
+                Window(
+                    f"{way} of {ops[first]} to {ops[last]}", accumulation - 1 if every else 1, tuple(communication), run
+                )
+            )
     return tuple(found)

@@ -1,11 +1,15 @@
 """How a tensor lies on a mesh: `R`, `S(dim)`, `P(sum)` on one axis; a sharding has one placement per axis.
 
-    Placement   R: every device holds the whole;  S(0): each holds its part of dim 0;  P(sum): the value is the sum of what they hold
-    Flow        what an edge carries on one axis: the placement of the value, and that of its gradient, written value/gradient
-    S(2, blocks=(64, 16, 16)) cuts each block of the dim separately: each device holds its part of the first 64, then of the
-    next 16, then of the last 16. It is how a fused query-key-value weight is cut by heads. Blocks are cut evenly or not at all.
+    Placement   R: every device holds the whole;  S(0): each holds its part of dim 0;  P(sum): the value is the sum of
+                what they hold
+    Flow        what an edge carries on one axis: the placement of the value, and that of its gradient, written
+                value/gradient
+    S(2, blocks=(64, 16, 16)) cuts each block of the dim separately: each device holds its part of the first 64, then of
+    the next 16, then of the last 16. It is how a fused query-key-value weight is cut by heads. Blocks are cut evenly or
+    not at all.
 
-    Sharding    a placement per axis; where several axes cut one dim, `order` says which axis is major (default: mesh order)
+    Sharding    a placement per axis; where several axes cut one dim, `order` says which axis is major (default: mesh
+                order)
 
 `S(0)` alone means `S(0)/S(0)`, `R` alone `R/R`, `P(sum)` alone `P(sum)/R`. Parts are those of `torch.chunk`: the first
 devices hold ceil(n / k) rows, the last may hold fewer, so a gather of padded parts is the whole after one trim.
@@ -30,14 +34,16 @@ if TYPE_CHECKING:
 class Placement:
     """One tensor on one mesh axis."""
 
-    kind: str                                                  # "R", "S" or "P"
-    dim: int = -1                                              # the dim that S cuts
-    reduction: str = ""                                        # how the parts of P combine
-    blocks: tuple[int, ...] = ()                               # the blocks that S cuts one by one; empty: the dim is one block
+    kind: str  # "R", "S" or "P"
+    dim: int = -1  # the dim that S cuts
+    reduction: str = ""  # how the parts of P combine
+    blocks: tuple[int, ...] = ()  # the blocks that S cuts one by one; empty: the dim is one block
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash(("RSP".find(self.kind), self.dim, len(self.reduction), self.blocks)))     # of numbers alone: the same in every process
+        object.__setattr__(
+            self, "_hash", hash(("RSP".find(self.kind), self.dim, len(self.reduction), self.blocks))
+        )  # of numbers alone: the same in every process
 
     def __hash__(self) -> int:
         return self._hash
@@ -123,7 +129,7 @@ class Sharding:
     """One tensor on the whole mesh. On a mesh of one axis it equals its only placement."""
 
     placements: tuple[Placement, ...]
-    order: tuple[int, ...] = ()                                # axes, major first; empty is mesh order
+    order: tuple[int, ...] = ()  # axes, major first; empty is mesh order
 
     def __post_init__(self) -> None:
         order = self.order or tuple(range(len(self.placements)))
@@ -171,7 +177,10 @@ class Sharding:
         """`S(0)@dp, P(sum)@tp`; axes not named are `R`; on a mesh of one axis the `@axis` is left out."""
         if len(axes) == 1:
             return repr(self.placements[0])
-        return ", ".join(f"{self.placements[a]!r}@{axes[a]}" for a in self.order if not self.placements[a].is_replicated) or "R"
+        return (
+            ", ".join(f"{self.placements[a]!r}@{axes[a]}" for a in self.order if not self.placements[a].is_replicated)
+            or "R"
+        )
 
     @staticmethod
     def parse(text: str, mesh: DeviceMesh) -> Sharding:
@@ -185,7 +194,9 @@ class Sharding:
             if not at and placement.strip() == "R" and len(pieces) == 1:
                 break
             if not at and len(mesh.shape) > 1:
-                raise BadSharding(f"{piece.strip()!r} names no axis", seen=f"mesh {mesh}", advice=f"{piece.strip()}@{mesh.axes[0]}")
+                raise BadSharding(
+                    f"{piece.strip()!r} names no axis", seen=f"mesh {mesh}", advice=f"{piece.strip()}@{mesh.axes[0]}"
+                )
             axis = mesh.axis(axis_name.strip()) if at else 0
             if axis in order:
                 raise BadSharding(f"axis {mesh.axes[axis]} stands twice in {text!r}")
@@ -202,7 +213,9 @@ def part(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(step, size - start)
 
 
-def local_shape(shape: Sequence[int], sharding: Sharding, mesh: DeviceMesh, coordinate: Sequence[int]) -> tuple[int, ...]:
+def local_shape(
+    shape: Sequence[int], sharding: Sharding, mesh: DeviceMesh, coordinate: Sequence[int]
+) -> tuple[int, ...]:
     """The shape that the device at `coordinate` holds."""
     result = list(shape)
     for dim, axes in sharding.cuts.items():
@@ -232,7 +245,11 @@ def outside_brackets(text: str, separator: str = ",") -> list[str]:
 def _holds_something(size: int, parts: tuple[int, ...]) -> bool:
     sizes = {size}
     for count in parts:
-        sizes = {part(whole, count, i)[1] for whole, i in itertools.product(sizes, (0, count - 2, count - 1)) if 0 <= i < count}
+        sizes = {
+            part(whole, count, i)[1]
+            for whole, i in itertools.product(sizes, (0, count - 2, count - 1))
+            if 0 <= i < count
+        }
     return min(sizes) > 0
 
 

@@ -1,19 +1,26 @@
 """Experts' plans as constraints: points of the same space, priced by the same model.
 
     dp            rows of the batch on every axis, parameters whole
-    zero1         the same, parameters stored cut and gathered once a step; their gradients are scattered, at the end of several micro-batches
+    zero1         the same, parameters stored cut and gathered once a step; their gradients are scattered, at the end of
+                  several micro-batches
     zero2         the same, in each of them
     zero3         the same, parameters gathered again in backward, and a block at a time
-    megatron      on one axis: every linear layer cut by its output, the next by its input; embedding and head by vocabulary; sums are made whole, or with sequence=True scattered along the sequence
-    2d            on two axes: rows by the first, features by the second; a weight is stored cut by both and gathered along the first (SUMMA, outputs stay)
+    megatron      on one axis: every linear layer cut by its output, the next by its input; embedding and head by
+                  vocabulary; sums are made whole, or with sequence=True scattered along the sequence
+    2d            on two axes: rows by the first, features by the second; a weight is stored cut by both and gathered
+                  along the first (SUMMA, outputs stay)
     2.5d          on three: as 2d, and rows by the third too
-    3d            on three (a, b, c): rows by a, a weight's inputs by c and its outputs by b, so that outputs are sums over c, scattered over rows; b and c change roles at the next layer
+    3d            on three (a, b, c): rows by a, a weight's inputs by c and its outputs by b, so that outputs are sums
+                  over c, scattered over rows; b and c change roles at the next layer
 
-Besides shardings, a preset has habits: what is made of the batch stays cut along the axes that cut its rows, and Megatron's sums are made whole (or scattered along the sequence). A plan that would compute the first layers on every device, to reduce fewer gradients, may be faster, but is not what the name says. Where a model does not allow
-a habit (of each row beside every other, say), the plan says so.
+Besides shardings, a preset has habits: what is made of the batch stays cut along the axes that cut its rows, and
+Megatron's sums are made whole (or scattered along the sequence). A plan that would compute the first layers on every
+device, to reduce fewer gradients, may be faster, but is not what the name says. Where a model does not allow a habit
+(of each row beside every other, say), the plan says so.
 
-`parallel="megatron"` puts Megatron on the last axis and dp on the others; the others want as many axes as they name. `parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3))` says it in full: data is on
-the first axes, tensor on the last.
+`parallel="megatron"` puts Megatron on the last axis and dp on the others; the others want as many axes as they name.
+`parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3))` says it in full: data is on the first axes,
+tensor on the last.
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ if TYPE_CHECKING:
     from autopar.tracer.graph import Graph, TensorType
 
 DATA = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
-TENSOR = {"megatron": 1, "2d": 2, "2.5d": 3, "3d": 3}          # and how many axes each takes
+TENSOR = {"megatron": 1, "2d": 2, "2.5d": 3, "3d": 3}  # and how many axes each takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +58,21 @@ class Layout:
     @property
     def rows(self) -> tuple[int, ...]:
         """The axes that cut the rows of inputs."""
-        return (*self.data, *{"2d": self.tensor[:1], "2.5d": (self.tensor[0], self.tensor[2]) if len(self.tensor) == 3 else (), "3d": self.tensor[:1]}.get(self.mode, ()))
+        return (
+            *self.data,
+            *{
+                "2d": self.tensor[:1],
+                "2.5d": (self.tensor[0], self.tensor[2]) if len(self.tensor) == 3 else (),
+                "3d": self.tensor[:1],
+            }.get(self.mode, ()),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How a tensor mode cuts a parameter: in storage, in use, and whether what is gathered is gathered again."""
 
-    stored: tuple[str, ...]                                    # "S(0)@tp", one an axis
+    stored: tuple[str, ...]  # "S(0)@tp", one an axis
     used: tuple[str, ...]
     regathered: bool = False
 
@@ -80,11 +94,18 @@ def constraints_of(given: Any, graph: Graph, mesh: DeviceMesh) -> dict[str, str]
     found = _rows(graph, mesh, layout)
     cuts: dict[str, Cut] = {}
     if layout.mode:
-        cuts = {"megatron": _megatron, "2d": _two_d, "2.5d": _two_d, "3d": _three_d}[layout.mode](graph, mesh, layout.tensor)
+        cuts = {"megatron": _megatron, "2d": _two_d, "2.5d": _two_d, "3d": _three_d}[layout.mode](
+            graph, mesh, layout.tensor
+        )
     for name in graph.parameters:
         cut = cuts.get(name, Cut((), ()))
-        stored = [*(_stored(_type_of_parameter(graph, name), mesh, layout, cut) if layout.zero and layout.data else ()), *cut.stored]
-        policy = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}.get(layout.zero, "; regathered" if cut.regathered else "")
+        stored = [
+            *(_stored(_type_of_parameter(graph, name), mesh, layout, cut) if layout.zero and layout.data else ()),
+            *cut.stored,
+        ]
+        policy = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}.get(
+            layout.zero, "; regathered" if cut.regathered else ""
+        )
         found[name] = f"{', '.join(stored) or 'R'}; {', '.join(cut.used) or 'R'}{policy}"
     return found
 
@@ -93,11 +114,17 @@ def habits_of(given: Any, mesh: DeviceMesh) -> tuple[tuple[int, str], ...]:
     """How the experts of a preset move values along each axis (`constraints.HABITS`)."""
     layout = _read(given, mesh)
     between = "sequence" if layout.sequence else "whole"
-    return (*((axis, "rows") for axis in layout.rows), *((axis, between) for axis in layout.tensor if layout.mode == "megatron"))
+    return (
+        *((axis, "rows") for axis in layout.rows),
+        *((axis, between) for axis in layout.tensor if layout.mode == "megatron"),
+    )
 
 
 def window_of(given: Any, mesh: DeviceMesh) -> int:
-    """So many bytes of parameters a window reads at least: experts of ZeRO-3 gather each block by itself, however small it is."""
+    """So many bytes of parameters a window reads at least.
+
+    Experts of ZeRO-3 gather each block by itself, however small it is.
+    """
     return BLOCK if _read(given, mesh).zero == 3 else BUCKET
 
 
@@ -109,27 +136,50 @@ def _read(given: Any, mesh: DeviceMesh) -> Layout:
         if given in TENSOR:
             count = TENSOR[given]
             if count > 1 and len(real) != count:
-                raise BadPreset(f"{given} is laid out on {count} axes, and mesh {mesh} has {len(real)} of more than one device", advice=f"mesh={(2,) * count}")
+                raise BadPreset(
+                    f"{given} is laid out on {count} axes, and mesh {mesh} has {len(real)} of more than one device",
+                    advice=f"mesh={(2,) * count}",
+                )
             return Layout(tuple(real[:-count]), 0, given if real else "", tuple(real[-count:]))
         raise BadPreset(f"no preset is called {given!r}", seen=f"known: {', '.join((*DATA, *TENSOR))}")
     if not isinstance(given, Mapping) or not given or set(given) - {"data", "tensor"}:
-        raise BadPreset(f"parallel={given!r} is neither a preset's name nor a dictionary of data and tensor", advice='parallel="zero3", or parallel=dict(tensor=dict(size=4, mode="megatron"), data=2)')
+        raise BadPreset(
+            f"parallel={given!r} is neither a preset's name nor a dictionary of data and tensor",
+            advice='parallel="zero3", or parallel=dict(tensor=dict(size=4, mode="megatron"), data=2)',
+        )
     sizes = {key: (value if isinstance(value, Mapping) else {"size": value}) for key, value in given.items()}
     for key, value in sizes.items():
-        if set(value) - ({"size", "mode", "sequence"} if key == "tensor" else {"size", "zero"}) or any(isinstance(value.get(k, 1), bool) or not isinstance(value.get(k, 1), int) for k in ("size", "zero")) or not value.get("size", 0) > 0:
-            raise BadPreset(f"parallel says {key}={given[key]!r}", advice="data=2, data=dict(size=2, zero=3), tensor=4 or tensor=dict(size=4, mode=\"megatron\", sequence=True)")
+        if (
+            set(value) - ({"size", "mode", "sequence"} if key == "tensor" else {"size", "zero"})
+            or any(isinstance(value.get(k, 1), bool) or not isinstance(value.get(k, 1), int) for k in ("size", "zero"))
+            or not value.get("size", 0) > 0
+        ):
+            raise BadPreset(
+                f"parallel says {key}={given[key]!r}",
+                advice=(
+                    'data=2, data=dict(size=2, zero=3), tensor=4 or tensor=dict(size=4, mode="megatron", sequence=True)'
+                ),
+            )
     data, tensor = sizes.get("data", {"size": 1}), sizes.get("tensor", {"size": 1})
     mode = tensor.get("mode", "megatron")
     if not isinstance(mode, str) or mode not in TENSOR or data.get("zero", 0) not in (0, 1, 2, 3):
         raise BadPreset(f"parallel={given!r}", seen=f"modes of tensor: {', '.join(TENSOR)}; zero: 0 to 3")
     if data["size"] * tensor["size"] != mesh.size:
-        raise BadPreset(f"parallel speaks of {data['size']} x {tensor['size']} devices, the mesh has {mesh.size}", seen=f"mesh {mesh}")
+        raise BadPreset(
+            f"parallel speaks of {data['size']} x {tensor['size']} devices, the mesh has {mesh.size}",
+            seen=f"mesh {mesh}",
+        )
     sequence = tensor.get("sequence", False)
     if not isinstance(sequence, bool) or (sequence and mode != "megatron"):
         raise BadPreset(f"parallel={given!r}", seen="sequence is True or False, and a word about megatron")
-    axes = tuple(real[-TENSOR[mode]:]) if tensor["size"] > 1 else ()
-    if axes and (math.prod(mesh.shape[a] for a in axes) != tensor["size"] or (len(axes) != TENSOR[mode] and mode != "megatron")):
-        raise BadPreset(f"tensor of size {tensor['size']} in mode {mode} is not the last {TENSOR[mode]} axes of mesh {mesh}", advice=f"mesh=({data['size']}, {tensor['size']})" if mode == "megatron" else "")
+    axes = tuple(real[-TENSOR[mode] :]) if tensor["size"] > 1 else ()
+    if axes and (
+        math.prod(mesh.shape[a] for a in axes) != tensor["size"] or (len(axes) != TENSOR[mode] and mode != "megatron")
+    ):
+        raise BadPreset(
+            f"tensor of size {tensor['size']} in mode {mode} is not the last {TENSOR[mode]} axes of mesh {mesh}",
+            advice=f"mesh=({data['size']}, {tensor['size']})" if mode == "megatron" else "",
+        )
     return Layout(tuple(a for a in real if a not in axes), data.get("zero", 0), mode if axes else "", axes, sequence)
 
 
@@ -143,16 +193,25 @@ def _rows(graph: Graph, mesh: DeviceMesh, layout: Layout) -> dict[str, str]:
     for node in graph.nodes:
         if info(node).kind == "input" and parts > 1 and (shape := type_of(node).shape):
             if shape[0] % parts:
-                raise BadPreset(f"{parts} devices cannot share the {shape[0]} rows of input {info(node).key}", seen=f"mesh {mesh}", advice="a batch that divides, or fewer devices for data")
+                raise BadPreset(
+                    f"{parts} devices cannot share the {shape[0]} rows of input {info(node).key}",
+                    seen=f"mesh {mesh}",
+                    advice="a batch that divides, or fewer devices for data",
+                )
             found[info(node).key] = ", ".join(f"S(0)@{mesh.axes[a]}" for a in layout.rows)
     return found
 
 
 def _stored(type_: TensorType, mesh: DeviceMesh, layout: Layout, cut: Cut) -> list[str]:
-    """The dim along which a parameter is stored over the data axes, beside what a tensor mode cuts: the first that they divide, else the first of which every device gets a part; before dims that
+    """The dim along which a parameter is stored over the data axes, beside what a tensor mode cuts.
+
+    The first that they divide, else the first of which every device gets a part; before dims that
     the mode cuts in storage too, and gathers. None where there is no such dim: what the mode cuts in use stays so."""
+
     def sizes(dim: int) -> list[int]:
-        return [mesh.shape[a] for a in layout.data] + [mesh.shape[mesh.axis(text.rpartition("@")[2])] for text in cut.stored if int(text[2]) == dim]
+        return [mesh.shape[a] for a in layout.data] + [
+            mesh.shape[mesh.axis(text.rpartition("@")[2])] for text in cut.stored if int(text[2]) == dim
+        ]
 
     def divides(dim: int) -> bool:
         return type_.shape[dim] % math.prod(sizes(dim)) == 0
@@ -170,13 +229,24 @@ def said_of(given: Any, mesh: DeviceMesh, plan: Plan) -> tuple[tuple[str, str], 
     layout = _read(given, mesh)
     if not layout.zero or not layout.data:
         return ()
-    whole = {name: plan.parameter_bytes[name] for name, sharding in plan.parameters.items() if not any(sharding.placements[a].is_shard for a in layout.data)}
+    whole = {
+        name: plan.parameter_bytes[name]
+        for name, sharding in plan.parameters.items()
+        if not any(sharding.placements[a].is_shard for a in layout.data)
+    }
     if not whole:
         return ()
     names = ", ".join(list(whole)[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
     share = sum(whole.values()) / max(1, sum(plan.parameter_bytes.values()))
     along = ", ".join(f"{mesh.axes[a]}={mesh.shape[a]}" for a in layout.data)
-    return (("parallel", f"{len(whole)} of {len(plan.parameters)} parameters ({share:.2%} of their bytes) are stored whole along {along}, where no dim that is left has a part for every device, or a constraint says so: {names}"),)
+    return (
+        (
+            "parallel",
+            f"{len(whole)} of {len(plan.parameters)} parameters ({share:.2%} of their bytes) are stored whole "
+            f"along {along}, where no dim that is left has a part for every device, or a constraint says so: "
+            f"{names}",
+        ),
+    )
 
 
 def _type_of_parameter(graph: Graph, name: str) -> TensorType:
@@ -195,7 +265,7 @@ class Linear:
     bias: str | None
     summed: int
     features: int
-    sizes: tuple[int, int]                                     # of the two
+    sizes: tuple[int, int]  # of the two
 
     def blocks(self, parts: int) -> str:
         """The blocks of a fused projection, as text, where they can all be cut."""
@@ -226,7 +296,10 @@ def _linear(node: fx.Node) -> Linear | None:
     from autopar.tracer.graph import op_name, type_of
 
     k = node.kwargs
-    operands: Any = {"linear": (k.get("input"), k.get("weight"), k.get("bias"), 1, 0), "addmm": (k.get("mat1"), k.get("mat2"), k.get("input"), 0, 1)}.get(op_name(node))
+    operands: Any = {
+        "linear": (k.get("input"), k.get("weight"), k.get("bias"), 1, 0),
+        "addmm": (k.get("mat1"), k.get("mat2"), k.get("input"), 0, 1),
+    }.get(op_name(node))
     if operands is None or (held := _parameter(operands[1])) is None:
         return None
     given, weight, bias, rows, columns = operands
@@ -238,15 +311,20 @@ def _table(node: fx.Node) -> str | None:
     """The table of an embedding of words; positions are computed."""
     from autopar.tracer.graph import info, op_name
 
-    return _parameter(node.kwargs["weight"]) if op_name(node) == "embedding" and info(_origin(node.kwargs["input"], ("identity", "to", "view"))[0]).kind == "input" else None
+    return (
+        _parameter(node.kwargs["weight"])
+        if op_name(node) == "embedding"
+        and info(_origin(node.kwargs["input"], ("identity", "to", "view"))[0]).kind == "input"
+        else None
+    )
 
 
 def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Cut]:
-    """Walking the graph, a linear layer whose input is whole is cut by its output, one whose input is cut by its input."""
+    """Cuts of linear layers in order: by its output where its input is whole, by its input where that is cut."""
     from autopar.tracer.graph import info, type_of
 
     axis, parts = mesh.axes[axes[0]], mesh.shape[axes[0]]
-    cut: set[fx.Node] = set()                                  # values whose features are cut
+    cut: set[fx.Node] = set()  # values whose features are cut
     found: dict[str, Cut] = {}
 
     def put(name: str | None, text: str) -> None:
@@ -261,17 +339,17 @@ def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, 
             continue
         linear = _linear(node)
         if linear is not None:
-            known = found.get(linear.weight)                   # tied to one that came before
+            known = found.get(linear.weight)  # tied to one that came before
             by_input = linear.summed in known.dims() if known else linear.given in cut
             if by_input and linear.sizes[0] % parts == 0:
                 put(linear.weight, f"S({linear.summed})")
-                put(linear.bias, "P(sum)")                     # added to the sum, by one device
+                put(linear.bias, "P(sum)")  # added to the sum, by one device
             elif not by_input and linear.sizes[1] % parts == 0:
                 by = linear.blocks(parts)
                 put(linear.weight, f"S({linear.features}{by})")
                 put(linear.bias, f"S(0{by})")
                 cut.add(node)
-        elif (table := _table(node)) is not None and type_of(node.kwargs["weight"]).shape[0] % parts == 0:     # type: ignore[arg-type]
+        elif (table := _table(node)) is not None and type_of(node.kwargs["weight"]).shape[0] % parts == 0:
             put(table, "S(0)")
         elif any(operand in cut for operand in node._input_nodes):
             cut.add(node)
@@ -279,7 +357,10 @@ def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, 
 
 
 def _two_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Cut]:
-    """Every weight is used whole in its inputs and cut in its features by the second axis; in storage the first axis cuts its inputs."""
+    """Every weight is used whole in its inputs and cut in its features by the second axis.
+
+    In storage the first axis cuts its inputs.
+    """
     from autopar.tracer.graph import info, type_of
 
     first, second = axes[0], axes[1]
@@ -292,9 +373,11 @@ def _two_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Cut
             inner = (f"S({linear.summed})@{mesh.axes[first]}",) if linear.sizes[0] % mesh.shape[first] == 0 else ()
             found.setdefault(linear.weight, Cut((*inner, use), (use,), bool(inner)))
             if linear.bias is not None:
-                found.setdefault(linear.bias, Cut((f"S(0{by})@{mesh.axes[second]}",), (f"S(0{by})@{mesh.axes[second]}",)))
+                found.setdefault(
+                    linear.bias, Cut((f"S(0{by})@{mesh.axes[second]}",), (f"S(0{by})@{mesh.axes[second]}",))
+                )
         elif linear is None and info(node).kind == "op" and (table := _table(node)) is not None:
-            words, width = type_of(node.kwargs["weight"]).shape                # type: ignore[arg-type]
+            words, width = type_of(node.kwargs["weight"]).shape
             if words % mesh.shape[second] == 0:
                 use = f"S(0)@{mesh.axes[second]}"
                 inner = (f"S(1)@{mesh.axes[first]}",) if width % mesh.shape[first] == 0 else ()
@@ -303,11 +386,14 @@ def _two_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Cut
 
 
 def _three_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Cut]:
-    """A weight's inputs are cut by the axis that cuts the features which reach it, its outputs by the other of b and c; in storage a cuts its inputs too."""
+    """A weight's inputs are cut by the axis that cuts the features which reach it, its outputs by the other of b and c.
+
+    In storage a cuts its inputs too.
+    """
     from autopar.tracer.graph import info, type_of
 
     a, b, c = axes
-    by_axis: dict[fx.Node, int] = {}                           # values whose features an axis cuts; the residual stream's are cut by c
+    by_axis: dict[fx.Node, int] = {}  # values whose features an axis cuts; the residual stream's are cut by c
     found: dict[str, Cut] = {}
 
     def name(axis: int) -> str:
@@ -315,27 +401,43 @@ def _three_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, C
 
     for node in graph.nodes:
         if info(node).kind == "part" and node.args[0] in by_axis:
-            by_axis[node] = by_axis[node.args[0]]              # type: ignore[index]
+            by_axis[node] = by_axis[node.args[0]]
         if info(node).kind != "op":
             continue
         linear = _linear(node)
         if linear is not None:
-            known = found.get(linear.weight)                   # tied to one that came before
-            inner = by_axis.get(linear.given, c) if known is None else next(axis for axis in (b, c) if any(text.startswith(f"S({linear.summed}") and text.endswith(f"@{name(axis)}") for text in known.used))
+            known = found.get(linear.weight)  # tied to one that came before
+            inner = (
+                by_axis.get(linear.given, c)
+                if known is None
+                else next(
+                    axis
+                    for axis in (b, c)
+                    if any(
+                        text.startswith(f"S({linear.summed}") and text.endswith(f"@{name(axis)}") for text in known.used
+                    )
+                )
+            )
             outer = b if inner == c else c
             by = linear.blocks(mesh.shape[outer])
-            features = (f"S({{}}{by})@{name(outer)}",) if linear.sizes[1] % mesh.shape[outer] == 0 else ()      # a vocabulary that does not divide is whole
+            features = (
+                (f"S({{}}{by})@{name(outer)}",) if linear.sizes[1] % mesh.shape[outer] == 0 else ()
+            )  # a vocabulary that does not divide is whole
             if linear.sizes[0] % (mesh.shape[inner] * mesh.shape[a]):
-                raise BadPreset(f"3d cannot cut the {linear.sizes[0]} inputs of {linear.weight} by {mesh.shape[inner] * mesh.shape[a]}", seen=f"mesh {mesh}")
+                raise BadPreset(
+                    f"3d cannot cut the {linear.sizes[0]} inputs of {linear.weight} by "
+                    f"{mesh.shape[inner] * mesh.shape[a]}",
+                    seen=f"mesh {mesh}",
+                )
             if known is None:
                 use = (f"S({linear.summed})@{name(inner)}", *(text.format(linear.features) for text in features))
                 found[linear.weight] = Cut((f"S({linear.summed})@{name(a)}", *use), use, True)
-            if linear.bias is not None:                        # added to the sum over the inner axis, by one device
+            if linear.bias is not None:  # added to the sum over the inner axis, by one device
                 own = tuple(text.format(0) for text in features)
                 found.setdefault(linear.bias, Cut(own, (f"P(sum)@{name(inner)}", *own)))
             by_axis[node] = outer
         elif (table := _table(node)) is not None:
-            words, width = type_of(node.kwargs["weight"]).shape                # type: ignore[arg-type]
+            words, width = type_of(node.kwargs["weight"]).shape
             if width % (mesh.shape[c] * mesh.shape[a]) == 0:
                 use = (f"S(1)@{name(c)}", *((f"S(0)@{name(b)}",) if words % mesh.shape[b] == 0 else ()))
                 found.setdefault(table, Cut((f"S(1)@{name(a)}", *use), use, True))
@@ -355,9 +457,18 @@ def _blocks(node: fx.Node, features: int) -> tuple[int, ...]:
     while waiting:
         value = waiting.pop()
         for user in value.users:
-            if "Op" in type(user.target).__name__ and op_name(user) == "split" and user.kwargs.get("dim", 0) % len(type_of(value).shape) == len(type_of(value).shape) - 1 and sum(user.kwargs["sections"]) == features:
+            if (
+                "Op" in type(user.target).__name__
+                and op_name(user) == "split"
+                and user.kwargs.get("dim", 0) % len(type_of(value).shape) == len(type_of(value).shape) - 1
+                and sum(user.kwargs["sections"]) == features
+            ):
                 return tuple(user.kwargs["sections"])
-            if "Op" in type(user.target).__name__ and op_name(user) in ("identity", "view") and type_of(user).shape[-1:] == (features,):
+            if (
+                "Op" in type(user.target).__name__
+                and op_name(user) in ("identity", "view")
+                and type_of(user).shape[-1:] == (features,)
+            ):
                 waiting.append(user)
     return ()
 

@@ -1,8 +1,8 @@
 """`Space`: every legal way to run a graph on a mesh, with its seconds. Numbers and names only; no torch.
 
-    Site    a parameter, an input, an op or an output: its choices (a strategy per axis) and the seconds of each
-    Edge    a value from one site to another: what it may carry at either end, and the seconds of each conversion
-    Window  communication that moves while some ops compute: the shorter of both takes no time
+Site    a parameter, an input, an op or an output: its choices (a strategy per axis) and the seconds of each
+Edge    a value from one site to another: what it may carry at either end, and the seconds of each conversion
+Window  communication that moves while some ops compute: the shorter of both takes no time
 """
 
 from __future__ import annotations
@@ -20,40 +20,45 @@ from autopar.sharding.overlap import BUCKET, Window
 from autopar.sharding.placement import Flow
 from autopar.sharding.strategies import Choice
 
-Flows = tuple[Flow, ...]                                       # one per axis
+Flows = tuple[Flow, ...]  # one per axis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    name: str                                                  # the node's key: `blocks.0.up/linear`
+    name: str  # the node's key: `blocks.0.up/linear`
     op: str
-    kind: str                                                  # "parameter", "buffer", "input", "op", "output", "update"
+    kind: str  # "parameter", "buffer", "input", "op", "output", "update"
     choices: tuple[Choice, ...]
-    seconds: np.ndarray                                        # of each choice: forward, backward, and for parameters the optimizer
+    seconds: np.ndarray  # of each choice: forward, backward, and for parameters the optimizer
     source: str = ""
     has_rule: bool = True
-    bytes: int = 0                                             # of a parameter, whole
-    regathered: tuple[bool, ...] = ()                          # by choice of a parameter: is the gathered copy made again in backward
-    scattered: tuple[bool, ...] = ()                           # and is its gradient reduced in each of several micro-batches, not once at their end
-    suspected: str = ""                                        # of an op without a rule: a line under which it ran right when it was tried
-    compute: tuple[np.ndarray, ...] = ()                       # of an op: the parts of its seconds that are compute, forward and backward
+    bytes: int = 0  # of a parameter, whole
+    regathered: tuple[bool, ...] = ()  # by choice of a parameter: is the gathered copy made again in backward
+    scattered: tuple[
+        bool, ...
+    ] = ()  # and is its gradient reduced in each of several micro-batches, not once at their end
+    suspected: str = ""  # of an op without a rule: a line under which it ran right when it was tried
+    compute: tuple[np.ndarray, ...] = ()  # of an op: the parts of its seconds that are compute, forward and backward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    source: int                                                # index of the site that gives
-    target: int                                                # and of the one that takes,
-    operand: int                                               # as which operand
-    given: tuple[Flows, ...]                                   # what may leave, once each
-    taken: tuple[Flows, ...]                                   # what may arrive, once each
-    given_by: np.ndarray                                       # choice of the source -> index in `given`
-    taken_by: np.ndarray                                       # choice of the target -> index in `taken`
-    seconds: np.ndarray                                        # [given, taken]; inf where nothing leads
-    shape: tuple[int, ...]                                     # of the whole tensor
+    source: int  # index of the site that gives
+    target: int  # and of the one that takes,
+    operand: int  # as which operand
+    given: tuple[Flows, ...]  # what may leave, once each
+    taken: tuple[Flows, ...]  # what may arrive, once each
+    given_by: np.ndarray  # choice of the source -> index in `given`
+    taken_by: np.ndarray  # choice of the target -> index in `taken`
+    seconds: np.ndarray  # [given, taken]; inf where nothing leads
+    shape: tuple[int, ...]  # of the whole tensor
     itemsize: int
     has_gradient: bool
-    back: ShapeConsistencyManager | None = None                # by which its gradient is converted, where that is not the space's: reductions of parameters travel in buckets
-    reduced_in: int = 0                                        # bytes of an element of its gradient while it is reduced, where they are not its own
+    back: ShapeConsistencyManager | None = (
+        # by which its gradient is converted, where that is not the space's: reductions of parameters travel in buckets
+        None
+    )
+    reduced_in: int = 0  # bytes of an element of its gradient while it is reduced, where they are not its own
 
 
 class Outdone(Exception):
@@ -71,25 +76,33 @@ class Space:
     sites: tuple[Site, ...]
     edges: tuple[Edge, ...]
     conversions: ShapeConsistencyManager
-    digest: str                                                # of the graph
+    digest: str  # of the graph
     optimizer: str | float = "adamw"
     memory: Memory | None = None
-    windows: tuple[Window, ...] = ()                           # of communication beside compute
-    accumulation: int = 1                                      # micro-batches in a step
-    window_bytes: int = BUCKET                                 # of parameters that a window reads at least, but for the last
+    windows: tuple[Window, ...] = ()  # of communication beside compute
+    accumulation: int = 1  # micro-batches in a step
+    window_bytes: int = BUCKET  # of parameters that a window reads at least, but for the last
 
     def __str__(self) -> str:
-        lines = [f"space on mesh {self.mesh} of {self.cluster}: {len(self.sites)} sites, {sum(len(s.choices) for s in self.sites)} choices, {len(self.edges)} edges"]
+        lines = [
+            f"space on mesh {self.mesh} of {self.cluster}: {len(self.sites)} sites, "
+            f"{sum(len(s.choices) for s in self.sites)} choices, {len(self.edges)} edges"
+        ]
         for site in self.sites:
-            lines.append(f"{site.name}: {site.op}, {len(site.choices)} choices" + ("" if site.has_rule else ", no rule"))
+            lines.append(
+                f"{site.name}: {site.op}, {len(site.choices)} choices" + ("" if site.has_rule else ", no rule")
+            )
             lines += [f"    {s * 1e6:10.1f} us  {choice}" for s, choice in zip(site.seconds, site.choices, strict=True)]
         return "\n".join(lines)
 
     def cost(self, chosen: dict[str, Choice]) -> float:
         """Seconds of one assignment: what a solver minimises, added up without a solver."""
         picked = [site.choices.index(chosen[site.name]) for site in self.sites]
-        return float(sum(site.seconds[i] for site, i in zip(self.sites, picked, strict=True))
-                     + sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in self.edges) - self.hidden(picked))
+        return float(
+            sum(site.seconds[i] for site, i in zip(self.sites, picked, strict=True))
+            + sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in self.edges)
+            - self.hidden(picked)
+        )
 
     def hidden(self, picked: Sequence[int]) -> float:
         """Seconds of communication that compute hides."""

@@ -1,9 +1,10 @@
 """From a bound rule to strategies: the algebra of values and gradients, one axis at a time, then crossed over the mesh.
 
-On an axis that an op uses to cut a factor, an operand or output that has the factor is `S`, its gradient `S`; an operand
-that lacks it is `R`, its gradient `P(sum)`; an output that lacks it is `P(sum)`, its gradient `R`. On an axis that it does
-not use, all are `R` with gradients `R`; or all `R` with gradients `P(sum)`, since a backward is linear in its cotangent;
-or, for operands in which the op is linear, those and the output are `P(sum)` and the others `R` with gradients `P(sum)`.
+On an axis that an op uses to cut a factor, an operand or output that has the factor is `S`, its gradient `S`; an
+operand that lacks it is `R`, its gradient `P(sum)`; an output that lacks it is `P(sum)`, its gradient `R`. On an axis
+that it does not use, all are `R` with gradients `R`; or all `R` with gradients `P(sum)`, since a backward is linear in
+its cotangent; or, for operands in which the op is linear, those and the output are `P(sum)` and the others `R` with
+gradients `P(sum)`.
 
 Data parallelism, Megatron's conjugate operators, sequence parallelism and ZeRO are corollaries; none is special-cased.
 """
@@ -22,7 +23,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding, Cut, Dim
 from autopar.sharding.placement import Flow, P, Placement, R, S, Sharding, flow, outside_brackets
 
-KEPT, PASSED, SUMMED = flow(R), Flow(R, P()), flow(P())         # R/R, R/P(sum), P(sum)/R
+KEPT, PASSED, SUMMED = flow(R), Flow(R, P()), flow(P())  # R/R, R/P(sum), P(sum)/R
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,9 @@ class Strategy:
         left, arrow, right = text.partition("->")
         if not arrow:
             raise BadSharding(f"{text!r} is not a strategy", advice='"S(0), R/P(sum) -> S(0)"')
-        flows = [tuple(Flow.parse(piece) for piece in outside_brackets(side) if piece.strip()) for side in (left, right)]
+        flows = [
+            tuple(Flow.parse(piece) for piece in outside_brackets(side) if piece.strip()) for side in (left, right)
+        ]
         return Strategy(flows[0], flows[1])
 
 
@@ -77,12 +80,15 @@ def gradients(flows: Sequence[Flow]) -> Sharding:
 
 
 def strategies_on_one_axis(
-    binding: Binding, wants_gradient: Sequence[bool], gives_gradient: Sequence[bool], blocks: Mapping[str, Collection[tuple[int, ...]]] | None = None
+    binding: Binding,
+    wants_gradient: Sequence[bool],
+    gives_gradient: Sequence[bool],
+    blocks: Mapping[str, Collection[tuple[int, ...]]] | None = None,
 ) -> tuple[Strategy, ...]:
     """Every strategy of a bound rule on one axis; `blocks` are those by which a factor may also be cut.
 
-    A tensor without a gradient carries one by convention (that of its value written alone), so that choices which differ
-    in nothing but that are one.
+    A tensor without a gradient carries one by convention (that of its value written alone), so that choices which
+    differ in nothing but that are one.
     """
     rows = {i: row for i, row in enumerate(binding.operands) if row is not None}
     found: dict[Strategy, None] = {}
@@ -99,7 +105,11 @@ def strategies_on_one_axis(
     for cut in binding.cuts(blocks):
         held = {i: place for i, row in rows.items() if (place := _place(row, cut, binding))}
         # where the factor is summed, an operand that is added to the sum is P(sum) there; one that multiplies it is R
-        added = {i for i in rows if binding.is_summed(cut) and any(i in group and set(held) & group for group in binding.groups)}
+        added = {
+            i
+            for i in rows
+            if binding.is_summed(cut) and any(i in group and set(held) & group for group in binding.groups)
+        }
         operands = {i: flow(held[i]) if i in held else SUMMED if i in added else PASSED for i in rows}
         leaves = [_place(row, cut, binding) for row in binding.outputs]
         add(operands, [flow(p) if p else KEPT if binding.is_inside(cut) else SUMMED for p in leaves], cut)
@@ -123,8 +133,14 @@ def replicated(operands: int, wants_gradient: Sequence[bool], gives_gradient: Se
 
 
 def cross(per_axis: Sequence[Strategy], sizes: dict[str, int], mesh: DeviceMesh) -> tuple[Choice, ...]:
-    """Every assignment of a strategy to each axis under which no device gets an empty part. An axis of size 1 is no axis."""
-    menus = [per_axis if n > 1 else [s for s in per_axis if all(f == KEPT for f in (*s.operands, *s.outputs))] for n in mesh.shape]
+    """Every assignment of a strategy to each axis under which no device gets an empty part.
+
+    An axis of size 1 is no axis.
+    """
+    menus = [
+        per_axis if n > 1 else [s for s in per_axis if all(f == KEPT for f in (*s.operands, *s.outputs))]
+        for n in mesh.shape
+    ]
     result = []
     for combination in itertools.product(*menus):
         cuts: dict[tuple[str, ...], list[tuple[Cut, int, int]]] = {}
@@ -150,7 +166,14 @@ def _holds(wholes: tuple[int, ...], cuts: tuple[tuple[Cut, int, int], ...]) -> b
     return True
 
 
-def storage_strategies(shape: Sequence[int], blocks: dict[int, set[tuple[int, ...]]] | None = None) -> tuple[Strategy, ...]:
+def storage_strategies(
+    shape: Sequence[int], blocks: dict[int, set[tuple[int, ...]]] | None = None
+) -> tuple[Strategy, ...]:
     """How a tensor may be stored on one axis: whole, or cut; its gradient and optimizer states lie the same way."""
-    cuts = [(d, Cut((f"dim{d}",), b, bool(b))) for d, n in enumerate(shape) if n > 1 for b in [(), *sorted((blocks or {}).get(d, ()))]]
+    cuts = [
+        (d, Cut((f"dim{d}",), b, bool(b)))
+        for d, n in enumerate(shape)
+        if n > 1
+        for b in [(), *sorted((blocks or {}).get(d, ()))]
+    ]
     return (Strategy((), (KEPT,)), *(Strategy((), (flow(S(d, cut.blocks)),), cut) for d, cut in cuts))

@@ -2,9 +2,9 @@
 
     distance of two devices = latency + message / bandwidth
 
-The innermost axis is the partition into groups of its size whose slowest pair is fastest: found exactly, by a search for a
-partition into cliques under each threshold. Then groups are grouped in the same way; their members stand opposite each other
-so that the slowest of the opposite pairs is fastest.
+The innermost axis is the partition into groups of its size whose slowest pair is fastest: found exactly, by a search
+for a partition into cliques under each threshold. Then groups are grouped in the same way; their members stand opposite
+each other so that the slowest of the opposite pairs is fastest.
 """
 
 from __future__ import annotations
@@ -19,18 +19,39 @@ from autopar.letters import BadCluster
 from autopar.sharding.mesh import DeviceMesh
 
 MESSAGE = 2**24
-_ALIKE = 1.3                                                   # links whose distances differ by less are of one kind
+_ALIKE = 1.3  # links whose distances differ by less are of one kind
 
 
-def logical_mesh(latency: Sequence[Sequence[float]], bandwidth: Sequence[Sequence[float]], shape: Sequence[int] | None = None, axes: tuple[str, ...] | None = None, message: float = MESSAGE) -> DeviceMesh:
-    """The best mesh of that shape; without one, the shape has an axis for each kind of link. Its ranks stand as the links ask."""
+def logical_mesh(
+    latency: Sequence[Sequence[float]],
+    bandwidth: Sequence[Sequence[float]],
+    shape: Sequence[int] | None = None,
+    axes: tuple[str, ...] | None = None,
+    message: float = MESSAGE,
+) -> DeviceMesh:
+    """The best mesh of that shape; without one, the shape has an axis for each kind of link.
+
+    Its ranks stand as the links ask.
+    """
     distance = _distances(np.asarray(latency, float), np.asarray(bandwidth, float), message)
     sizes = tuple(reversed(tuple(shape))) if shape is not None else _sizes(distance)
     if math.prod(sizes) != len(distance):
-        raise BadCluster(f"a mesh of shape {tuple(shape or ())} has {math.prod(sizes)} devices, the table {len(distance)}")
+        raise BadCluster(
+            f"a mesh of shape {tuple(shape or ())} has {math.prod(sizes)} devices, the table {len(distance)}"
+        )
     groups: list[tuple[int, ...]] = [(i,) for i in range(len(distance))]
     for level, size in enumerate(sizes):
-        between = np.array([[0.0 if a is b else max(distance[x, y] for x, y in zip(a, _opposite(a, b, distance, level), strict=True)) for b in groups] for a in groups])
+        between = np.array(
+            [
+                [
+                    0.0
+                    if a is b
+                    else max(distance[x, y] for x, y in zip(a, _opposite(a, b, distance, level), strict=True))
+                    for b in groups
+                ]
+                for a in groups
+            ]
+        )
         merged = []
         for clique in _cliques(between, size):
             first, *others = (groups[i] for i in clique)
@@ -41,8 +62,16 @@ def logical_mesh(latency: Sequence[Sequence[float]], bandwidth: Sequence[Sequenc
 
 
 def _distances(latency: np.ndarray, bandwidth: np.ndarray, message: float) -> np.ndarray:
-    if latency.shape != bandwidth.shape or latency.ndim != 2 or latency.shape[0] != latency.shape[1] or not len(latency):
-        raise BadCluster("the tables of latency and bandwidth are not square and of one size", seen=f"{latency.shape} and {bandwidth.shape}")
+    if (
+        latency.shape != bandwidth.shape
+        or latency.ndim != 2
+        or latency.shape[0] != latency.shape[1]
+        or not len(latency)
+    ):
+        raise BadCluster(
+            "the tables of latency and bandwidth are not square and of one size",
+            seen=f"{latency.shape} and {bandwidth.shape}",
+        )
     off: np.ndarray = ~np.eye(len(latency), dtype=bool)
     if not (np.isfinite(latency[off]).all() and (bandwidth[off] > 0).all() and (latency[off] >= 0).all()):
         raise BadCluster("a latency is negative or not a number, or a bandwidth is not positive")
@@ -52,14 +81,19 @@ def _distances(latency: np.ndarray, bandwidth: np.ndarray, message: float) -> np
 
 
 def _sizes(distance: np.ndarray) -> tuple[int, ...]:
-    """How many devices each kind of link joins, innermost first: components of what is as near as the nearest, then of these."""
+    """How many devices each kind of link joins, innermost first.
+
+    Components of what is as near as the nearest, then of these.
+    """
     sizes, parts = [], [(i,) for i in range(len(distance))]
     while len(parts) > 1:
-        between = np.array([[max(distance[x, y] for x in a for y in b) if a is not b else math.inf for b in parts] for a in parts])
+        between = np.array(
+            [[max(distance[x, y] for x in a for y in b) if a is not b else math.inf for b in parts] for a in parts]
+        )
         joined = nx.Graph((i, j) for i, j in np.argwhere(between <= between.min() * _ALIKE))
         joined.add_nodes_from(range(len(parts)))
         found = [sorted(c) for c in nx.connected_components(joined)]
-        if len({len(c) for c in found}) > 1:                   # no regular grouping: what is left is one axis
+        if len({len(c) for c in found}) > 1:  # no regular grouping: what is left is one axis
             found = [list(range(len(parts)))]
         sizes.append(len(found[0]))
         parts = [tuple(x for i in c for x in parts[i]) for c in found]
@@ -108,7 +142,7 @@ def _cover(near: np.ndarray, size: int) -> list[list[int]] | None:
         for k, x in enumerate(candidates):
             if len(clique) + len(candidates) - k < size:
                 return False
-            if grow([*clique, x], [y for y in candidates[k + 1:] if near[x, y]]):
+            if grow([*clique, x], [y for y in candidates[k + 1 :] if near[x, y]]):
                 return True
         return False
 

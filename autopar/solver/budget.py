@@ -1,10 +1,12 @@
 """The fastest plan whose communication hides behind compute, under a memory budget, with a bound for the joint problem.
 
-    minimise  seconds(x) + sum_w max(0, communication(x, w) - compute(x, w))     such that     bytes(x, t) <= budget   at every time t
+    minimise  seconds(x) + sum_w max(0, communication(x, w) - compute(x, w))     such that     bytes(x, t) <= budget
+              at every time t
 
-Each time is a row with a price, and so is each window, with a price from 0 (hidden) to 1 (exposed); windows with the same tables have one. At given prices the problem is a sum of tables again, and elimination
-gives its least value: less the price of the budget that is a bound, and its choices are a plan with its bytes. A small linear program over the plans met so far gives the next prices (a time joins where a plan's
-peak stands over the budget).
+Each time is a row with a price, and so is each window, with a price from 0 (hidden) to 1 (exposed); windows with the
+same tables have one. At given prices the problem is a sum of tables again, and elimination gives its least value: less
+the price of the budget that is a bound, and its choices are a plan with its bytes. A small linear program over the
+plans met so far gives the next prices (a time joins where a plan's peak stands over the budget).
 """
 
 from __future__ import annotations
@@ -22,14 +24,19 @@ import pulp
 from autopar.sharding.space import Space
 from autopar.solver.eliminate import Factor, Problem, regions_of
 
-ROUNDS = 16                                                    # of prices, at least; the search counts rounds, never seconds
-_MOST_ROUNDS, _WORK = 64, 1 << 21                              # more of them where tables are small: so many entries in all
+ROUNDS = 16  # of prices, at least; the search counts rounds, never seconds
+_MOST_ROUNDS, _WORK = 64, 1 << 21  # more of them where tables are small: so many entries in all
 _SAME, _MET = 1e-12, 1e-9
-_NEAR = 1e-3                                                   # of a smallest peak and its bound: no more is looked for
-_ABSURD, _ASKED = 2, 3                                         # times the seconds of the slowest plan: a bound that no plan will have; and how often it is looked whether there is any
-_WORTH, _LITTLE = 1e-6, 0.03                                   # of a bound, and of a gap: what is not worth a round
+_NEAR = 1e-3  # of a smallest peak and its bound: no more is looked for
+_ABSURD, _ASKED = (
+    2,
+    3,
+    # times the seconds of the slowest plan: a bound that no plan will have; and how often it is looked whether there is
+    # any
+)
+_WORTH, _LITTLE = 1e-6, 0.03  # of a bound, and of a gap: what is not worth a round
 _TINY, _ROUNDING = 1e-30, 1e-12
-_PIVOTS = 10_000                                               # of a linear program of prices, which has a row a plan
+_PIVOTS = 10_000  # of a linear program of prices, which has a row a plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +46,8 @@ class Point:
     picked: list[int]
     seconds: float
     held: np.ndarray
-    in_line: float = 0.0                                       # seconds without the communication in windows
-    over: tuple[float, ...] = ()                               # of each kind of window: communication less compute
+    in_line: float = 0.0  # seconds without the communication in windows
+    over: tuple[float, ...] = ()  # of each kind of window: communication less compute
 
     @property
     def peak(self) -> float:
@@ -56,11 +63,16 @@ class Prices:
 
     def towards(self, other: Prices) -> Prices:
         times = sorted({*self.of_bytes, *other.of_bytes})
-        return Prices({t: (self.of_bytes.get(t, 0.0) + other.of_bytes.get(t, 0.0)) / 2 for t in times}, tuple((a + b) / 2 for a, b in zip(self.exposed, other.exposed, strict=True)))
+        return Prices(
+            {t: (self.of_bytes.get(t, 0.0) + other.of_bytes.get(t, 0.0)) / 2 for t in times},
+            tuple((a + b) / 2 for a, b in zip(self.exposed, other.exposed, strict=True)),
+        )
 
     @property
     def rounded(self) -> Any:
-        return tuple((t, f"{p:.9e}") for t, p in sorted(self.of_bytes.items()) if p > 0), tuple(f"{share:.9f}" for share in self.exposed)
+        return tuple((t, f"{p:.9e}") for t, p in sorted(self.of_bytes.items()) if p > 0), tuple(
+            f"{share:.9f}" for share in self.exposed
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +82,8 @@ class Outcome:
     best: Point | None
     bound: float
     points: list[Point]
-    prices: Prices                                             # those of the bound
-    hopeless: bool = False                                     # it is proven that no plan is within the budget
+    prices: Prices  # those of the bound
+    hopeless: bool = False  # it is proven that no plan is within the budget
 
 
 @dataclass
@@ -87,32 +99,50 @@ class Budgeted:
         self._smallest: tuple[Point, float] | None = None
         self.regions = regions_of(self.space)
         kinds: dict[Any, int] = {}
-        self.kind_of = [kinds.setdefault((w.times, *((id(t)) for _, t in (*w.communication, *w.compute))), len(kinds)) for w in self.space.windows]     # windows whose tables are the same
+        self.kind_of = [
+            kinds.setdefault((w.times, *((id(t)) for _, t in (*w.communication, *w.compute))), len(kinds))
+            for w in self.space.windows
+        ]  # windows whose tables are the same
         self.kinds = len(kinds)
-        self.rounds = max(ROUNDS, min(_MOST_ROUNDS, _WORK // max(1, sum({id(e.seconds): e.seconds.size for e in self.space.edges}.values()))))
+        self.rounds = max(
+            ROUNDS,
+            min(_MOST_ROUNDS, _WORK // max(1, sum({id(e.seconds): e.seconds.size for e in self.space.edges}.values()))),
+        )
 
     # -- a plan at prices
 
-    def at(self, prices: Mapping[int, float], of_time: float = 1.0, exposed: Sequence[float] | None = None) -> tuple[Point, float]:
+    def at(
+        self, prices: Mapping[int, float], of_time: float = 1.0, exposed: Sequence[float] | None = None
+    ) -> tuple[Point, float]:
         """The plan of least seconds (times `of_time`) and priced bytes, and a bound of that sum."""
         found = self.priced(prices, of_time, exposed).minimise(tries=1)
         return self.point(found.picked), found.bound
 
-    def priced(self, prices: Mapping[int, float], of_time: float = 1.0, exposed: Sequence[float] | None = None) -> Problem:
-        """Seconds (times `of_time`) and priced bytes as tables. Of each kind of window this share of what compute could hide is `exposed`; without it, all communication is in line."""
+    def priced(
+        self, prices: Mapping[int, float], of_time: float = 1.0, exposed: Sequence[float] | None = None
+    ) -> Problem:
+        """Seconds (times `of_time`) and priced bytes as tables.
+
+        Of each kind of window this share of what compute could hide is `exposed`; without it, all communication is in
+        line.
+        """
         memo: dict[Any, np.ndarray] = {}
 
         def priced(base: np.ndarray, extras: list[tuple[float, np.ndarray]]) -> np.ndarray:
             key = (id(base), *((p, id(b)) for p, b in extras))
             if key not in memo:
-                memo[key] = (base if of_time == 1.0 else np.where(np.isfinite(base), np.nan_to_num(base, posinf=0.0) * of_time, math.inf)) + sum(p * b for p, b in extras)   # what leads nowhere does so at any price
+                memo[key] = (
+                    base
+                    if of_time == 1.0
+                    else np.where(np.isfinite(base), np.nan_to_num(base, posinf=0.0) * of_time, math.inf)
+                ) + sum(p * b for p, b in extras)  # what leads nowhere does so at any price
             return memo[key]
 
         rows = [(price, self.row(t)) for t, price in sorted(prices.items()) if price > 0]
         on_sites: dict[int, list[tuple[float, np.ndarray]]] = {}
         on_edges: dict[int, list[tuple[float, np.ndarray]]] = {}
         for w, kind in zip(self.space.windows, self.kind_of, strict=True) if exposed is not None else ():
-            share = exposed[kind]                              # type: ignore[index]
+            share = exposed[kind]  # type: ignore[index]
             for k, table in w.communication if share < 1 else ():
                 on_edges.setdefault(k, []).append((-(1 - share) * w.times * of_time, table))
             for i, run in w.compute if share > 0 else ():
@@ -124,7 +154,14 @@ class Budgeted:
                 on_edges.setdefault(k, []).append((price, held))
         costs = [priced(s.seconds, on_sites.get(i, [])) for i, s in enumerate(self.space.sites)]
         tables = [priced(e.seconds, on_edges.get(k, [])) for k, e in enumerate(self.space.edges)]
-        return Problem(costs, [Factor((e.source, e.target), (e.given_by, e.taken_by), t) for e, t in zip(self.space.edges, tables, strict=True)], self.regions)
+        return Problem(
+            costs,
+            [
+                Factor((e.source, e.target), (e.given_by, e.taken_by), t)
+                for e, t in zip(self.space.edges, tables, strict=True)
+            ],
+            self.regions,
+        )
 
     def point(self, picked: Sequence[int]) -> Point:
         over, moved, hidden = [0.0] * self.kinds, 0.0, 0.0
@@ -138,18 +175,29 @@ class Budgeted:
         return Point(list(picked), whole - hidden, held, whole - moved, tuple(over))
 
     def in_line(self, picked: Sequence[int]) -> float:
-        return float(sum(s.seconds[i] for s, i in zip(self.space.sites, picked, strict=True)) + sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in self.space.edges))
+        return float(
+            sum(s.seconds[i] for s, i in zip(self.space.sites, picked, strict=True))
+            + sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in self.space.edges)
+        )
 
     def row(self, time: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
         assert self.memory is not None
         if time not in self.rows:
-            self.rows[time] = tuple({i: self._alike.setdefault(b.tobytes() + repr(b.shape).encode(), b) for i, b in part.items()} for part in self.memory.row(time))   # type: ignore[assignment]
+            self.rows[time] = tuple(
+                {i: self._alike.setdefault(b.tobytes() + repr(b.shape).encode(), b) for i, b in part.items()}
+                for part in self.memory.row(time)
+            )  # type: ignore[assignment]
         return self.rows[time]
 
     # -- the search
 
-    def fastest(self, budget: float, gap: float, incumbents: Iterable[Sequence[int]] = (), until: float = math.inf) -> Outcome:
-        """Prices are raised until plan and bound meet within the gap, or no price raises the bound; `until` a time, once there is a plan."""
+    def fastest(
+        self, budget: float, gap: float, incumbents: Iterable[Sequence[int]] = (), until: float = math.inf
+    ) -> Outcome:
+        """Prices are raised until plan and bound meet within the gap, or no price raises the bound.
+
+        `until` a time, once there is a plan.
+        """
         points, times = [self.point(p) for p in incumbents], list[int]()
         at = Prices({}, (0.0,) * self.kinds)
         centre, bound, tried, asked = at, -math.inf, set[Any](), 0
@@ -160,7 +208,10 @@ class Budgeted:
             worth = least - sum(at.of_bytes.values()) * (budget if at.of_bytes else 0.0)
             centre, bound = (at, worth) if worth > bound else (centre, bound)
             best = min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
-            if best is not None and best.seconds - bound <= max(gap, _WORTH if self.rounds == ROUNDS else _SAME) * best.seconds:
+            if (
+                best is not None
+                and best.seconds - bound <= max(gap, _WORTH if self.rounds == ROUNDS else _SAME) * best.seconds
+            ):
                 break
             if best is not None and time.monotonic() > until:
                 break
@@ -171,9 +222,11 @@ class Budgeted:
             times = sorted({*times, *(t for t in self._peaks(point) if point.held[t] > budget)})
             ahead, most = _prices(points, times, budget, self.kinds)
             left = 0.0 if best is None else _LITTLE * (best.seconds - bound)
-            if points and most - bound <= max(_WORTH * abs(bound), left):          # no price is worth more, or so little of what is open
+            if points and most - bound <= max(
+                _WORTH * abs(bound), left
+            ):  # no price is worth more, or so little of what is open
                 break
-            at = ahead if centre is at else ahead.towards(centre)      # after a leap that led nowhere, half the way
+            at = ahead if centre is at else ahead.towards(centre)  # after a leap that led nowhere, half the way
             if at.rounded in tried:
                 at = ahead
             if at.rounded in tried:
@@ -181,7 +234,10 @@ class Budgeted:
         return Outcome(best, bound, points, centre)
 
     def none_within(self, budget: float, prices: Mapping[int, float]) -> bool:
-        """Do these prices prove that no plan is within a budget: is a mixture of the times' bytes over it, whatever is chosen?"""
+        """Do these prices prove that no plan is within a budget.
+
+        Is a mixture of the times' bytes over it, whatever is chosen?
+        """
         whole = sum(prices.values())
         weights = {t: p / whole for t, p in prices.items() if p > 0}
         return self.at(weights, 0.0)[1] > budget * (1 + _MET)
@@ -196,7 +252,7 @@ class Budgeted:
         first, _ = self.at({})
         points, times, bound = [first], self._peaks(first), 0.0
         weights, done = dict.fromkeys(times, 1.0 / len(times)), list[dict[int, float]]()
-        a_little = 1e-3 * first.peak / max(_TINY, first.seconds)           # what no row speaks of goes by time
+        a_little = 1e-3 * first.peak / max(_TINY, first.seconds)  # what no row speaks of goes by time
         for _ in range(ROUNDS):
             point, _ = self.at(weights, a_little)
             points += [point] if math.isfinite(point.seconds) else []
@@ -206,10 +262,12 @@ class Budgeted:
             if min(p.peak for p in points) <= guess * 1.001 or weights in done:
                 break
         for w in (before, weights):
-            bound = max(bound, self.at(w, 0.0)[1] / max(1.0, sum(w.values())) * (1 - _ROUNDING))      # weights that a program has rounded up would claim too much
+            bound = max(
+                bound, self.at(w, 0.0)[1] / max(1.0, sum(w.values())) * (1 - _ROUNDING)
+            )  # weights that a program has rounded up would claim too much
         points = [p for p in points if math.isfinite(p.seconds)] or [first]
         best = min(points, key=lambda p: (p.peak, p.seconds))
-        for share in (0.3, 0.5, 0.7):                          # plans met on the way to budgets between the two
+        for share in (0.3, 0.5, 0.7):  # plans met on the way to budgets between the two
             if best.peak <= bound * (1 + _NEAR):
                 break
             found = self.fastest(bound + (best.peak - bound) * share, 0.02).points
@@ -230,22 +288,30 @@ def _backend() -> Any:
 
 
 def _prices(points: Sequence[Point], times: Sequence[int], budget: float, kinds: int) -> tuple[Prices, float]:
-    """The prices under which the plans met so far are worth most, and what they are then: max theta, theta <= seconds in line + sum of share * over + sum of price * (bytes - budget)."""
+    """The prices under which the plans met so far are worth most, and what they are then.
+
+    Max theta, theta <= seconds in line + sum of share * over + sum of price * (bytes - budget).
+    """
     if not points:
         return Prices(dict.fromkeys(times, 1.0), (0.0,) * kinds), math.inf
     program = pulp.LpProblem("prices", pulp.LpMaximize)
     most = max(p.seconds for p in points) or 1.0
-    unit = budget / most                                       # prices are in seconds a budget's worth of bytes, seconds in those of the slowest plan
+    unit = budget / most  # prices are in seconds a budget's worth of bytes, seconds in those of the slowest plan
     theta = pulp.LpVariable("theta")
     price = {t: pulp.LpVariable(f"p_{t}", lowBound=0, upBound=1e4) for t in times}
     share = [pulp.LpVariable(f"e_{k}", lowBound=0, upBound=1) for k in range(kinds)]
     program.setObjective(theta + 0)
     for p in points:
-        rows = [(v, float((p.held[t] - budget) / budget)) for t, v in price.items()] + [(v, o / most) for v, o in zip(share, p.over, strict=True)]
+        rows = [(v, float((p.held[t] - budget) / budget)) for t, v in price.items()] + [
+            (v, o / most) for v, o in zip(share, p.over, strict=True)
+        ]
         program.addConstraint(theta - pulp.LpAffineExpression(rows) <= p.in_line / most)
-    if program.solve(_backend()) != pulp.LpStatusOptimal:      # stopped: there are no better prices then
+    if program.solve(_backend()) != pulp.LpStatusOptimal:  # stopped: there are no better prices then
         return Prices({}, (0.0,) * kinds), -math.inf
-    found = Prices({t: max(0.0, float(v.value() or 0.0)) / unit for t, v in price.items()}, tuple(min(1.0, max(0.0, float(v.value() or 0.0))) for v in share))
+    found = Prices(
+        {t: max(0.0, float(v.value() or 0.0)) / unit for t, v in price.items()},
+        tuple(min(1.0, max(0.0, float(v.value() or 0.0))) for v in share),
+    )
     return found, float(theta.value() or 0.0) * most
 
 

@@ -8,9 +8,9 @@
                 sum of bytes at time t <= budget                                     within
                 x binary, y >= 0
 
-An edge speaks of what it carries, not of the choices at its ends: y has one variable for each pair of flows, however many
-choices share them. With x binary the y are whole by themselves. An end that can only be one thing needs no y: its seconds
-belong to the choices at the other end (`fold_single_ends`).
+An edge speaks of what it carries, not of the choices at its ends: y has one variable for each pair of flows, however
+many choices share them. With x binary the y are whole by themselves. An end that can only be one thing needs no y: its
+seconds belong to the choices at the other end (`fold_single_ends`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ import pulp
 from autopar.letters import Infeasible, NotServed
 from autopar.sharding.space import Edge, Space
 
-_SCALE = 1e6                                                   # the program counts microseconds: CBC's tolerances are absolute
-_NODES, _PIVOTS = 2_000, 50_000                                # of one call of a backend: of its tree, and of each linear program in it
-_WHOLE = 0.9                                                   # a backend's tolerance is far from it
+_SCALE = 1e6  # the program counts microseconds: CBC's tolerances are absolute
+_NODES, _PIVOTS = 2_000, 50_000  # of one call of a backend: of its tree, and of each linear program in it
+_WHOLE = 0.9  # a backend's tolerance is far from it
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a backend found: the picked choice of every site, if it came to any, what they cost, and whether its search ended or was stopped."""
+    """What a backend found: the picked choice of every site, if it came to any, what they cost, and whether its search
+    ended or was stopped.
+    """
 
     picked: list[int] | None
     value: float
@@ -46,9 +48,23 @@ class Program:
         self.space, self.backend = space, backend
         costs, edges = fold_single_ends(space) if fold else ([s.seconds for s in space.sites], list(space.edges))
         self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
-        self.x = x = [[pulp.LpVariable(f"x_{s}_{i}", cat="Binary") if np.isfinite(c) else None for i, c in enumerate(cost)] for s, cost in enumerate(costs)]
-        self.y = y = [{(f, g): pulp.LpVariable(f"y_{k}_{f}_{g}", lowBound=0) for f, g in zip(*np.nonzero(np.isfinite(e.seconds)), strict=True)} for k, e in enumerate(edges)]
-        self.terms = [(v, c * _SCALE) for row, cost in zip(x, costs, strict=True) for v, c in zip(row, cost, strict=True) if v is not None]
+        self.x = x = [
+            [pulp.LpVariable(f"x_{s}_{i}", cat="Binary") if np.isfinite(c) else None for i, c in enumerate(cost)]
+            for s, cost in enumerate(costs)
+        ]
+        self.y = y = [
+            {
+                (f, g): pulp.LpVariable(f"y_{k}_{f}_{g}", lowBound=0)
+                for f, g in zip(*np.nonzero(np.isfinite(e.seconds)), strict=True)
+            }
+            for k, e in enumerate(edges)
+        ]
+        self.terms = [
+            (v, c * _SCALE)
+            for row, cost in zip(x, costs, strict=True)
+            for v, c in zip(row, cost, strict=True)
+            if v is not None
+        ]
         self.rows = [_one_choice_per_site(row) for row in x]
         for e, flows in zip(edges, y, strict=True):
             self.terms += [(v, float(e.seconds[fg]) * _SCALE) for fg, v in flows.items()]
@@ -59,17 +75,34 @@ class Program:
         for k, w in enumerate(self.space.windows):
             hidden = pulp.LpVariable(f"h_{k}", lowBound=0)
             self.terms.append((hidden, -w.times))
-            moved = [(v, -float(table[fg]) * _SCALE) for e, table in w.communication for fg, v in self.y[e].items() if table[fg]]
-            run = [(v, -c * _SCALE) for i, costs in w.compute for v, c in zip(self.x[i], costs, strict=True) if v is not None and c]
+            moved = [
+                (v, -float(table[fg]) * _SCALE)
+                for e, table in w.communication
+                for fg, v in self.y[e].items()
+                if table[fg]
+            ]
+            run = [
+                (v, -c * _SCALE)
+                for i, costs in w.compute
+                for v, c in zip(self.x[i], costs, strict=True)
+                if v is not None and c
+            ]
             self.rows += [pulp.LpAffineExpression([(hidden, 1), *part]) <= 0 for part in (moved, run)]
 
     def within(self, time: int, most: float, unit: float, variable: Any = None) -> None:
         """What is held at a time is at most this, or at most a variable; both in units."""
         assert self.space.memory is not None
         sites, edges = self.space.memory.row(time)
-        terms = [(v, b / unit) for i, held in sites.items() for v, b in zip(self.x[i], held, strict=True) if v is not None and b]
+        terms = [
+            (v, b / unit)
+            for i, held in sites.items()
+            for v, b in zip(self.x[i], held, strict=True)
+            if v is not None and b
+        ]
         terms += [(v, float(held[fg]) / unit) for k, held in edges.items() for fg, v in self.y[k].items() if held[fg]]
-        self.problem.addConstraint(pulp.LpAffineExpression(terms + ([(variable, -1)] if variable is not None else [])) <= most / unit)
+        self.problem.addConstraint(
+            pulp.LpAffineExpression(terms + ([(variable, -1)] if variable is not None else [])) <= most / unit
+        )
 
     def unit(self, time: int) -> float:
         """The largest that anything holds at a time."""
@@ -82,10 +115,14 @@ class Program:
         status = self.problem.solve(self.backend)
         if status in (pulp.LpStatusInfeasible, pulp.LpStatusUnbounded, pulp.LpStatusUndefined):
             raise infeasible(self.space, f"the solver says {pulp.LpStatus[status]}")
-        picked = [max(range(len(row)), key=lambda i, row=row: _value(row[i])) for row in self.x]     # type: ignore[misc]
-        if any(_value(row[i]) < _WHOLE for row, i in zip(self.x, picked, strict=True)):     # stopped before it had whole choices
+        picked = [max(range(len(row)), key=lambda i, row=row: _value(row[i])) for row in self.x]  # type: ignore[misc]
+        if any(
+            _value(row[i]) < _WHOLE for row, i in zip(self.x, picked, strict=True)
+        ):  # stopped before it had whole choices
             return Answer(None, float("inf"), False)
-        return Answer(picked, float(pulp.value(self.problem.objective)), self.problem.sol_status == pulp.LpSolutionOptimal)
+        return Answer(
+            picked, float(pulp.value(self.problem.objective)), self.problem.sol_status == pulp.LpSolutionOptimal
+        )
 
     def pose(self, terms: Any) -> None:
         self.problem.setObjective(pulp.LpAffineExpression(terms))
@@ -105,7 +142,10 @@ def _held(space: Space, picked: Sequence[int]) -> np.ndarray:
 
 
 def optimise(space: Space, backend: Any, budget: float | None = None, times: Sequence[int] = ()) -> Answer:
-    """The choices of least seconds; where the search ended, the value is a proven bound too. A time joins the memory rows where a plan holds more than the budget."""
+    """The choices of least seconds; where the search ended, the value is a proven bound too.
+
+    A time joins the memory rows where a plan holds more than the budget.
+    """
     program = Program(space, backend, fold=budget is None and not space.windows)
     program.hide()
     program.pose(program.terms)
@@ -118,9 +158,9 @@ def optimise(space: Space, backend: Any, budget: float | None = None, times: Seq
         answer = replace(answer, value=answer.value / _SCALE)
         if answer.picked is None or budget is None or (held := _held(space, answer.picked)).max() <= budget:
             return answer
-        if not answer.ended:                                   # of fewer rows than there are, and not even the best
+        if not answer.ended:  # of fewer rows than there are, and not even the best
             return Answer(None, float("inf"), False)
-        if int(held.argmax()) in counted:                      # within the backend's tolerance of a budget that nothing fits
+        if int(held.argmax()) in counted:  # within the backend's tolerance of a budget that nothing fits
             raise infeasible(space, "the solver's own tolerance")
         times = [int(held.argmax())]
 
@@ -157,12 +197,21 @@ def _ends_agree(e: Edge, y: dict[Any, Any], x: list[list[Any]]) -> list[Any]:
 
 
 def backend_of(name: str, gap: float = 0.0, nodes: int = _NODES, pivots: int = _PIVOTS) -> Any:
-    """A backend that pulp knows by name. It stops at a gap, or after work that it counts: nodes, and pivots of each linear program. Never after seconds: the same program has the same answer on any machine."""
+    """A backend that pulp knows by name.
+
+    It stops at a gap, or after work that it counts: nodes, and pivots of each linear program. Never after seconds: the
+    same program has the same answer on any machine.
+    """
     known = {"cbc": "PULP_CBC_CMD", "highs": "HiGHS"}
     wanted = known.get(name.lower(), name)
     if wanted not in pulp.listSolvers(onlyAvailable=True):
-        raise NotServed(f"the solver {name!r} is not available", seen=", ".join(pulp.listSolvers(onlyAvailable=True)), advice='solver="cbc"')
-    # without a gap, what it calls optimal is the bound; without a number of pivots, a linear program of CBC's feasibility pump may walk in a circle of equal costs for ever
+        raise NotServed(
+            f"the solver {name!r} is not available",
+            seen=", ".join(pulp.listSolvers(onlyAvailable=True)),
+            advice='solver="cbc"',
+        )
+    # without a gap, what it calls optimal is the bound; without a number of pivots, a linear program of CBC's
+    # feasibility pump may walk in a circle of equal costs for ever
     limits: dict[str, dict[str, Any]] = {
         "PULP_CBC_CMD": {"threads": 1, "gapRel": gap, "maxNodes": nodes, "options": [f"maxIterations {pivots}"]},
         "HiGHS": {"gapRel": gap, "mip_max_nodes": nodes, "simplex_iteration_limit": pivots},

@@ -1,7 +1,9 @@
-"""The search over meshes: every ordered factorisation of a number of devices into axes, each planned, the fastest taken, all of them in the plan.
+"""The search over meshes: every ordered factorisation of a number of devices into axes, each planned, the fastest
+taken, all of them in the plan.
 
-The order of axes is their mapping to links: ranks are row-major, so the last axis joins neighbours. Two axes at most: a third multiplies the choices of every op (LLaMA's shape on 64 devices: 25 s a mesh, against 1.3 s,
-and none of seven was faster than the best of two axes), and is for those who name it.
+The order of axes is their mapping to links: ranks are row-major, so the last axis joins neighbours. Two axes at most: a
+third multiplies the choices of every op (LLaMA's shape on 64 devices: 25 s a mesh, against 1.3 s, and none of seven was
+faster than the best of two axes), and is for those who name it.
 """
 
 from __future__ import annotations
@@ -34,10 +36,16 @@ def _factored(n: int, axes: int) -> Iterator[tuple[int, ...]]:
                 yield from ((first, *rest) for rest in _factored(n // first, axes - 1))
 
 
-def best_mesh(candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh, float], Plan], until: float = math.inf) -> Plan:
-    """The fastest of the plans; with the table of all. A mesh whose ops alone take longer than a plan that is known, or that the budget, a preset or a constraint refuses, is listed with why.
+def best_mesh(
+    candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh, float], Plan], until: float = math.inf
+) -> Plan:
+    """The fastest of the plans; with the table of all.
 
-    `on` plans on a mesh, and is told the seconds of the best plan so far. Once there is a plan, none is made after `until`.
+    A mesh whose ops alone take longer than a plan that is known, or that the budget, a preset or a constraint refuses,
+    is listed with why.
+
+    `on` plans on a mesh, and is told the seconds of the best plan so far. Once there is a plan, none is made after
+    `until`.
     """
     plans, table, refused = list[Plan](), list[tuple[str, float, float, int, str]](), list[tuple[DeviceMesh, Letter]]()
     for mesh in candidates:
@@ -62,12 +70,22 @@ def best_mesh(candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh, float]
 
 
 def _least(refused: Sequence[tuple[DeviceMesh, Letter]]) -> Letter:
-    """Of what every mesh was refused for one letter: of a budget rather than of a preset; the least that any plan needs on any of them, and the smallest plan of all."""
+    """Of what every mesh was refused for one letter: of a budget rather than of a preset.
+
+    The least that any plan needs on any of them, and the smallest plan of all.
+    """
     over = [(mesh, e) for mesh, e in refused if isinstance(e, Infeasible)]
     counted = [(mesh, e) for mesh, e in over if e.smallest]
     if len(counted) < 2:
         return (over or refused)[0][1]
     needs, (on, smallest) = min(e.needs for _, e in counted), min(counted, key=lambda pair: pair[1].smallest)
     others = f"; {len(refused) - len(counted)} more cannot carry what was asked" if len(counted) < len(refused) else ""
-    return Infeasible(f"{smallest.what.partition(' on mesh ')[0]} on any mesh of {on.size} devices", at=smallest.at,
-                      seen=f"{needs:,.0f} bytes are needed by any plan on any of {len(counted)} meshes{others}; the smallest plan is on mesh {on}: {smallest.seen.partition('; ')[2]}", advice=smallest.advice).of_bytes(needs, smallest.smallest)
+    return Infeasible(
+        f"{smallest.what.partition(' on mesh ')[0]} on any mesh of {on.size} devices",
+        at=smallest.at,
+        seen=(
+            f"{needs:,.0f} bytes are needed by any plan on any of {len(counted)} meshes{others}; the smallest plan is "
+            f"on mesh {on}: {smallest.seen.partition('; ')[2]}"
+        ),
+        advice=smallest.advice,
+    ).of_bytes(needs, smallest.smallest)

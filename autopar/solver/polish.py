@@ -1,6 +1,10 @@
-"""Better plans out of those that were met. Prices lead to corners: plans that are best at some price. What lies between two of them - half of a layer as in one, half as in the other; some layers so, the others so - is found here.
+"""Better plans out of those that were met.
 
-    alike      one integer program over the choices of the plans that were met, in which all layers but the first and the last do the same: with all windows as they are, and memory at a price
+Prices lead to corners: plans that are best at some price. What lies between two of them - half of a layer as in one,
+half as in the other; some layers so, the others so - is found here.
+
+    alike      one integer program over the choices of the plans that were met, in which all layers but the first and
+               the last do the same: with all windows as they are, and memory at a price
     spliced    one plan up to some place in the model, the other from there on: every place is tried, all at once
 
 Neither makes a bound. What they miss, the plan's gap says.
@@ -22,14 +26,17 @@ from autopar.sharding.space import Edge, Space
 from autopar.solver.budget import Budgeted, Outcome, Point
 from autopar.solver.integer import Program, backend_of
 
-_GAP, _NODES, _PIVOTS = 4e-3, 50, 5_000                          # of the integer program
-_STEPS = 3                                                     # of the search for a price of memory
-_ENOUGH = 1e-3                                                 # a gap that is not worth it
-_BIG = 1e9                                                     # seconds of what leads nowhere
+_GAP, _NODES, _PIVOTS = 4e-3, 50, 5_000  # of the integer program
+_STEPS = 3  # of the search for a price of memory
+_ENOUGH = 1e-3  # a gap that is not worth it
+_BIG = 1e9  # seconds of what leads nowhere
 
 
-def polished(counted: Budgeted, outcome: Outcome, budget: float, gap: float, solver: str, stopped: list[str]) -> Point | None:
+def polished(
+    counted: Budgeted, outcome: Outcome, budget: float, gap: float, solver: str, stopped: list[str]
+) -> Point | None:
     """The best plan within the budget: one of those met, or one that lies between them."""
+
     def best() -> Point | None:
         return min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
 
@@ -44,8 +51,19 @@ def polished(counted: Budgeted, outcome: Outcome, budget: float, gap: float, sol
 
 # -- layers that do the same
 
-def alike(counted: Budgeted, points: Sequence[Point], budget: float, prices: Mapping[int, float], solver: str, stopped: list[str]) -> list[Point]:
-    """The best plan with equal layers; if memory has a price, for several heights of it, so that there are plans just over and just within the budget."""
+
+def alike(
+    counted: Budgeted,
+    points: Sequence[Point],
+    budget: float,
+    prices: Mapping[int, float],
+    solver: str,
+    stopped: list[str],
+) -> list[Point]:
+    """The best plan with equal layers.
+
+    If memory has a price, for several heights of it, so that there are plans just over and just within the budget.
+    """
     backend, found = backend_of(solver, _GAP, _NODES, _PIVOTS), list[Point]()
 
     def at(height: float) -> Point | None:
@@ -62,7 +80,7 @@ def alike(counted: Budgeted, points: Sequence[Point], budget: float, prices: Map
         if answer.picked is None:
             return None
         point = counted.point(folded.unfold(answer.picked))
-        if not np.isfinite(point.seconds):                     # of a search that was stopped: choices that do not go together
+        if not np.isfinite(point.seconds):  # of a search that was stopped: choices that do not go together
             return None
         found.append(point)
         return point
@@ -79,7 +97,9 @@ def alike(counted: Budgeted, points: Sequence[Point], budget: float, prices: Map
         saved = sum(p * (over.held[t] - under.held[t]) for t, p in prices.items())
         if saved <= 0 or under.seconds <= over.seconds:
             break
-        height = (under.seconds - over.seconds) / saved        # at which both are worth the same: something between them may be worth more
+        height = (
+            under.seconds - over.seconds
+        ) / saved  # at which both are worth the same: something between them may be worth more
     return found
 
 
@@ -88,8 +108,8 @@ class _Folded:
     """A space with one site for each kind of site, and of its choices those that plans which were met have taken."""
 
     space: Space
-    kind: list[int]                                            # of every site: which site of the folded space
-    left: list[np.ndarray]                                     # of those: the choices that are left
+    kind: list[int]  # of every site: which site of the folded space
+    left: list[np.ndarray]  # of those: the choices that are left
 
     def unfold(self, picked: Sequence[int]) -> list[int]:
         return [int(self.left[k][picked[k]]) for k in self.kind]
@@ -100,10 +120,22 @@ class _Folded:
         kind = numbered(space)
         first = [kind.index(k) for k in range(max(kind) + 1)]
         left = [np.array(sorted(taken)) for taken in _taken(space, kind, first, points)]
-        sites = [replace(space.sites[i], choices=tuple(space.sites[i].choices[c] for c in left[k]), seconds=np.zeros(len(left[k])), regathered=(), scattered=(), compute=()) for k, i in enumerate(first)]
+        sites = [
+            replace(
+                space.sites[i],
+                choices=tuple(space.sites[i].choices[c] for c in left[k]),
+                seconds=np.zeros(len(left[k])),
+                regathered=(),
+                scattered=(),
+                compute=(),
+            )
+            for k, i in enumerate(first)
+        ]
         for i, k in enumerate(kind):
             sites[k].seconds[:] += problem.costs[i][left[k]]
-        edge_of = _numbered((kind[e.source], kind[e.target], e.operand, id(e.given_by), id(e.taken_by)) for e in space.edges)
+        edge_of = _numbered(
+            (kind[e.source], kind[e.target], e.operand, id(e.given_by), id(e.taken_by)) for e in space.edges
+        )
         edges, flows = list[Edge](), list[tuple[np.ndarray, np.ndarray]]()
         for j, (e, factor) in enumerate(zip(space.edges, problem.factors, strict=True)):
             k = edge_of[j]
@@ -111,30 +143,68 @@ class _Folded:
                 given, given_by = np.unique(e.given_by[left[kind[e.source]]], return_inverse=True)
                 taken, taken_by = np.unique(e.taken_by[left[kind[e.target]]], return_inverse=True)
                 flows.append((given, taken))
-                edges.append(replace(e, source=kind[e.source], target=kind[e.target], given=tuple(e.given[f] for f in given), taken=tuple(e.taken[f] for f in taken), given_by=given_by.reshape(-1),
-                                     taken_by=taken_by.reshape(-1), seconds=np.zeros((len(given), len(taken)))))
+                edges.append(
+                    replace(
+                        e,
+                        source=kind[e.source],
+                        target=kind[e.target],
+                        given=tuple(e.given[f] for f in given),
+                        taken=tuple(e.taken[f] for f in taken),
+                        given_by=given_by.reshape(-1),
+                        taken_by=taken_by.reshape(-1),
+                        seconds=np.zeros((len(given), len(taken))),
+                    )
+                )
             edges[k].seconds[:] += factor.table[np.ix_(*flows[k])]
         windows: dict[Any, list[Window]] = {}
         for w in space.windows:
-            communication, compute = _summed((edge_of[j], t) for j, t in w.communication), _summed((kind[i], c) for i, c in w.compute)
+            communication, compute = (
+                _summed((edge_of[j], t) for j, t in w.communication),
+                _summed((kind[i], c) for i, c in w.compute),
+            )
             key = w.times, *((k, t.tobytes()) for part in (communication, compute) for k, t in part)
-            windows.setdefault(key, []).append(replace(w, communication=tuple((k, t[np.ix_(*flows[k])]) for k, t in communication), compute=tuple((k, c[left[k]]) for k, c in compute)))
-        return _Folded(replace(space, sites=tuple(sites), edges=tuple(edges), memory=None, windows=tuple(replace(same[0], times=sum(w.times for w in same)) for same in windows.values())), kind, left)
+            windows.setdefault(key, []).append(
+                replace(
+                    w,
+                    communication=tuple((k, t[np.ix_(*flows[k])]) for k, t in communication),
+                    compute=tuple((k, c[left[k]]) for k, c in compute),
+                )
+            )
+        return _Folded(
+            replace(
+                space,
+                sites=tuple(sites),
+                edges=tuple(edges),
+                memory=None,
+                windows=tuple(replace(same[0], times=sum(w.times for w in same)) for same in windows.values()),
+            ),
+            kind,
+            left,
+        )
 
 
 def numbered(space: Space) -> list[int]:
     """Of each site its kind, as a number: that of the sites which do the same in other layers."""
-    return _numbered((name, id(s.choices), len(s.choices)) for name, s in zip(_alike([s.name for s in space.sites]), space.sites, strict=True))
+    return _numbered(
+        (name, id(s.choices), len(s.choices))
+        for name, s in zip(_alike([s.name for s in space.sites]), space.sites, strict=True)
+    )
 
 
 def _alike(names: Sequence[str]) -> list[str]:
-    """The names with their first number left out, but for the first and the last of its kind: at an end there is less to hide behind."""
+    """The names with their first number left out, but for the first and the last of its kind.
+
+    At an end there is less to hide behind.
+    """
     parts = [re.fullmatch(r"(\D*)(\d+)(.*)", name, re.DOTALL) for name in names]
     last: dict[str, int] = {}
     for part in parts:
         if part:
             last[part[1]] = max(last.get(part[1], 0), int(part[2]))
-    return [f"{part[1]}*{part[3]}" if part and 0 < int(part[2]) < last[part[1]] else name for name, part in zip(names, parts, strict=True)]
+    return [
+        f"{part[1]}*{part[3]}" if part and 0 < int(part[2]) < last[part[1]] else name
+        for name, part in zip(names, parts, strict=True)
+    ]
 
 
 def _numbered(keys: Any) -> list[int]:
@@ -165,11 +235,17 @@ def _summed(parts: Any) -> list[tuple[int, np.ndarray]]:
 
 # -- one plan up to some place, another from there on
 
+
 def spliced(counted: Budgeted, points: Sequence[Point], budget: float) -> list[Point]:
-    """Of each plan over the budget and one within it, and of the fastest within it: one up to some place in the model, the other from there on."""
+    """Of each plan over the budget and one within it, and of the fastest within it.
+
+    One up to some place in the model, the other from there on.
+    """
     place = _places(counted.space)
     under = sorted((p for p in points if p.peak <= budget), key=lambda p: p.seconds)[:3]
-    over = sorted((p for p in points if p.peak > budget and under and p.seconds < under[0].seconds), key=lambda p: p.peak)[:3]
+    over = sorted(
+        (p for p in points if p.peak > budget and under and p.seconds < under[0].seconds), key=lambda p: p.peak
+    )[:3]
     pairs = [pair for a in under for b in over for pair in ((a, b), (b, a))]
     return [p for first, second in pairs if (p := _best_splice(counted, place, first, second, budget)) is not None]
 
@@ -205,7 +281,10 @@ def _best_splice(counted: Budgeted, place: np.ndarray, first: Point, second: Poi
             count((int(place[i]),), lambda picks, i=i, table=table: table[picks[i]])
         for k, table in on_edges:
             e = edges[k]
-            count((int(place[e.source]), int(place[e.target])), lambda a, b, e=e, table=table: min(_BIG, table[e.given_by[a[e.source]], e.taken_by[b[e.target]]]))
+            count(
+                (int(place[e.source]), int(place[e.target])),
+                lambda a, b, e=e, table=table: min(_BIG, table[e.given_by[a[e.source]], e.taken_by[b[e.target]]]),
+            )
         return np.cumsum(steps)[: n + 1]
 
     seconds = along(((i, s.seconds) for i, s in enumerate(sites)), ((k, e.seconds) for k, e in enumerate(edges)))

@@ -1,8 +1,12 @@
-"""Plans of the same seconds are told apart: by less communication, then less memory, then fewer kinds of sharding. Communication that hides behind compute takes no time, so that many plans are as fast as the best.
+"""Plans of the same seconds are told apart: by less communication, then less memory, then fewer kinds of sharding.
 
-    settled     from a plan on: sites that are alike (the same site of each layer but the first and the last) are all given the one other choice under which the plan comes first, until no such change is left
+Communication that hides behind compute takes no time, so that many plans are as fast as the best.
 
-What a change does to seconds, communication and bytes is added up from the tables that it touches, for all choices at once. No plan takes longer than the one that was given, or holds more than the budget; the bound is not touched.
+    settled     from a plan on: sites that are alike (the same site of each layer but the first and the last) are all
+                given the one other choice under which the plan comes first, until no such change is left
+
+What a change does to seconds, communication and bytes is added up from the tables that it touches, for all choices at
+once. No plan takes longer than the one that was given, or holds more than the budget; the bound is not touched.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from autopar.sharding.space import Space
 from autopar.solver.budget import Budgeted, Point
 from autopar.solver.polish import numbered
 
-_SAME, _LESS = 1e-12, 1e-9                                     # of the seconds: what those of two equal plans differ by, and communication that is less
-_MOST = 8                                                      # changes of one kind of site
+_SAME, _LESS = 1e-12, 1e-9  # of the seconds: what those of two equal plans differ by, and communication that is less
+_MOST = 8  # changes of one kind of site
 
 
 def settled(counted: Budgeted, best: Point, budget: float) -> Point:
@@ -40,7 +44,7 @@ class _Changes:
     def __init__(self, space: Space, best: Point, budget: float) -> None:
         self.sites, self.edges, self.windows, self.budget = space.sites, space.edges, space.windows, budget
         self.picked, self.step, self.held = list(best.picked), best.seconds, best.held.copy()
-        self.room = best.seconds * _SAME                       # that all changes together may take
+        self.room = best.seconds * _SAME  # that all changes together may take
         self.pairs = np.array([w.seconds(best.picked, space.edges) for w in space.windows]).reshape(-1, 2)
         kinds: dict[int, list[int]] = {}
         for i, kind in enumerate(numbered(space)):
@@ -51,8 +55,10 @@ class _Changes:
         for k, e in enumerate(self.edges):
             self.near[e.source].append(k)
             self.near[e.target].append(k)
-        self.moves: dict[int, list[tuple[int, np.ndarray]]] = {}       # of an edge the windows that it moves in, and its seconds there
-        self.runs: dict[int, list[tuple[int, np.ndarray]]] = {}        # of a site those beside which it computes
+        self.moves: dict[
+            int, list[tuple[int, np.ndarray]]
+        ] = {}  # of an edge the windows that it moves in, and its seconds there
+        self.runs: dict[int, list[tuple[int, np.ndarray]]] = {}  # of a site those beside which it computes
         for w, window in enumerate(space.windows):
             for k, table in window.communication:
                 self.moves.setdefault(k, []).append((w, table))
@@ -70,7 +76,9 @@ class _Changes:
             del waiting[k]
             if made[k] < _MOST and self._change(self.kinds[k]):
                 made[k] += 1
-                near = {i for m in self.kinds[k] for j in self.near[m] for i in (self.edges[j].source, self.edges[j].target)}
+                near = {
+                    i for m in self.kinds[k] for j in self.near[m] for i in (self.edges[j].source, self.edges[j].target)
+                }
                 waiting.update(dict.fromkeys(sorted({self.kind_of[i] for i in near if i in self.kind_of})))
         return self.picked
 
@@ -79,8 +87,16 @@ class _Changes:
         edges = sorted({k for i in alike for k in self.near[i]})
         more, moved, beside = self._seconds(alike, edges)
         before, peak = {self.picked[i] for i in alike}, float(self.held.max())
-        able = [int(c) for c in np.flatnonzero((more <= self.room) & ((more < -_SAME * self.step) | (moved <= _LESS * self.step))) if before != {c}]
-        found = [(self._order(float(more[c]), float(moved[c]), float(h.max()), 1), c, h) for c, h in zip(able, self._held(alike, edges, able), strict=True) if h.max() <= max(self.budget, peak)]
+        able = [
+            int(c)
+            for c in np.flatnonzero((more <= self.room) & ((more < -_SAME * self.step) | (moved <= _LESS * self.step)))
+            if before != {c}
+        ]
+        found = [
+            (self._order(float(more[c]), float(moved[c]), float(h.max()), 1), c, h)
+            for c, h in zip(able, self._held(alike, edges, able), strict=True)
+            if h.max() <= max(self.budget, peak)
+        ]
         first = min(found, key=lambda one: one[:2], default=None)
         if first is None or first[0] >= self._order(0.0, 0.0, peak, len(before)):
             return False
@@ -89,15 +105,28 @@ class _Changes:
             self.pairs[w] += change[:, c]
         for i in alike:
             self.picked[i] = c
-        self.room, self.step = _SAME * self.step if more[c] < -_SAME * self.step else self.room - float(more[c]), self.step + float(more[c])
+        self.room, self.step = (
+            _SAME * self.step if more[c] < -_SAME * self.step else self.room - float(more[c]),
+            self.step + float(more[c]),
+        )
         return True
 
     def _order(self, more: float, moved: float, peak: float, kinds: int) -> tuple[float, ...]:
         """By what a changed plan comes before others: what differs by rounding is the same."""
-        return round(more / (_SAME * self.step)) if more < -_SAME * self.step else 0.0, round(moved / (_LESS * self.step)), round(peak), kinds
+        return (
+            round(more / (_SAME * self.step)) if more < -_SAME * self.step else 0.0,
+            round(moved / (_LESS * self.step)),
+            round(peak),
+            kinds,
+        )
 
-    def _seconds(self, alike: Sequence[int], edges: Sequence[int]) -> tuple[np.ndarray, np.ndarray, dict[int, np.ndarray]]:
-        """For each choice that all of them might take: seconds more, communication more, and communication and compute more in each window."""
+    def _seconds(
+        self, alike: Sequence[int], edges: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, dict[int, np.ndarray]]:
+        """For each choice that all of them might take.
+
+        Seconds more, communication more, and communication and compute more in each window.
+        """
         count, members, known = len(self.sites[alike[0]].choices), set(alike), dict[Any, np.ndarray]()
         in_line, moved = np.zeros(count), np.zeros(count)
         beside: dict[int, np.ndarray] = {}
@@ -107,7 +136,10 @@ class _Changes:
             f, g = self.picked[e.source], self.picked[e.target]
             key = id(table), id(e.given_by), id(e.taken_by), f, g, e.source in members, e.target in members
             if key not in known:
-                known[key] = table[e.given_by if key[5] else e.given_by[f], e.taken_by if key[6] else e.taken_by[g]] - table[e.given_by[f], e.taken_by[g]]
+                known[key] = (
+                    table[e.given_by if key[5] else e.given_by[f], e.taken_by if key[6] else e.taken_by[g]]
+                    - table[e.given_by[f], e.taken_by[g]]
+                )
             return known[key]
 
         for k in edges:

@@ -1,10 +1,12 @@
 """Equality: is the parallel program's result the single-device program's?
 
-    float64    each tensor within `tolerance` of the reference, relative to max(its norm, 1e-3 x global norm / sqrt(tensors)):
+    float64    each tensor within `tolerance` of the reference, relative to max(its norm, 1e-3 x global norm /
+               sqrt(tensors)):
                1e-9 for losses and gradients, 1e-8 for parameters after optimizer steps
-    float32    error against the float64 reference at most twice float32 eager's own error against it, plus 1e-6 of that scale;
-               after AdamW, whose steps turn rounding noise of vanishing gradients into motion, parameters may instead differ
-               from eager's by at most twice the largest difference among eager runs with permuted sums
+    float32    error against the float64 reference at most twice float32 eager's own error against it, plus 1e-6 of that
+               scale;
+               after AdamW, whose steps turn rounding noise of vanishing gradients into motion, parameters may instead
+               differ from eager's by at most twice the largest difference among eager runs with permuted sums
 
 `Equality.check` raises with a table of what failed and by how much.
 """
@@ -27,12 +29,12 @@ class Unequal(AssertionError):
 @dataclass(frozen=True, slots=True)
 class Row:
     name: str
-    error: float                                               # norm of the difference over the scale
+    error: float  # norm of the difference over the scale
     allowed: float
 
     @property
     def failed(self) -> bool:
-        return not self.error <= self.allowed                  # nan fails
+        return not self.error <= self.allowed  # nan fails
 
     def __str__(self) -> str:
         return f"{self.name:<40} error {self.error:.2e}  allowed {self.allowed:.2e}"
@@ -56,17 +58,31 @@ class Equality:
     def check(self) -> Equality:
         if self.failures:
             ordered = sorted(self.failures, key=lambda r: -r.error)
-            raise Unequal(f"{self.what}: {len(self.failures)} of {len(self.rows)} differ\n" + "\n".join(f"    {row}" for row in ordered[:20]))
+            raise Unequal(
+                f"{self.what}: {len(self.failures)} of {len(self.rows)} differ\n"
+                + "\n".join(f"    {row}" for row in ordered[:20])
+            )
         return self
 
     @staticmethod
     def in_float64(what: str, actual: Tensors, expected: Tensors, tolerance: float) -> Equality:
         scales = scales_of(expected)
-        return Equality(what, (*_names(actual, expected), *(Row(n, distance(actual[n], e) / scales[n], tolerance) for n, e in expected.items() if n in actual)))
+        return Equality(
+            what,
+            (
+                *_names(actual, expected),
+                *(Row(n, distance(actual[n], e) / scales[n], tolerance) for n, e in expected.items() if n in actual),
+            ),
+        )
 
     @staticmethod
-    def in_float32(what: str, actual: Tensors, eager: Tensors, expected: Tensors, permuted: Sequence[Tensors] = ()) -> Equality:
-        """`expected` is eager's in float64; `permuted` are eager float32 runs with reordered sums, where AdamW calls for them."""
+    def in_float32(
+        what: str, actual: Tensors, eager: Tensors, expected: Tensors, permuted: Sequence[Tensors] = ()
+    ) -> Equality:
+        """`expected` is eager's in float64.
+
+        `permuted` are eager float32 runs with reordered sums, where AdamW calls for them.
+        """
         scales = scales_of(expected)
         rows = []
         for n, e in expected.items():
@@ -76,7 +92,7 @@ class Equality:
             row = Row(n, error, 2 * own + 1e-6)
             if row.failed and permuted:
                 runs = [eager, *permuted]
-                spread = max(distance(a[n], b[n]) for i, a in enumerate(runs) for b in runs[i + 1:]) / scales[n]
+                spread = max(distance(a[n], b[n]) for i, a in enumerate(runs) for b in runs[i + 1 :]) / scales[n]
                 row = Row(n, distance(actual[n], eager[n]) / scales[n], 2 * spread + 1e-6)
             rows.append(row)
         return Equality(what, (*_names(actual, expected), *rows))
@@ -98,4 +114,7 @@ def scales_of(tensors: Tensors) -> dict[str, float]:
 
 def _names(actual: Tensors, expected: Tensors) -> list[Row]:
     """A tensor that one side lacks has failed."""
-    return [Row(f"{n} ({'missing' if n in expected else 'unexpected'})", float("nan"), 0.0) for n in sorted(set(actual) ^ set(expected))]
+    return [
+        Row(f"{n} ({'missing' if n in expected else 'unexpected'})", float("nan"), 0.0)
+        for n in sorted(set(actual) ^ set(expected))
+    ]

@@ -1,4 +1,6 @@
-"""What the server that forks test processes imports and warms once, so that no rank does: a rank then starts in milliseconds.
+"""What the server that forks test processes imports and warms once, so that no rank does.
+
+A rank then starts in milliseconds.
 
 It runs no backward: where torch is built for GPUs, that starts threads, and a process that has them cannot be forked.
 """

@@ -1,12 +1,13 @@
 """Ranks for tests, in one line each.
 
-    on_threads(4, body, *args)         ranks are threads of this process: milliseconds, any collective but send and receive
-    on_local_tensor(4, body, *args)    one process plays all ranks at once on LocalTensors: the program must be the same on every rank
-    on_processes(4, body, *args)       real processes over gloo: seconds; `body` and what it returns are picklable
+    on_threads(4, body, *args)         ranks are threads of this process: milliseconds, any collective but send and
+    receive on_local_tensor(4, body, *args)    one process plays all ranks at once on LocalTensors: the program must be
+    the same on every rank on_processes(4, body, *args)       real processes over gloo: seconds; `body` and what it
+    returns are picklable
     fake_world(64)                     a group of that size in which nobody answers: shapes and programs only
 
-`body(rank, *args)` runs on every rank; the results come back in rank order. A rank that fails ends all, and its error is
-raised here. Nothing outlives the call.
+`body(rank, *args)` runs on every rank; the results come back in rank order. A rank that fails ends all, and its error
+is raised here. Nothing outlives the call.
 """
 
 from __future__ import annotations
@@ -80,7 +81,11 @@ def on_local_tensor(ranks: int, body: Body, *args: Any) -> Any:
 def _on_every_rank(mode: Any, value: Any) -> Any:
     def spread(tensor: torch.Tensor) -> torch.Tensor:
         local = mode.rank_map(lambda rank: tensor.detach().clone())
-        return torch.nn.Parameter(local, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else local.requires_grad_(tensor.requires_grad)
+        return (
+            torch.nn.Parameter(local, tensor.requires_grad)
+            if isinstance(tensor, torch.nn.Parameter)
+            else local.requires_grad_(tensor.requires_grad)
+        )
 
     if isinstance(value, torch.nn.Module):
         with mode.disable():
@@ -107,11 +112,13 @@ def on_processes(ranks: int, body: Body, *args: Any, timeout_s: float = 120.0) -
     """Run `body(rank, *args)` in processes over gloo, one thread each."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["autopar.testing.preload"])
-    task = pickle.dumps((body, args))                          # by value: torch's own pickling would share the tensors between ranks
+    task = pickle.dumps((body, args))  # by value: torch's own pickling would share the tensors between ranks
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         workers = [
-            context.Process(target=_work, args=(rank, ranks, os.path.join(folder, "store"), timeout_s, send, task), daemon=True)
+            context.Process(
+                target=_work, args=(rank, ranks, os.path.join(folder, "store"), timeout_s, send, task), daemon=True
+            )
             for rank, (_, send) in enumerate(pipes)
         ]
         try:
@@ -154,18 +161,22 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
 def _work(rank: int, ranks: int, store: str, timeout_s: float, send: Any, task: bytes) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
+        )
         body, args = pickle.loads(task)
         answer: tuple[bool, Any, str] = (False, body(rank, *args), "")
     except BaseException as e:
         answer = (True, e, traceback.format_exc())
     try:
         data = pickle.dumps(answer)
-    except Exception:                                          # an error or a result that does not travel: its text does
-        data = pickle.dumps((True, RuntimeError(answer[2] or f"rank {rank} returned something that cannot be pickled"), answer[2]))
-    send.send_bytes(data)                                      # before the barrier, so that a rank that hangs is the one missing
+    except Exception:  # an error or a result that does not travel: its text does
+        data = pickle.dumps(
+            (True, RuntimeError(answer[2] or f"rank {rank} returned something that cannot be pickled"), answer[2])
+        )
+    send.send_bytes(data)  # before the barrier, so that a rank that hangs is the one missing
     send.close()
     if not answer[0]:
         with contextlib.suppress(Exception):
             dist.barrier()
-    os._exit(0)                                                # gloo's teardown at exit aborts now and then; everything is said already
+    os._exit(0)  # gloo's teardown at exit aborts now and then; everything is said already

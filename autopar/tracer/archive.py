@@ -1,7 +1,8 @@
 """A Graph as JSON, and back: data only.
 
-Functions are written by name, and a name is only read back as what a tracer could have met: a canonical op, a function that torch lets one override,
-an op of torch.ops, an autograd.Function of a module that is already imported. Structures of inputs and outputs are torch's pytree specs.
+Functions are written by name, and a name is only read back as what a tracer could have met: a canonical op, a function
+that torch lets one override, an op of torch.ops, an autograd.Function of a module that is already imported. Structures
+of inputs and outputs are torch's pytree specs.
 """
 
 from __future__ import annotations
@@ -29,14 +30,22 @@ VERSION = 2
 
 def to_json(graph: Graph) -> str:
     """The graph as text that `from_json` reads."""
-    return json.dumps({
-        "autopar_graph": VERSION,
-        "nodes": [_node(n) for n in graph.nodes],
-        "input_spec": _spec(graph.input_spec), "input_leaves": [_value(v) for v in graph.input_leaves],
-        "output_spec": _spec(graph.output_spec), "output_leaves": [_value(v) for v in graph.output_leaves],
-        "output_names": graph.output_names, "updates": graph.updates, "assumptions": graph.assumptions, "training": graph.training,
-        "unread": [(name, t.shape, t.dtype, t.requires_grad) for name, t in graph.unread], "backward_from": graph.backward_from,
-    })
+    return json.dumps(
+        {
+            "autopar_graph": VERSION,
+            "nodes": [_node(n) for n in graph.nodes],
+            "input_spec": _spec(graph.input_spec),
+            "input_leaves": [_value(v) for v in graph.input_leaves],
+            "output_spec": _spec(graph.output_spec),
+            "output_leaves": [_value(v) for v in graph.output_leaves],
+            "output_names": graph.output_names,
+            "updates": graph.updates,
+            "assumptions": graph.assumptions,
+            "training": graph.training,
+            "unread": [(name, t.shape, t.dtype, t.requires_grad) for name, t in graph.unread],
+            "backward_from": graph.backward_from,
+        }
+    )
 
 
 def from_json(text: str) -> Graph:
@@ -44,35 +53,71 @@ def from_json(text: str) -> Graph:
     try:
         data = json.loads(text)
         if data.get("autopar_graph") != VERSION:
-            raise BadGraph("this is no graph that autopar has written", seen=str(data.get("autopar_graph", "no version")), advice=f"version {VERSION}")
+            raise BadGraph(
+                "this is no graph that autopar has written",
+                seen=str(data.get("autopar_graph", "no version")),
+                advice=f"version {VERSION}",
+            )
         made, nodes = fx.Graph(), dict[str, fx.Node]()
         for entry in data["nodes"]:
             _read_node(made, nodes, entry)
-        return Graph(made, _read_spec(data["input_spec"]), tuple(_read(v, nodes) for v in data["input_leaves"]),
-                     _read_spec(data["output_spec"]), tuple(_read(v, nodes) for v in data["output_leaves"]), tuple(data["output_names"]),
-                     tuple((str(kind), str(name)) for kind, name in data["updates"]), tuple(map(str, data["assumptions"])), bool(data["training"]),
-                     tuple((str(name), TensorType(tuple(map(int, shape)), str(dtype), bool(wants))) for name, shape, dtype, wants in data["unread"]), tuple(map(str, data.get("backward_from", ()))))
+        return Graph(
+            made,
+            _read_spec(data["input_spec"]),
+            tuple(_read(v, nodes) for v in data["input_leaves"]),
+            _read_spec(data["output_spec"]),
+            tuple(_read(v, nodes) for v in data["output_leaves"]),
+            tuple(data["output_names"]),
+            tuple((str(kind), str(name)) for kind, name in data["updates"]),
+            tuple(map(str, data["assumptions"])),
+            bool(data["training"]),
+            tuple(
+                (str(name), TensorType(tuple(map(int, shape)), str(dtype), bool(wants)))
+                for name, shape, dtype, wants in data["unread"]
+            ),
+            tuple(map(str, data.get("backward_from", ()))),
+        )
     except BadGraph:
         raise
-    except Exception as e:                                     # whatever is wrong with the text, it is the text
-        raise BadGraph("this text does not read as a graph", seen=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
-                       advice="a file that Graph.to_json wrote, and the classes of its inputs and outputs imported") from e
+    except Exception as e:  # whatever is wrong with the text, it is the text
+        raise BadGraph(
+            "this text does not read as a graph",
+            seen=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
+            advice="a file that Graph.to_json wrote, and the classes of its inputs and outputs imported",
+        ) from e
 
 
 def _spec(spec: pytree.TreeSpec) -> str:
     try:
         return pytree.treespec_dumps(spec)
     except NotImplementedError as e:
-        raise BadGraph("the structure of inputs or outputs cannot be written", seen=str(e), advice="serialized_type_name= in torch.utils._pytree.register_pytree_node") from e
+        raise BadGraph(
+            "the structure of inputs or outputs cannot be written",
+            seen=str(e),
+            advice="serialized_type_name= in torch.utils._pytree.register_pytree_node",
+        ) from e
 
 
 def _read_spec(text: str) -> pytree.TreeSpec:
-    """Plain containers, and classes with fields that are already known: torch's own reader would import what a defaultdict names."""
+    """Plain containers, and classes with fields that are already known.
+
+    Torch's own reader would import what a defaultdict names.
+    """
+
     def check(spec: Any) -> None:
         kind = spec["type"]
         cls = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(kind) if kind is not None else None
-        if kind not in (None, "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict") and not hasattr(cls, "__dataclass_fields__"):
-            raise BadGraph(f"a structure of type {kind} is not read", advice="tuples, lists, dicts, and dataclasses whose module is imported")
+        if kind not in (
+            None,
+            "builtins.tuple",
+            "builtins.list",
+            "builtins.dict",
+            "collections.OrderedDict",
+        ) and not hasattr(cls, "__dataclass_fields__"):
+            raise BadGraph(
+                f"a structure of type {kind} is not read",
+                advice="tuples, lists, dicts, and dataclasses whose module is imported",
+            )
         for child in spec["children_spec"]:
             check(child)
 
@@ -86,8 +131,14 @@ def _node(node: fx.Node) -> dict[str, Any]:
         target = {"op": target.name} if target.signature is not None else {"function": own_name(target.call)}
     elif target is operator.getitem:
         target = {"part": node.args[1]}
-    return {"name": node.name, "kind": node.op, "target": target, "args": _value(node.args if node.op == "output" else (node.args[0],) if "part" in target else ()),
-            "kwargs": _value(dict(node.kwargs)), "info": asdict(info(node))}
+    return {
+        "name": node.name,
+        "kind": node.op,
+        "target": target,
+        "args": _value(node.args if node.op == "output" else (node.args[0],) if "part" in target else ()),
+        "kwargs": _value(dict(node.kwargs)),
+        "info": asdict(info(node)),
+    }
 
 
 def _value(value: Any) -> Any:
@@ -116,7 +167,11 @@ def _value(value: Any) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, (np.ndarray, np.generic)):
         return {"array": [value.tolist(), str(value.dtype)]}
-    raise BadGraph(f"a {type(value).__name__} cannot be written", seen=repr(value)[:80], advice="numbers, strings, and lists of them")
+    raise BadGraph(
+        f"a {type(value).__name__} cannot be written",
+        seen=repr(value)[:80],
+        advice="numbers, strings, and lists of them",
+    )
 
 
 def _read(value: Any, nodes: dict[str, fx.Node]) -> Any:
@@ -124,7 +179,7 @@ def _read(value: Any, nodes: dict[str, fx.Node]) -> Any:
         return [_read(v, nodes) for v in value]
     if not isinstance(value, dict):
         return value
-    (kind, content), = value.items()
+    ((kind, content),) = value.items()
     if kind == "node":
         return nodes[content]
     if kind == "leaf":
@@ -163,7 +218,9 @@ def _read_node(made: fx.Graph, nodes: dict[str, fx.Node], entry: dict[str, Any])
         node = made.create_node("call_function", op, (), kwargs, name=entry["name"])
     about = entry["info"]
     outputs = tuple(TensorType(tuple(o["shape"]), o["dtype"], o["requires_grad"]) for o in about.pop("outputs"))
-    node.meta["info"] = Info(**{**about, "outputs": outputs, "names": tuple(about["names"]), "checkpoint": tuple(about["checkpoint"])})
+    node.meta["info"] = Info(
+        **{**about, "outputs": outputs, "names": tuple(about["names"]), "checkpoint": tuple(about["checkpoint"])}
+    )
     nodes[node.name] = node
 
 
@@ -189,4 +246,6 @@ def _function(name: str) -> Any:
             return found
     if name in torch_functions():
         return torch_functions()[name]
-    raise BadGraph(f"{name} is no function that a tracer meets", advice="for a custom op, import the module that defines it first")
+    raise BadGraph(
+        f"{name} is no function that a tracer meets", advice="for a custom op, import the module that defines it first"
+    )

@@ -1,7 +1,10 @@
-"""What repeats: calls that are alike, and blocks of them: layers `h.0`, `h.1`, ... that run the same ops on the same shapes, wired the same way.
+"""What repeats: calls that are alike, and blocks of them.
 
-A block is what runs under one numbered module path. Two are alike if their ops, arguments, types, relative module paths and parameters agree, and
-every operand comes from the same place: the same op of the block, the same parameter of the block, or the same one of its inputs, in order. Names are only where to look.
+Layers `h.0`, `h.1`, ... that run the same ops on the same shapes, wired the same way.
+
+A block is what runs under one numbered module path. Two are alike if their ops, arguments, types, relative module paths
+and parameters agree, and every operand comes from the same place: the same op of the block, the same parameter of the
+block, or the same one of its inputs, in order. Names are only where to look.
 """
 
 from __future__ import annotations
@@ -17,22 +20,25 @@ if TYPE_CHECKING:
     from autopar.tracer.graph import Graph
 
 
-SMALLEST = 4                                                   # ops: two norms alike are no block
+SMALLEST = 4  # ops: two norms alike are no block
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
     """Blocks that are alike, in the order of the program."""
 
-    paths: tuple[str, ...]                                     # "transformer.h.0", "transformer.h.1", ...
-    nodes: tuple[tuple[fx.Node, ...], ...]                     # of each, in the same order
+    paths: tuple[str, ...]  # "transformer.h.0", "transformer.h.1", ...
+    nodes: tuple[tuple[fx.Node, ...], ...]  # of each, in the same order
 
     def __str__(self) -> str:
         return f"{len(self.paths)} x {len(self.nodes[0])} ops: {', '.join(self.paths)}"
 
 
 def repeated_blocks(graph: Graph) -> tuple[Repeat, ...]:
-    """The classes of two and more blocks that are alike; where outer blocks are not, the blocks inside them are looked at."""
+    """The classes of two and more blocks that are alike.
+
+    Where outer blocks are not, the blocks inside them are looked at.
+    """
     found: list[Repeat] = []
     open_nodes = [n for n in graph.nodes if info(n).kind in ("op", "part") and op_name(n) != "identity"]
     depth = 0
@@ -53,7 +59,9 @@ def repeated_blocks(graph: Graph) -> tuple[Repeat, ...]:
 
 
 def calls(graph: Graph) -> dict[fx.Node, int]:
-    """Of each op's node a number: the same for nodes that call the same op with equal arguments on operands of equal types. What holds of one call holds of all that are alike."""
+    """Of each op's node a number: the same for nodes that call the same op with equal arguments on operands of equal
+    types. What holds of one call holds of all that are alike.
+    """
     numbers: dict[Any, int] = {}
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -61,7 +69,13 @@ def calls(graph: Graph) -> dict[fx.Node, int]:
         if about.kind == "op":
             met: dict[fx.Node, int] = {}
             target: Any = node.target
-            key = (target.name, target.call, tuple((k, _given(v, met)) for k, v in node.kwargs.items()), about.outputs, about.random >= 0)
+            key = (
+                target.name,
+                target.call,
+                tuple((k, _given(v, met)) for k, v in node.kwargs.items()),
+                about.outputs,
+                about.random >= 0,
+            )
             found[node] = numbers.setdefault(key, len(numbers))
     return found
 
@@ -76,9 +90,14 @@ def _given(value: Any, met: dict[fx.Node, int]) -> Any:
 
 
 def innermost_block(module: str) -> str:
-    """The path up to its last number, `model.layers.3` of `model.layers.3.mlp.up`; or up to a name that ends with one, `encoder_layer_0`."""
+    """The path up to its last number, `model.layers.3` of `model.layers.3.mlp.up`.
+
+    Or up to a name that ends with one, `encoder_layer_0`.
+    """
     parts = module.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()] or [i for i, part in enumerate(parts) if part[-1:].isdigit()][:1]
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()] or [
+        i for i, part in enumerate(parts) if part[-1:].isdigit()
+    ][:1]
     return ".".join(parts[: numbers[-1] + 1]) if numbers else ""
 
 
@@ -94,14 +113,19 @@ def _signature(path: str, nodes: list[fx.Node]) -> Any:
     entering: dict[fx.Node, int] = {}
 
     def where(operand: fx.Node) -> Any:
-        while op_name(operand) == "identity":                  # a fan-out is told by its uses
-            operand = operand.kwargs["input"]                  # type: ignore[assignment]
+        while op_name(operand) == "identity":  # a fan-out is told by its uses
+            operand = operand.kwargs["input"]
         if operand in place:
             return ("op", place[operand])
         name = info(operand).key
         if info(operand).kind in ("parameter", "buffer") and name.startswith(path + "."):
-            return ("own", name[len(path):], type_of(operand))
-        return ("in", entering.setdefault(operand, len(entering)), info(operand).kind in ("parameter", "buffer"), type_of(operand))
+            return ("own", name[len(path) :], type_of(operand))
+        return (
+            "in",
+            entering.setdefault(operand, len(entering)),
+            info(operand).kind in ("parameter", "buffer"),
+            type_of(operand),
+        )
 
     def wired(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -118,6 +142,17 @@ def _signature(path: str, nodes: list[fx.Node]) -> Any:
     lines = []
     for node in nodes:
         about = info(node)
-        lines.append((op_name(node), node.target if about.kind == "part" else "", tuple((k, wired(v)) for k, v in node.kwargs.items()), wired(node.args), about.outputs,
-                      about.module[len(path):], len(about.checkpoint), about.random >= 0, leaves(node)))
+        lines.append(
+            (
+                op_name(node),
+                node.target if about.kind == "part" else "",
+                tuple((k, wired(v)) for k, v in node.kwargs.items()),
+                wired(node.args),
+                about.outputs,
+                about.module[len(path) :],
+                len(about.checkpoint),
+                about.random >= 0,
+                leaves(node),
+            )
+        )
     return tuple(lines)

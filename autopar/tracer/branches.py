@@ -1,6 +1,8 @@
-"""Questions about values: computed where the graph proves the answer, answered where a declared assumption does, refused otherwise.
+"""Questions about values: computed where the graph proves the answer, answered where a declared assumption does,
+refused otherwise.
 
-    proved       the value depends on no input, parameter or draw:  (packed_mask[:, -1] == 0).all() of positions from arange
+    proved       the value depends on no input, parameter or draw:  (packed_mask[:, -1] == 0).all() of positions from
+                 arange
                  a uniform draw is compared with a bound that it cannot cross:  torch.rand([]) < 0.0
     no_padding   attention masks among the inputs are all ones
     finite       isfinite is true everywhere; isinf and isnan are false
@@ -27,7 +29,7 @@ from autopar.tracer.graph import Assume, info, op_name, run, type_of
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
 
-LARGEST = 1 << 26                                              # elements of a tensor that is computed to answer a question
+LARGEST = 1 << 26  # elements of a tensor that is computed to answer a question
 _DRAWS = ("rand", "rand_like")
 _COMPARED = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False}
@@ -55,7 +57,7 @@ def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
         if value is not None:
             by.add("whatever is drawn")
         else:
-            try:                                               # what is known needs no assumption
+            try:  # what is known needs no assumption
                 value = _compute(recorder, node, by, function, Assume())
             except Unknown:
                 if recorder.assume == Assume():
@@ -63,17 +65,25 @@ def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
                 value = _compute(recorder, node, by, function, recorder.assume)
     except Unknown as e:
         name = function.__name__.strip("_")
-        raise recorder.letter(f"the model asks for the value of a tensor ({name}), which a graph cannot hold: it depends on {e}", (tensor,),
-                              f'torch.where, or Assume(branches={{"{line.split(",")[0]}": True}})' if is_question else "a tensor instead of its value") from None
-    recorder.assumed(f"a {'condition' if is_question else 'value'} is {value}: {' and '.join(sorted(by)) or 'it depends on no input'}")
+        raise recorder.letter(
+            f"the model asks for the value of a tensor ({name}), which a graph cannot hold: it depends on {e}",
+            (tensor,),
+            f'torch.where, or Assume(branches={{"{line.split(",")[0]}": True}})'
+            if is_question
+            else "a tensor instead of its value",
+        ) from None
+    recorder.assumed(
+        f"a {'condition' if is_question else 'value'} is {value}: "
+        f"{' and '.join(sorted(by)) or 'it depends on no input'}"
+    )
     return value
 
 
 def _asks_a_distribution() -> bool:
     """Does torch.distributions ask whether all values that it was given are valid?"""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_HERE):    # ours
-        frame = frame.f_back                                   # type: ignore[assignment]
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):  # ours
+        frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and frame.f_code.co_filename in _CHECKS
 
 
@@ -83,11 +93,15 @@ _CHECKS = frozenset({distribution.__file__, constraints.__file__})
 
 def _of_a_draw(node: fx.Node) -> bool | None:
     """A comparison of a draw from [0, 1) with a number that settles it."""
-    while op_name(node) in ("view", "to", "all", "any") and type_of(node.kwargs["input"]).nbytes and (op_name(node) != "to" or type_of(node).dtype == "bool"):
-        node = node.kwargs["input"]                            # type: ignore[assignment]
+    while (
+        op_name(node) in ("view", "to", "all", "any")
+        and type_of(node.kwargs["input"]).nbytes
+        and (op_name(node) != "to" or type_of(node).dtype == "bool")
+    ):
+        node = node.kwargs["input"]
     compare = _COMPARED.get(op_name(node))
     bound = node.kwargs.get("other")
-    if compare is None or op_name(node.kwargs["input"]) not in _DRAWS or isinstance(bound, fx.Node):   # type: ignore[arg-type]
+    if compare is None or op_name(node.kwargs["input"]) not in _DRAWS or isinstance(bound, fx.Node):
         return None
     at_zero, near_one = compare(0.0, bound), compare(1.0 - 2**-53, bound)
     return at_zero if at_zero == near_one else None
@@ -132,7 +146,9 @@ def _known(assume: Assume, node: fx.Node, by: set[str]) -> Tensor | None:
     if about.kind == "input":
         if assume.no_padding and len(type_.shape) == 2 and about.key.endswith(("attention_mask", "padding_mask")):
             by.add("no padding (declared)")
-            return torch.full(type_.shape, about.key.endswith("attention_mask"), dtype=type_.torch_dtype)    # in a padding mask, true is padding
+            return torch.full(
+                type_.shape, about.key.endswith("attention_mask"), dtype=type_.torch_dtype
+            )  # in a padding mask, true is padding
         raise Unknown(f"the input {about.key}")
     if about.kind in ("parameter", "buffer"):
         raise Unknown(f"the {about.kind} {about.key}")

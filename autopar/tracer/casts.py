@@ -1,7 +1,8 @@
 """Autocast, without a table: the casts under which an op does with autocast off what it did with it on.
 
-Under autocast an op is run once, and the ATen ops it comes to are noted with the dtypes of their operands. Then its floating operands are
-cast to each dtype in question, the op runs with autocast off, and the casts whose notes are the same are written into the graph.
+Under autocast an op is run once, and the ATen ops it comes to are noted with the dtypes of their operands. Then its
+floating operands are cast to each dtype in question, the op runs with autocast off, and the casts whose notes are the
+same are written into the graph.
 """
 
 from __future__ import annotations
@@ -18,27 +19,38 @@ from autopar.tracer.vocabulary import OPS
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
 
-_HIDDEN = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.detach.default,    # autocast's own
-                     torch.ops.aten._unsafe_view.default, torch.ops.aten.clone.default})    # as good as views
+_HIDDEN = frozenset(
+    {
+        torch.ops.aten._to_copy.default,
+        torch.ops.aten.detach.default,  # autocast's own
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.clone.default,
+    }
+)  # as good as views
 
 
 class Casts:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.noted: list[tuple[Any, ...]] | None = None
-        self.cached: dict[tuple[int, torch.dtype], Tensor] = {}    # parameters are cast once a region, as autocast does
+        self.cached: dict[tuple[int, torch.dtype], Tensor] = {}  # parameters are cast once a region, as autocast does
 
     def on(self) -> bool:
         if torch.is_autocast_enabled("cuda"):
-            raise self.recorder.letter("autocast for cuda is switched on inside the model, and its casts cannot be seen on a CPU", (), 'torch.autocast("cpu", ...) while tracing, or casts written out')
+            raise self.recorder.letter(
+                "autocast for cuda is switched on inside the model, and its casts cannot be seen on a CPU",
+                (),
+                'torch.autocast("cpu", ...) while tracing, or casts written out',
+            )
         return torch.is_autocast_enabled("cpu")
 
     def note(self, function: Any, args: Any) -> None:
         if function not in _HIDDEN:
             from autopar.tracer.recorder import tensors_in
 
-            self.noted.append(   # type: ignore[union-attr]
-                (function, *((tuple(t.shape), t.dtype) for t in tensors_in(args, {}))))
+            self.noted.append(  # type: ignore[union-attr]
+                (function, *((tuple(t.shape), t.dtype) for t in tensors_in(args, {})))
+            )
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch function under autocast: executed and recorded, with its casts."""
@@ -55,16 +67,24 @@ class Casts:
             with torch.autocast("cpu", enabled=False):
                 try:
                     other, others = self._noted(function, cast_args, cast_kwargs)
-                except Exception:                              # without the casts, dtypes may not go together
+                except Exception:  # without the casts, dtypes may not go together
                     continue
-            if others == noted and [t.dtype for t in tensors_in((other,), {})] == [t.dtype for t in tensors_in((result,), {})]:
+            if others == noted and [t.dtype for t in tensors_in((other,), {})] == [
+                t.dtype for t in tensors_in((result,), {})
+            ]:
                 break
         else:
-            raise recorder.letter(f"autocast does something to {function.__name__} that casts of its operands do not explain", args, "casts written out")
+            raise recorder.letter(
+                f"autocast does something to {function.__name__} that casts of its operands do not explain",
+                args,
+                "casts written out",
+            )
         for tensor, cast in casts:
             if not recorder.knows(cast):
                 made, arguments = OPS["to"], {"input": tensor, "dtype": cast.dtype}
-                recorder.values.bind_all(cast, recorder.emit(made, arguments, (TensorType.of(cast),)), (made, arguments))
+                recorder.values.bind_all(
+                    cast, recorder.emit(made, arguments, (TensorType.of(cast),)), (made, arguments)
+                )
         recorder.record(function, cast_args, cast_kwargs, result)
         return result
 
@@ -75,12 +95,19 @@ class Casts:
         finally:
             self.noted = None
 
-    def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Tensor]]]:
+    def _cast(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Tensor]]]:
         """The arguments with their floating tensors cast, and which were."""
         casts: list[tuple[Tensor, Tensor]] = []
 
         def cast(value: Any) -> Any:
-            if not isinstance(value, Tensor) or dtype is None or not value.is_floating_point() or value.dtype in (dtype, torch.float64):
+            if (
+                not isinstance(value, Tensor)
+                or dtype is None
+                or not value.is_floating_point()
+                or value.dtype in (dtype, torch.float64)
+            ):
                 return value
             if (id(value), dtype) not in self.cached:
                 self.recorder.inside, inside = "autocast", self.recorder.inside

@@ -33,14 +33,15 @@ from autopar.tracer.graph import Graph, TensorType, fresh_key, info, type_of
 from autopar.tracer.lookup import functional, lookup
 from autopar.tracer.vocabulary import Apply, Op
 
-LONGEST = 64                                                   # links: a recurrent module unrolled is not for a reader
+LONGEST = 64  # links: a recurrent module unrolled is not for a reader
 
 # The same numbers in another shape, or one number everywhere: the canonical form says shape and number, whichever of
 # these says it.
 _SAME_NUMBERS = frozenset(
-    "_unsafe_view alias full zeros ones empty scalar_tensor full_like zeros_like ones_like empty_like".split())
+    "_unsafe_view alias full zeros ones empty scalar_tensor full_like zeros_like ones_like empty_like".split()
+)
 
-Spelling = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]      # a function of torch, and what it is called with
+Spelling = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function of torch, and what it is called with
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Link:
     op: Op
     arguments: dict[str, Any]
     outputs: tuple[TensorType, ...]
-    is_listed: bool                                            # it gives a list or a tuple, be it of one
+    is_listed: bool  # it gives a list or a tuple, be it of one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +86,7 @@ def composites_are_opened(graph: Graph) -> None:
 def _may_be_opened(node: fx.Node) -> bool:
     op, about = node.target, info(node)
     is_known = op.signature is not None or op.name in WHOLE
-    if op.name == "cross_entropy":                             # of probabilities, not of classes: a product and a sum
+    if op.name == "cross_entropy":  # of probabilities, not of classes: a product and a sum
         is_known = "float" not in type_of(node.kwargs["target"]).dtype
     return not is_known and about.random < 0 and not isinstance(op.call, Apply)
 
@@ -119,11 +120,11 @@ def _traced(node: fx.Node, operands: list[fx.Node], types: tuple[TensorType, ...
         seen = _Dispatched()
         try:
             with torch.set_grad_enabled(trained), seen:
-                result = node.target.run(arguments)            # type: ignore[union-attr]
+                result = node.target.run(arguments)
             return _translated(seen, given, result, info(node).outputs)
         except _Whole:
             return None
-        except Exception:                                      # a function that does not run on plain fakes stays whole
+        except Exception:  # a function that does not run on plain fakes stays whole
             return None
 
 
@@ -156,13 +157,15 @@ def _translated(seen: _Dispatched, given: list[Tensor], result: Any, expected: t
     for function, args, kwargs, made, enabled in list(seen.calls):
         outputs = [t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)]
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if function.namespace == "prim":                       # a question about a device
+        if function.namespace == "prim":  # a question about a device
             continue
         draws = torch.Tag.nondeterministic_seeded in function.tags
-        if draws or not outputs or any(id(t) not in where for t in tensors):       # or reads a constant of the function's own
+        if (
+            draws or not outputs or any(id(t) not in where for t in tensors)
+        ):  # or reads a constant of the function's own
             raise _Whole
         writes = function._schema.is_mutable
-        if writes:                                             # what nobody else sees stands for a new value from here on
+        if writes:  # what nobody else sees stands for a new value from here on
             through = enabled or not flows[id(args[0])]
             if not through or not _is_temporary(made, args[0], where, seen):
                 raise _Whole
@@ -171,7 +174,7 @@ def _translated(seen: _Dispatched, given: list[Tensor], result: Any, expected: t
             op, arguments = _canonical(seen, function, args, kwargs, made)
         wants = enabled and any(flows[id(t)] for t in tensors) and op.name != "detach"
         if not writes and {id(t) for t in outputs} & where.keys():
-            if len(outputs) == 1:                              # an op that gives back what it was given
+            if len(outputs) == 1:  # an op that gives back what it was given
                 continue
             raise _Whole
         types = tuple(TensorType.of(t) for t in outputs)
@@ -181,20 +184,25 @@ def _translated(seen: _Dispatched, given: list[Tensor], result: Any, expected: t
             where[id(t)], flows[id(t)] = Ref(len(links), at), types[at].requires_grad
         links.append(Link(op, referred, types, not isinstance(made, Tensor)))
     results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-    if any(id(t) not in where for t in results):               # autograd hands out the very objects that were dispatched
+    if any(id(t) not in where for t in results):  # autograd hands out the very objects that were dispatched
         raise _Whole
     found = [where[id(t)] for t in results]
     if len(results) != len(expected) or not links:
         raise _Whole
     for t, ref, type_ in zip(results, found, expected, strict=True):
         mine = links[ref.link].outputs[ref.at] if ref.link >= 0 else TensorType.of(given[ref.at])
-        if mine != type_ or tuple(t.shape) != type_.shape:     # autograd differentiates something else than what runs below
+        if (
+            mine != type_ or tuple(t.shape) != type_.shape
+        ):  # autograd differentiates something else than what runs below
             raise _Whole
     return Chain(tuple(links), tuple(found))
 
 
 def _forget_what_autograd_keeps(seen: _Dispatched, result: Any) -> None:
-    """Leave out the detached copies that nobody reads: autograd makes them to save a result of an op for its backward."""
+    """Leave out the detached copies that nobody reads.
+
+    Autograd makes them to save a result of an op for its backward.
+    """
     read = {id(t) for c in seen.calls for t in pytree.tree_leaves((c[1], c[2])) if isinstance(t, Tensor)}
     read |= {id(t) for t in pytree.tree_leaves(result) if isinstance(t, Tensor)}
     seen.calls = [c for c in seen.calls if c[0] is not torch.ops.aten.detach.default or id(c[3]) in read]
@@ -221,7 +229,11 @@ def _canonical_of_write(function: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _canonical(
-    seen: _Dispatched, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any,
+    seen: _Dispatched,
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    made: Any,
 ) -> tuple[Op, dict[str, Any]]:
     """The canonical op of an ATen call, which comes to the same ATen call."""
     name = function._schema.name.partition("::")[2]
@@ -238,16 +250,19 @@ def _canonical(
         again = op.run(arguments)
     calls = [c for c in seen.calls[before:] if c[0].namespace == "aten"]
     del seen.calls[before:]
-    if function.is_view:                                       # of one tensor: where it looks says all
+    if function.is_view:  # of one tensor: where it looks says all
         if not _look_alike(made, again):
             raise _Whole
-    elif [c[0]._schema.name for c in calls] != [function._schema.name] or not _alike(function, (args, kwargs), calls[0]):
+    elif [c[0]._schema.name for c in calls] != [function._schema.name] or not _alike(
+        function, (args, kwargs), calls[0]
+    ):
         raise _Whole
     return op, arguments
 
 
 def _look_alike(one: Any, other: Any) -> bool:
     """Do these views show the same places of the same memory?"""
+
     def shown(tensor: Tensor) -> tuple[Any, ...]:
         memory = StorageWeakRef(tensor.untyped_storage())
         return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, memory
@@ -256,7 +271,10 @@ def _look_alike(one: Any, other: Any) -> bool:
 
 
 def _alike(function: Any, said: tuple[Any, Any], call: tuple[Any, ...]) -> bool:
-    """Does a call say the same, with defaults spelled out? Another overload may take a number where this one takes a tensor."""
+    """Does a call say the same, with defaults spelled out? Another overload may take a number where this one takes a
+    tensor.
+    """
+
     def bound(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         by_name = {**{a.name: v for a, v in zip(schema.arguments, args, strict=False)}, **kwargs}
         return {a.name: by_name.get(a.name, a.default_value) for a in schema.arguments}
@@ -322,14 +340,22 @@ def _moved(x: Tensor, dims: Sequence[int]) -> Spelling:
 
 
 _aten = torch.ops.aten
-_RENAMED: dict[Any, Callable[..., Spelling]] = {               # the same function under a newer name
-    _aten.norm.ScalarOpt_dim: _norm, _aten.norm.Scalar: _norm,
-    _aten.clamp_min.default: _at_least, _aten.clamp_min.Tensor: _at_least,
-    _aten.clamp_max.default: _at_most, _aten.clamp_max.Tensor: _at_most,
+_RENAMED: dict[Any, Callable[..., Spelling]] = {  # the same function under a newer name
+    _aten.norm.ScalarOpt_dim: _norm,
+    _aten.norm.Scalar: _norm,
+    _aten.clamp_min.default: _at_least,
+    _aten.clamp_min.Tensor: _at_least,
+    _aten.clamp_max.default: _at_most,
+    _aten.clamp_max.Tensor: _at_most,
 }
-_SPELLED: dict[Any, Callable[..., Spelling]] = {               # ATen's form of a call, and torch's
-    **_RENAMED, _aten.slice.Tensor: _slice, _aten.index.Tensor: _index, _aten.permute.default: _moved,
-    _aten._softmax.default: _softmax, _aten._log_softmax.default: _log_softmax, _aten.scalar_tensor.default: _scalar,
+_SPELLED: dict[Any, Callable[..., Spelling]] = {  # ATen's form of a call, and torch's
+    **_RENAMED,
+    _aten.slice.Tensor: _slice,
+    _aten.index.Tensor: _index,
+    _aten.permute.default: _moved,
+    _aten._softmax.default: _softmax,
+    _aten._log_softmax.default: _log_softmax,
+    _aten.scalar_tensor.default: _scalar,
 }
 
 
@@ -355,7 +381,7 @@ def _splice(graph: Graph, node: fx.Node, chain: Chain) -> None:
     parts = [u for u in node.users if info(u).kind == "part"]
     if parts:
         for part in parts:
-            part.replace_all_uses_with(made[chain.results[part.args[1]]])    # type: ignore[index]
+            part.replace_all_uses_with(made[chain.results[part.args[1]]])
             graph.fx.erase_node(part)
     else:
         node.replace_all_uses_with(made[chain.results[0]])

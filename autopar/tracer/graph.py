@@ -29,7 +29,18 @@ if TYPE_CHECKING:
     from autopar.tracer.blocks import Repeat
     from autopar.tracer.hooks import IdleHook
 
-SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "bool"}
+SHORT = {
+    "float64": "f64",
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "int64": "i64",
+    "int32": "i32",
+    "int16": "i16",
+    "int8": "i8",
+    "uint8": "u8",
+    "bool": "bool",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +80,24 @@ class TensorType:
 class Info:
     """What a node is, written when the node is made."""
 
-    key: str                                                   # its name in plans: `blocks.0.up/linear`, a parameter's or an input's name
-    kind: str                                                  # "parameter", "buffer", "input", "op", "part" (of an op with several outputs), "output"
+    key: str  # its name in plans: `blocks.0.up/linear`, a parameter's or an input's name
+    kind: str  # "parameter", "buffer", "input", "op", "part" (of an op with several outputs), "output"
     outputs: tuple[TensorType, ...]
-    module: str = ""                                           # path of the module that ran it
-    source: str = ""                                           # the user's line: `model.py:84, in forward`
-    names: tuple[str, ...] = ()                                # a parameter's names, all of them where it is tied
-    random: int = -1                                           # which random op of the graph it is, in order; -1: none
-    checkpoint: tuple[int, ...] = ()                           # the activation-checkpoint regions of the user's code that it stands in, outermost first
+    module: str = ""  # path of the module that ran it
+    source: str = ""  # the user's line: `model.py:84, in forward`
+    names: tuple[str, ...] = ()  # a parameter's names, all of them where it is tied
+    random: int = -1  # which random op of the graph it is, in order; -1: none
+    checkpoint: tuple[
+        int, ...
+    ] = ()  # the activation-checkpoint regions of the user's code that it stands in, outermost first
 
 
 @dataclass(frozen=True, slots=True)
 class Assume:
     """Assumptions that the caller declares, and the graph repeats.
 
-    no_padding    attention masks are all ones, and a row is one sequence: Hugging Face models then use is_causal=True and no mask tensors
+    no_padding    attention masks are all ones, and a row is one sequence: Hugging Face models then use is_causal=True
+                  and no mask tensors
     finite        no value is inf or nan
     branches      {"model.py:84": True}: the condition at that line of the user's code
     """
@@ -102,17 +116,21 @@ class Graph:
     """One training step's forward: what the tracer gives, and every later stage reads."""
 
     fx: fx.Graph = field(repr=False)
-    input_spec: pytree.TreeSpec = field(repr=False)            # of (args, kwargs)
-    input_leaves: tuple[Any, ...]                              # a leaf of the inputs: its placeholder's name, or the constant itself
+    input_spec: pytree.TreeSpec = field(repr=False)  # of (args, kwargs)
+    input_leaves: tuple[Any, ...]  # a leaf of the inputs: its placeholder's name, or the constant itself
     output_spec: pytree.TreeSpec = field(repr=False)
-    output_leaves: tuple[Any, ...]                             # a leaf of the outputs: its position in the output node, or the constant
-    output_names: tuple[str, ...]                              # of the tensor leaves: "loss", "logits", "0"
-    updates: tuple[tuple[str, str], ...] = ()                  # ("buffer", name) or ("input", name): their new values are the last entries of the output node
+    output_leaves: tuple[Any, ...]  # a leaf of the outputs: its position in the output node, or the constant
+    output_names: tuple[str, ...]  # of the tensor leaves: "loss", "logits", "0"
+    updates: tuple[
+        tuple[str, str], ...
+    ] = ()  # ("buffer", name) or ("input", name): their new values are the last entries of the output node
     assumptions: tuple[str, ...] = ()
     training: bool = True
-    unread: tuple[tuple[str, TensorType], ...] = ()            # ("parameter name" or "buffer name", its type): what the model holds and no op reads
-    backward_from: tuple[str, ...] = ()                        # outputs beside the loss that gradients arrive at
-    idle: tuple[IdleHook, ...] = field(default=(), repr=False) # calls of hooks that do nothing to it; not written
+    unread: tuple[
+        tuple[str, TensorType], ...
+    ] = ()  # ("parameter name" or "buffer name", its type): what the model holds and no op reads
+    backward_from: tuple[str, ...] = ()  # outputs beside the loss that gradients arrive at
+    idle: tuple[IdleHook, ...] = field(default=(), repr=False)  # calls of hooks that do nothing to it; not written
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
@@ -138,7 +156,11 @@ class Graph:
     @property
     def loss(self) -> int | None:
         """Which output is the scalar loss: the one called so, or the only scalar that wants a gradient."""
-        scalars = [i for i, t in enumerate(info(self.output).outputs[:len(self.output_names)]) if t.shape == () and t.requires_grad]
+        scalars = [
+            i
+            for i, t in enumerate(info(self.output).outputs[: len(self.output_names)])
+            if t.shape == () and t.requires_grad
+        ]
         named = [i for i in scalars if self.output_names[i] == "loss"]
         return named[0] if named else scalars[0] if len(scalars) == 1 else None
 
@@ -146,7 +168,11 @@ class Graph:
     def differentiable(self) -> tuple[int, ...]:
         """The outputs that gradients arrive at: the loss, and which are named; where there is no loss, all."""
         types, loss = info(self.output).outputs, self.loss
-        return tuple(i for i, name in enumerate(self.output_names) if types[i].requires_grad and (loss in (None, i) or name in self.backward_from))
+        return tuple(
+            i
+            for i, name in enumerate(self.output_names)
+            if types[i].requires_grad and (loss in (None, i) or name in self.backward_from)
+        )
 
     @property
     def is_random(self) -> bool:
@@ -163,19 +189,35 @@ class Graph:
             if info(node).kind == "op" and info(node).random >= 0:
                 node.kwargs = {k: 0.0 if k in ("p", "dropout_p") else v for k, v in node.kwargs.items()}
                 if "dropout" in op_name(node) and "p" not in node.kwargs:
-                    node.kwargs = {**node.kwargs, "p": 0.0}    # its default is a half
+                    node.kwargs = {**node.kwargs, "p": 0.0}  # its default is a half
         return self
 
     @property
     def digest(self) -> str:
         """A fingerprint of the ops, shapes, names and structures: a plan belongs to the graphs that have it."""
-        said = (str(self), str(self.training), repr(self.input_leaves), repr(self.output_leaves), repr(self.output_names), *self.backward_from)
+        said = (
+            str(self),
+            str(self.training),
+            repr(self.input_leaves),
+            repr(self.output_leaves),
+            repr(self.output_names),
+            *self.backward_from,
+        )
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        results = list(self.output.args[0])                    # type: ignore[arg-type]
-        changed = (f"{kind} {name} = {node}" for (kind, name), node in zip(self.updates, results[len(self.output_names):], strict=True))
-        return "\n".join((*(_line(n) for n in self.nodes if n.op != "output"), *changed, f"return {', '.join(map(str, results[:len(self.output_names)]))}"))
+        results = list(self.output.args[0])
+        changed = (
+            f"{kind} {name} = {node}"
+            for (kind, name), node in zip(self.updates, results[len(self.output_names) :], strict=True)
+        )
+        return "\n".join(
+            (
+                *(_line(n) for n in self.nodes if n.op != "output"),
+                *changed,
+                f"return {', '.join(map(str, results[: len(self.output_names)]))}",
+            )
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Graph) and self.digest == other.digest
@@ -218,17 +260,17 @@ class Replay(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind_inputs(self.graph, args, kwargs)
         given = dict(leaves)
-        for kind, name in self.graph.updates:                  # outputs and autograd hold the old value of what is written afterwards
+        for kind, name in self.graph.updates:  # outputs and autograd hold the old value of what is written afterwards
             if kind == "input":
-                leaves[self.graph.inputs[name].target] = leaves[self.graph.inputs[name].target].clone()   # type: ignore[index]
+                leaves[self.graph.inputs[name].target] = leaves[self.graph.inputs[name].target].clone()
         held = next(iter(self.model.parameters()), next(iter(leaves.values()), torch.empty(0)))
-        with torch.device(held.device):                        # what comes from nothing is made where the model is
+        with torch.device(held.device):  # what comes from nothing is made where the model is
             values = self._run(leaves)
         count = len(self.graph.output_names)
         for (kind, name), value in zip(self.graph.updates, values[count:], strict=True):
             if kind == "input":
                 with torch.no_grad():
-                    given[self.graph.inputs[name].target].copy_(value)   # type: ignore[index]
+                    given[self.graph.inputs[name].target].copy_(value)
             else:
                 write_buffer(self.model, name, value)
         return build_outputs(self.graph, values[:count])
@@ -238,21 +280,27 @@ class Replay(torch.nn.Module):
         changing = {name for kind, name in self.graph.updates if kind == "buffer"}
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                env[node] = leaves[node.target]                # type: ignore[index]
+                env[node] = leaves[node.target]
             elif node.op == "get_attr":
                 env[node] = tensor_of(self.model, str(node.target))
                 if not changing.isdisjoint(info(node).names):
                     env[node] = env[node].clone()
             elif node.op == "call_function":
-                env[node] = run(node, env)                     # random ops draw from torch's own generator here
-        return [env[n] for n in self.graph.output.args[0]]     # type: ignore[union-attr, index, misc]
+                env[node] = run(node, env)  # random ops draw from torch's own generator here
+        return [env[n] for n in self.graph.output.args[0]]
 
 
 def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
     """A parameter, a buffer, or a tensor that a module holds as an attribute, in a list or in a dict."""
     at: Any = model
     for part in name.split("."):
-        at = at[int(part)] if isinstance(at, (list, tuple)) else next(v for k, v in at.items() if str(k) == part) if isinstance(at, dict) else getattr(at, part)
+        at = (
+            at[int(part)]
+            if isinstance(at, (list, tuple))
+            else next(v for k, v in at.items() if str(k) == part)
+            if isinstance(at, dict)
+            else getattr(at, part)
+        )
     return at
 
 
@@ -273,9 +321,18 @@ def write_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None
 def run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     """Compute one op node. What was recorded without a gradient (under no_grad, say) has none here either."""
     kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
-    result = node.target.run(kwargs) if isinstance(node.target, Op) else node.target(*fx.map_arg(node.args, lambda n: env[n]), **kwargs)  # type: ignore[operator]
+    result = (
+        node.target.run(kwargs)
+        if isinstance(node.target, Op)
+        else node.target(*fx.map_arg(node.args, lambda n: env[n]), **kwargs)
+    )
     about = node.meta.get("info")
-    if isinstance(result, torch.Tensor) and result.requires_grad and about is not None and not about.outputs[0].requires_grad:
+    if (
+        isinstance(result, torch.Tensor)
+        and result.requires_grad
+        and about is not None
+        and not about.outputs[0].requires_grad
+    ):
         return result.detach()
     return result
 
@@ -284,10 +341,17 @@ def bind_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The tensors of a call by placeholder name. The structure must be the traced one."""
     leaves, spec = pytree.tree_flatten((args, in_traced_order(graph, kwargs)))
     if spec != graph.input_spec:
-        raise BadInput("the call does not have the structure that was traced", seen=str(spec), advice="the same arguments as meta_inputs, positional or by keyword as there")
+        raise BadInput(
+            "the call does not have the structure that was traced",
+            seen=str(spec),
+            advice="the same arguments as meta_inputs, positional or by keyword as there",
+        )
     for name, leaf in zip(graph.input_leaves, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) and not (leaf is name or leaf == name):
-            raise BadInput(f"a constant argument differs from the traced one: {leaf!r}, traced {name!r}", advice="trace with this value")
+            raise BadInput(
+                f"a constant argument differs from the traced one: {leaf!r}, traced {name!r}",
+                advice="trace with this value",
+            )
     return {name: leaf for name, leaf in zip(graph.input_leaves, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
 
 
@@ -299,7 +363,9 @@ def in_traced_order(graph: Graph, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def build_outputs(graph: Graph, tensors: list[Any]) -> Any:
     """The model's own output structure around these tensors."""
-    return pytree.tree_unflatten([tensors[leaf.position] if isinstance(leaf, Leaf) else leaf for leaf in graph.output_leaves], graph.output_spec)
+    return pytree.tree_unflatten(
+        [tensors[leaf.position] if isinstance(leaf, Leaf) else leaf for leaf in graph.output_leaves], graph.output_spec
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +406,21 @@ def _line(node: fx.Node) -> str:
     if about.kind == "part":
         return f"{node.name}: {types} = {node.args[0]}[{node.args[1]}]"
     if node.op != "call_function":
-        return f"{node.name}: {types} = {about.kind} {about.key}" + "".join(f" = {n}" for n in about.names[1:]) + ("  requires_grad" if about.outputs[0].requires_grad else "")
+        return (
+            f"{node.name}: {types} = {about.kind} {about.key}"
+            + "".join(f" = {n}" for n in about.names[1:])
+            + ("  requires_grad" if about.outputs[0].requires_grad else "")
+        )
     arguments = ", ".join(f"{k}={v}" for k, v in node.kwargs.items())
-    stops = not any(t.requires_grad for t in about.outputs) and op_name(node) != "detach" and any(t.may_have_gradient for t in about.outputs) and any(type_of(n).requires_grad for n in node.all_input_nodes)
-    return f"{node.name}: {types} = {op_name(node)}({arguments})" + (f"    # {about.module}" if about.module else "") + "".join(f"  checkpoint {i}" for i in about.checkpoint[-1:]) + ("  no gradient" if stops else "")
+    stops = (
+        not any(t.requires_grad for t in about.outputs)
+        and op_name(node) != "detach"
+        and any(t.may_have_gradient for t in about.outputs)
+        and any(type_of(n).requires_grad for n in node.all_input_nodes)
+    )
+    return (
+        f"{node.name}: {types} = {op_name(node)}({arguments})"
+        + (f"    # {about.module}" if about.module else "")
+        + "".join(f"  checkpoint {i}" for i in about.checkpoint[-1:])
+        + ("  no gradient" if stops else "")
+    )

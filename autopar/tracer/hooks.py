@@ -1,10 +1,11 @@
 """Hooks of modules while a model is captured, and in the calls after it.
 
-    what computes        a hook that returns something, writes to a tensor, or sets something on a module, is part of the graph
-    what keeps, prints   a tensor of the capture has no values: a letter
-    what else there is   it counts, looks at shapes, or does nothing today: it runs in every call, on tensors without values
+    what computes        a hook that returns something, writes to a tensor, or sets something on a module, is part of
+    the graph what keeps, prints   a tensor of the capture has no values: a letter what else there is   it counts, looks
+    at shapes, or does nothing today: it runs in every call, on tensors without values
 
-The last are `idle`: the graph is the same without them. One that asks in a call for values, as it did not while it was captured, is a letter.
+The last are `idle`: the graph is the same without them. One that asks in a call for values, as it did not while it was
+captured, is a letter.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class Unknown:
 class IdleHook:
     """One call of a hook that does nothing to the graph."""
 
-    path: str                                                  # of its module
+    path: str  # of its module
     held_by: str
-    key: int                                                   # among the hooks of its module
-    given: Any                                                 # its arguments beside the module: forms in the place of tensors
+    key: int  # among the hooks of its module
+    given: Any  # its arguments beside the module: forms in the place of tensors
 
     def run(self, model: nn.Module, own: tuple[Any, Any]) -> None:
         """Call it as its module would be, on tensors without values; `own` are those that the whole model had."""
@@ -66,7 +67,8 @@ class IdleHook:
             raise
         except Exception as e:
             raise NotServed(
-                f"a hook of {self.path or 'the model'} ({_name(held[self.key])}) needs more than shapes and dtypes: {e}",
+                f"a hook of {self.path or 'the model'} ({_name(held[self.key])}) needs more than shapes and "
+                f"dtypes: {e}",
                 advice="what it looks at as an output of the model: a parallel model's modules do not run one by one",
             ) from e
 
@@ -76,10 +78,10 @@ class Hooks:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.running: list[str] = []                           # names of those that run now
-        self.effects = 0                                       # counts what changed of a tensor or a module
+        self.running: list[str] = []  # names of those that run now
+        self.effects = 0  # counts what changed of a tensor or a module
         self.idle: list[IdleHook] = []
-        self.met: list[tuple[weakref.ref[Tensor], str]] = []   # tensors that a hook was given or has made, and its name
+        self.met: list[tuple[weakref.ref[Tensor], str]] = []  # tensors that a hook was given or has made, and its name
 
     def watch(self, root: nn.Module) -> None:
         """Wrap the hooks of all modules; whoever puts the modules back as they were takes the wrappers away."""
@@ -128,8 +130,11 @@ class Hooks:
         for ref, name in self.met:
             if ref() is not None:
                 raise NotCaptured(
-                    f"a hook ({name}) keeps a tensor, which has no values while a model is captured, and modules do not run one by one in the calls after it",
-                    advice="what it keeps as an output of the model: (loss, hidden), and outputs=\"full\" to have it whole",
+                    f"a hook ({name}) keeps a tensor, which has no values while a model is captured, and modules "
+                    "do not run one by one in the calls after it",
+                    advice=(
+                        'what it keeps as an output of the model: (loss, hidden), and outputs="full" to have it whole'
+                    ),
                 )
 
 

@@ -14,61 +14,109 @@ from torch import Tensor
 from autopar.tracer.vocabulary import CASTS, OPS, SHAPE, SIZES, SPELLINGS, Apply, Op, same
 
 _T = Tensor
-_LAYOUT = frozenset({"how", "memory_format", "non_blocking", "copy", "sparse_grad", "_stacklevel", "inplace", "out"})    # what names no value: layout, device, warnings
+_LAYOUT = frozenset(
+    {"how", "memory_format", "non_blocking", "copy", "sparse_grad", "_stacklevel", "inplace", "out"}
+)  # what names no value: layout, device, warnings
 _FACTORIES = frozenset({"arange", "zeros", "ones", "empty", "full", "rand", "randn", "randperm", "tensor"})
 _OF_TWO = {torch.min: torch.minimum, _T.min: torch.minimum, torch.max: torch.maximum, _T.max: torch.maximum}
-_MAKERS = frozenset("arange as_tensor asarray bartlett_window blackman_window complex empty empty_strided eye full hamming_window hann_window kaiser_window linspace logspace normal ones rand randint randn "
-                    "randperm scalar_tensor tensor tril_indices triu_indices vander zeros fftfreq rfftfreq poisson polar".split())   # functions without a tensor operand, which nobody can override
-_HOMES = {"special": torch.special, "linalg": torch.linalg, "fft": torch.fft}               # ATen's prefix, and where torch keeps the rest of the name
-_SPREADS = {torch.var: "var", _T.var: "var", torch.std: "std", _T.std: "std", torch.var_mean: "var_mean", torch.std_mean: "std_mean"}
-_DRAWS = {"uniform_": ("uniform_like", ("from", "to")), "normal_": ("normal_like", ("mean", "std")), "exponential_": ("exponential_like", ("lambd",)),
-          "log_normal_": ("log_normal_like", ("mean", "std")), "cauchy_": ("cauchy_like", ("median", "sigma")), "geometric_": ("geometric_like", ("p",)), "random_": ("random_like", ("from", "to"))}
+_MAKERS = frozenset(
+    "arange as_tensor asarray bartlett_window blackman_window complex empty empty_strided eye full hamming_window "
+    "hann_window kaiser_window linspace logspace normal ones rand randint randn "
+    "randperm scalar_tensor tensor tril_indices triu_indices vander zeros fftfreq rfftfreq poisson polar".split()
+)  # functions without a tensor operand, which nobody can override
+_HOMES = {
+    "special": torch.special,
+    "linalg": torch.linalg,
+    "fft": torch.fft,
+}  # ATen's prefix, and where torch keeps the rest of the name
+_SPREADS = {
+    torch.var: "var",
+    _T.var: "var",
+    torch.std: "std",
+    _T.std: "std",
+    torch.var_mean: "var_mean",
+    torch.std_mean: "std_mean",
+}
+_DRAWS = {
+    "uniform_": ("uniform_like", ("from", "to")),
+    "normal_": ("normal_like", ("mean", "std")),
+    "exponential_": ("exponential_like", ("lambd",)),
+    "log_normal_": ("log_normal_like", ("mean", "std")),
+    "cauchy_": ("cauchy_like", ("median", "sigma")),
+    "geometric_": ("geometric_like", ("p",)),
+    "random_": ("random_like", ("from", "to")),
+}
 
 
-def lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any = None) -> tuple[Op, dict[str, Any]]:
+def lookup(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any = None
+) -> tuple[Op, dict[str, Any]]:
     """The canonical op of one call, and its arguments by name; shapes and dtypes are those of the result."""
     if function in CASTS and isinstance(result, Tensor):
         return OPS["to"], {"input": args[0], "dtype": result.dtype}
     if isinstance(function, torch._ops.OpOverload):
         function = _of_aten(function)
     if getattr(function, "__name__", "") == "__get__":
-        return _attribute(function.__self__.__name__, args[0])                                    # type: ignore[attr-defined]
+        return _attribute(function.__self__.__name__, args[0])  # type: ignore[attr-defined]
     if function in _INTEGERS:
-        return OPS["randint"], {"size": tuple(result.shape), **_INTEGERS[function](*args, **kwargs), "dtype": result.dtype}
+        return OPS["randint"], {
+            "size": tuple(result.shape),
+            **_INTEGERS[function](*args, **kwargs),
+            "dtype": result.dtype,
+        }
     if function is torch.normal and not _holds_tensor((*args, *kwargs.values())):
-        return OPS["normal_filled"], {"size": tuple(result.shape), **_of_numbers(*args, **kwargs), "dtype": result.dtype}
+        return OPS["normal_filled"], {
+            "size": tuple(result.shape),
+            **_of_numbers(*args, **kwargs),
+            "dtype": result.dtype,
+        }
     if function in _SPREADS:
         return _spread(_SPREADS[function], *args, **kwargs)
     if function in _OF_TWO and len(args) == 2 and isinstance(args[1], Tensor):
-        function = _OF_TWO[function]                           # min(a, b)
+        function = _OF_TWO[function]  # min(a, b)
     if function in _OF_TWO and len(args) < 2 and not kwargs.keys() & {"dim", "other"}:
-        return OPS["amin" if _OF_TWO[function] is torch.minimum else "amax"], {"input": args[0] if args else kwargs["input"]}      # of all: one value, without its place
+        return OPS["amin" if _OF_TWO[function] is torch.minimum else "amax"], {
+            "input": args[0] if args else kwargs["input"]
+        }  # of all: one value, without its place
     if function in (_T.view, _T.reshape) and any(isinstance(a, torch.dtype) for a in args):
         return by_own_name(function, args, kwargs)
     canonical, arguments = _lookup(function, args, kwargs, result)
     name = canonical.name
     if name == "einsum" and len(arguments["operands"]) == 1 and isinstance(arguments["operands"][0], (tuple, list)):
-        arguments["operands"] = tuple(arguments["operands"][0])    # einsum(equation, [x, y])
-    if arguments.get("dim", 0) in ((), []):                    # sum over no dims is torch's word for all
+        arguments["operands"] = tuple(arguments["operands"][0])  # einsum(equation, [x, y])
+    if arguments.get("dim", 0) in ((), []):  # sum over no dims is torch's word for all
         del arguments["dim"]
     if name in ("softmax", "log_softmax") and arguments.get("dim") is None:
-        arguments["dim"] = 0 if args[0].dim() in (0, 1, 3) else 1                                 # as torch guesses
-    if name in ("sum", "mean", "logsumexp") and "dim" not in arguments and ("keepdim" in arguments or name == "logsumexp"):      # torch asks for the dims there
+        arguments["dim"] = 0 if args[0].dim() in (0, 1, 3) else 1  # as torch guesses
+    if (
+        name in ("sum", "mean", "logsumexp")
+        and "dim" not in arguments
+        and ("keepdim" in arguments or name == "logsumexp")
+    ):  # torch asks for the dims there
         given = arguments["input"]
         arguments = {"input": given, "dim": tuple(range(given.dim())) if given.dim() else 0, **arguments}
-    if name == "rrelu" and not arguments.get("training"):      # draws in training only
-        return OPS["leaky_relu"], {"input": arguments["input"], "negative_slope": (arguments.get("lower", 1 / 8) + arguments.get("upper", 1 / 3)) / 2}
+    if name == "rrelu" and not arguments.get("training"):  # draws in training only
+        return OPS["leaky_relu"], {
+            "input": arguments["input"],
+            "negative_slope": (arguments.get("lower", 1 / 8) + arguments.get("upper", 1 / 3)) / 2,
+        }
     if name in _FACTORIES:
-        arguments["dtype"] = result.dtype                      # torch's default may be another at replay
+        arguments["dtype"] = result.dtype  # torch's default may be another at replay
     if (sizes := _local(canonical, SIZES)) is not None:
         arguments[sizes] = tuple(part.shape[arguments.get("dim", 0)] for part in result)
-    for many in ("dims", "repeats"):                           # permute((0, 2, 1)) and permute(0, 2, 1)
-        if isinstance(arguments.get(many), tuple) and len(arguments[many]) == 1 and isinstance(arguments[many][0], (tuple, list)):
+    for many in ("dims", "repeats"):  # permute((0, 2, 1)) and permute(0, 2, 1)
+        if (
+            isinstance(arguments.get(many), tuple)
+            and len(arguments[many]) == 1
+            and isinstance(arguments[many][0], (tuple, list))
+        ):
             arguments[many] = tuple(arguments[many][0])
     return canonical, arguments
 
 
-def functional(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Op | None, dict[str, Any]]:
+def functional(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Op | None, dict[str, Any]]:
     """The pure form of a call that writes to its first argument. None: the new value is `source` itself."""
     if isinstance(function, torch._ops.OpOverload):
         name, pure = function._schema.name.split("::")[1], None
@@ -91,17 +139,31 @@ def functional(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         made, names = _DRAWS[name]
         said = {**dict(zip(names, args[1:], strict=False)), **kwargs}
         if name == "random_" and "from" not in said and "to" in said:
-            said = {"from": said["to"]}                        # one number alone is the end
-        return OPS[made], {"input": args[0], **{letter: said[n] for letter, n in zip("ab", names, strict=False) if n in said}}
+            said = {"from": said["to"]}  # one number alone is the end
+        return OPS[made], {
+            "input": args[0],
+            **{letter: said[n] for letter, n in zip("ab", names, strict=False) if n in said},
+        }
     if pure is None:
         bare = name[3:-2] if name.startswith("__i") else name.rstrip("_")
-        bare = {"truediv": "div", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "mod": "remainder", "floordiv": "floor_divide"}.get(bare, bare)
-        pure = next((found for home in (_T, torch, F) if callable(found := getattr(home, bare, None))), None) if name.endswith("_") else function
+        bare = {
+            "truediv": "div",
+            "and": "bitwise_and",
+            "or": "bitwise_or",
+            "xor": "bitwise_xor",
+            "mod": "remainder",
+            "floordiv": "floor_divide",
+        }.get(bare, bare)
+        pure = (
+            next((found for home in (_T, torch, F) if callable(found := getattr(home, bare, None))), None)
+            if name.endswith("_")
+            else function
+        )
     if pure is None:
         return by_own_name(on_a_copy(function), args, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
-    if pure is function:                                       # inplace by position
-        named = function.__code__.co_varnames[:function.__code__.co_argcount]                    # type: ignore[attr-defined]
+    if pure is function:  # inplace by position
+        named = function.__code__.co_varnames[: function.__code__.co_argcount]
         args = tuple(False if n == "inplace" else a for n, a in zip(named, args, strict=False))
     return lookup(pure, args, kwargs, args[0] if args else kwargs.get("input"))
 
@@ -110,6 +172,7 @@ def functional(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         return function(input.clone(), *args, **kwargs)
+
     call.__name__ = call.__qualname__ = f"{function.__name__} on a copy"
     return call
 
@@ -123,7 +186,7 @@ def _bounds(*bounds: int, low: int = 0, high: int | None = None, **how: Any) -> 
         high = numbers[0]
     elif numbers:
         low = numbers[0]
-    return {"low": low, "high": high}                          # type: ignore[dict-item]
+    return {"low": low, "high": high}  # type: ignore[dict-item]
 
 
 def _bounds_like(input: Tensor, *bounds: int, **how: Any) -> dict[str, int]:
@@ -139,8 +202,20 @@ def _of_numbers(mean: float, std: float, *size: Any, **how: Any) -> dict[str, fl
 _INTEGERS: dict[Any, Callable[..., dict[str, int]]] = {torch.randint: _bounds, torch.randint_like: _bounds_like}
 
 
-def _spread(name: str, input: Tensor, dim: Any = None, unbiased: bool | None = None, keepdim: bool = False, *, correction: float | None = None, axis: Any = None) -> tuple[Op, dict[str, Any]]:
-    """Variance and deviation in all their spellings: var(x, False), var(x, 1, False, True), var(x, dim=1, correction=0)."""
+def _spread(
+    name: str,
+    input: Tensor,
+    dim: Any = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+    axis: Any = None,
+) -> tuple[Op, dict[str, Any]]:
+    """Variance and deviation in all their spellings.
+
+    Var(x, False), var(x, 1, False, True), var(x, dim=1, correction=0).
+    """
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     dim = axis if dim is None else dim
@@ -173,7 +248,10 @@ def _attribute(name: str, tensor: Tensor) -> tuple[Op, dict[str, Any]]:
     """A tensor that is read off another: x.T, x.mT, x.data."""
     if name in ("T", "mT", "H", "mH") and not tensor.is_complex():
         dims = tuple(range(tensor.dim()))
-        return OPS["permute"], {"input": tensor, "dims": dims[::-1] if name in ("T", "H") else (*dims[:-2], *dims[:-3:-1])}
+        return OPS["permute"], {
+            "input": tensor,
+            "dims": dims[::-1] if name in ("T", "H") else (*dims[:-2], *dims[:-3:-1]),
+        }
     if name == "data":
         return OPS["detach"], {"input": tensor}
     if name in ("real", "imag"):
@@ -184,22 +262,26 @@ def _attribute(name: str, tensor: Tensor) -> tuple[Op, dict[str, Any]]:
 _local = functools.cache(Op.local)
 
 
-def _lookup(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
+def _lookup(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> tuple[Op, dict[str, Any]]:
     found = SPELLINGS.get(function)
     if found is not None:
         canonical, spelled = found
         try:
             named = _named(spelled, args, kwargs)
-        except TypeError:                                      # an overload that the line does not cover
+        except TypeError:  # an overload that the line does not cover
             return by_own_name(function, args, kwargs)
         assert canonical.signature is not None
         names = canonical.signature.parameters
-        if (shape := _local(canonical, SHAPE)) is not None:    # whatever was said, the shape of the result says it all
-            return canonical, {n: tuple(result.shape) if n == shape else named[n] for n in names if n == shape or n in named}
+        if (shape := _local(canonical, SHAPE)) is not None:  # whatever was said, the shape of the result says it all
+            return canonical, {
+                n: tuple(result.shape) if n == shape else named[n] for n in names if n == shape or n in named
+            }
         if canonical.name == "arange":
             return _arange(canonical, named)
         if any(_holds_tensor(v) for n, v in named.items() if n in names and names[n].annotation is not Tensor):
-            return by_own_name(function, args, kwargs)         # a tensor where the line has a number
+            return by_own_name(function, args, kwargs)  # a tensor where the line has a number
         if all(n in names or n in _LAYOUT or same(v, spelled.parameters[n].default) for n, v in named.items()):
             return canonical, {n: v for n, p in names.items() if n in named and not same(v := named[n], p.default)}
     return by_own_name(function, args, kwargs)
@@ -214,7 +296,9 @@ def _plain_names(signature: inspect.Signature) -> tuple[tuple[str, ...], frozens
     """The positional names and all names of a signature without * and **."""
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
         return None
-    return tuple(n for n, p in signature.parameters.items() if p.kind == p.POSITIONAL_OR_KEYWORD), frozenset(n for n, p in signature.parameters.items() if p.default is p.empty)
+    return tuple(n for n, p in signature.parameters.items() if p.kind == p.POSITIONAL_OR_KEYWORD), frozenset(
+        n for n, p in signature.parameters.items() if p.default is p.empty
+    )
 
 
 def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,7 +309,11 @@ def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[
         return {**{p.name: () for p in signature.parameters.values() if p.kind == p.VAR_POSITIONAL}, **bound}
     positional, needed = plain
     named = dict(zip(positional, args, strict=False))
-    if len(args) > len(positional) or any(n in named or n not in signature.parameters for n in kwargs) or not needed <= named.keys() | kwargs.keys():
+    if (
+        len(args) > len(positional)
+        or any(n in named or n not in signature.parameters for n in kwargs)
+        or not needed <= named.keys() | kwargs.keys()
+    ):
         raise TypeError("another overload")
     named.update(kwargs)
     return named
@@ -241,10 +329,16 @@ def _arange(canonical: Op, named: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
     return canonical, {"start": start, "end": end, **({"step": step} if step != 1 else {})}
 
 
-def by_own_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
+def by_own_name(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Op, dict[str, Any]]:
     name = own_name(function)
-    kwargs = {k: v for k, v in kwargs.items() if k != "device" and not (k == "out" and v is None)}   # fakes say cpu; the program runs where the model is
-    while (made := OPS.setdefault(name, Op(name, function))).call != function or made.signature is not None:   # the name is taken
+    kwargs = {
+        k: v for k, v in kwargs.items() if k != "device" and not (k == "out" and v is None)
+    }  # fakes say cpu; the program runs where the model is
+    while (
+        made := OPS.setdefault(name, Op(name, function))
+    ).call != function or made.signature is not None:  # the name is taken
         name += "'"
     return made, made.bind(args, kwargs)
 
@@ -256,19 +350,39 @@ def own_name(function: Callable[..., Any]) -> str:
         return function.__name__
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return f"ops.{str(function).replace('::', '.')}"
-    return next((name for name, known in torch_functions().items() if known is function), getattr(function, "__qualname__", repr(function)))
+    return next(
+        (name for name, known in torch_functions().items() if known is function),
+        getattr(function, "__qualname__", repr(function)),
+    )
 
 
 @functools.cache
 def torch_functions() -> dict[str, Callable[..., Any]]:
     """Every function of torch that a tracer meets, by the name that a graph gives it."""
     found: dict[str, Callable[..., Any]] = {}
-    homes = {"": torch, "Tensor.": _T, "nn.functional.": F, "linalg.": torch.linalg, "fft.": torch.fft, "special.": torch.special, "nn.": torch._C._nn, "C.": torch._C._VariableFunctions}
-    overridable = {f for functions in torch.overrides.get_overridable_functions().values() for f in functions if callable(f)}
+    homes = {
+        "": torch,
+        "Tensor.": _T,
+        "nn.functional.": F,
+        "linalg.": torch.linalg,
+        "fft.": torch.fft,
+        "special.": torch.special,
+        "nn.": torch._C._nn,
+        "C.": torch._C._VariableFunctions,
+    }
+    overridable = {
+        f for functions in torch.overrides.get_overridable_functions().values() for f in functions if callable(f)
+    }
     names = {getattr(f, "__name__", "") for f in overridable}
     for prefix, home in homes.items():
         for name in dir(home):
             function = getattr(home, name)
-            if callable(function) and not isinstance(function, type) and (function in overridable or name in _MAKERS or prefix == "nn." or (prefix == "C." and name in names)):
+            if (
+                callable(function)
+                and not isinstance(function, type)
+                and (
+                    function in overridable or name in _MAKERS or prefix == "nn." or (prefix == "C." and name in names)
+                )
+            ):
                 found[prefix + name] = function
     return found

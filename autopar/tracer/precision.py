@@ -1,7 +1,8 @@
 """Mixed precision: parameters keep the dtype in which they are stored, the model computes in another.
 
-The single-device program under a `Precision` is the model run on casts of its parameters and inputs (`reference`); the graph holds those casts as ops of its own, each just before its first use. What a plan then
-does with them is the algebra's business: a parameter stored in parts is cast and then gathered, in half the bytes.
+The single-device program under a `Precision` is the model run on casts of its parameters and inputs (`reference`); the
+graph holds those casts as ops of its own, each just before its first use. What a plan then does with them is the
+algebra's business: a parameter stored in parts is cast and then gathered, in half the bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of compute and of the reduction of gradients; parameters, gradients and states are stored in the model's own."""
+    """Dtypes of compute and of the reduction of gradients.
+
+    Parameters, gradients and states are stored in the model's own.
+    """
 
     param: str = "bfloat16"
     reduce: str = "float32"
@@ -41,7 +45,11 @@ class Precision:
             if isinstance(given, torch.dtype):
                 object.__setattr__(self, name, str(given).removeprefix("torch."))
             if getattr(self, name) not in _DTYPES:
-                raise NotServed(f"Precision({name}={given!r}) names no floating dtype", seen=f"known: {', '.join(_DTYPES)}", advice='autopar.Precision(param="bfloat16", reduce="float32")')
+                raise NotServed(
+                    f"Precision({name}={given!r}) names no floating dtype",
+                    seen=f"known: {', '.join(_DTYPES)}",
+                    advice='autopar.Precision(param="bfloat16", reduce="float32")',
+                )
 
     def cast(self, tensor: Tensor) -> Tensor:
         """The tensor in the dtype of compute; whole numbers stay."""
@@ -51,24 +59,38 @@ class Precision:
         """A gradient exists in the dtype of compute and in that of storage: it is reduced in one of them."""
         stored = str(parameter.dtype).removeprefix("torch.")
         if parameter.requires_grad and self.reduce not in (self.param, stored):
-            raise NotServed(f"{name} is stored in {stored} and computes in {self.param}: its gradient is never {self.reduce}, and cannot be reduced in it", seen=str(self),
-                            advice=f"a model that is stored in {self.reduce}, or reduce={stored!r}")
+            raise NotServed(
+                f"{name} is stored in {stored} and computes in {self.param}: its gradient is never {self.reduce}, "
+                "and cannot be reduced in it",
+                seen=str(self),
+                advice=f"a model that is stored in {self.reduce}, or reduce={stored!r}",
+            )
 
 
 def reference(model: torch.nn.Module, precision: Precision) -> Callable[..., Any]:
-    """The single-device program under a precision, as a function of the model's inputs: what a parallel model computes."""
+    """The single-device program under a precision, as a function of the model's inputs.
+
+    What a parallel model computes.
+    """
+
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, precision.cast, (args, kwargs))
         with NormsOfTwoDtypes():
-            return torch.func.functional_call(model, {n: precision.cast(p) for n, p in model.named_parameters()}, args, kwargs)
+            return torch.func.functional_call(
+                model, {n: precision.cast(p) for n, p in model.named_parameters()}, args, kwargs
+            )
+
     return run
 
 
 class NormsOfTwoDtypes(TorchFunctionMode):
-    """Batch and instance norms whose running statistics are stored in another dtype than the one they compute in: torch refuses most of them.
+    """Batch and instance norms whose running statistics are stored in another dtype than the one they compute in.
 
-    A narrower input (bfloat16 beside float32) is normalised as torch does under autocast: weight and bias in the dtype of the statistics, the
-    result in that of the input. For any other pair the statistics are cast to the dtype of the input, and written back in their own.
+    Torch refuses most of them.
+
+    A narrower input (bfloat16 beside float32) is normalised as torch does under autocast: weight and bias in the dtype
+    of the statistics, the result in that of the input. For any other pair the statistics are cast to the dtype of the
+    input, and written back in their own.
     """
 
     def __torch_function__(
@@ -96,13 +118,19 @@ class NormsOfTwoDtypes(TorchFunctionMode):
         return result
 
 
-_NORMS: dict[Any, str] = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}        # each with the argument by which it writes
+_NORMS: dict[Any, str] = {
+    F.batch_norm: "training",
+    F.instance_norm: "use_input_stats",
+}  # each with the argument by which it writes
 _STATISTICS = ("running_mean", "running_var")
 
 
 @contextlib.contextmanager
 def computing_in(precision: Precision | None, recorder: Recorder) -> Iterator[list[fx.Node]]:
-    """Inside, the modules hold casts of their parameters, in the parameters' place; they are ops of the recorder's graph. Gives their nodes."""
+    """Inside, the modules hold casts of their parameters, in the parameters' place.
+
+    They are ops of the recorder's graph. Gives their nodes.
+    """
     casts: list[fx.Node] = []
     if precision is None:
         yield casts
@@ -122,7 +150,7 @@ def computing_in(precision: Precision | None, recorder: Recorder) -> Iterator[li
                         made[id(parameter)] = precision.cast(parameter)
                         casts.append(recorder.values.node(made[id(parameter)]))
                 held.append((module._parameters, name, parameter))
-                module._parameters[name] = made[id(parameter)]     # type: ignore[assignment]
+                module._parameters[name] = made[id(parameter)]
         with NormsOfTwoDtypes():
             yield casts
     finally:
@@ -131,7 +159,11 @@ def computing_in(precision: Precision | None, recorder: Recorder) -> Iterator[li
 
 
 def sink(casts: Sequence[fx.Node]) -> None:
-    """Before: casts stand where the model begins. After: each just before its first use, so that a cast copy lives no longer than it must; one that nothing uses is gone."""
+    """Before: casts stand where the model begins.
+
+    After: each just before its first use, so that a cast copy lives no longer than it must; one that nothing uses is
+    gone.
+    """
     for cast in casts:
         if not cast.users:
             cast.graph.erase_node(cast)

@@ -2,13 +2,15 @@
 
     autograd.Function.apply      one node, with its backward; checkpoints are opened and their ops tagged
     numpy.random, random         a draw would be frozen into the graph: a letter
-    transformers                 with no_padding, its mask code is told that nobody traces, so that it looks at the masks and drops them
+    transformers                 with no_padding, its mask code is told that nobody traces, so that it looks at the
+                                 masks and drops them
     clear_autocast_cache         is heard
     BatchNorm, Gamma.rsample     are spelled without questions about values, and without writing through a detached view
     TorchScript, torch.compile   run op by op, so that every op comes by
 
-Private parts: `torch.utils.checkpoint._checkpoint_without_reentrant_generator` and `CheckpointFunction` (torch 2.11 to 2.13),
-`transformers.masking_utils.is_tracing`, `transformers.pytorch_utils.is_torchdynamo_compiling` (transformers 5.x).
+Private parts: `torch.utils.checkpoint._checkpoint_without_reentrant_generator` and `CheckpointFunction` (torch 2.11 to
+2.13), `transformers.masking_utils.is_tracing`, `transformers.pytorch_utils.is_torchdynamo_compiling` (transformers
+5.x).
 """
 
 from __future__ import annotations
@@ -38,20 +40,63 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 def captured(recorder: Recorder) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        enter(torch.jit.optimized_execution(False))            # its autodiff would detach what it runs
+        enter(torch.jit.optimized_execution(False))  # its autodiff would detach what it runs
         enter(torch.compiler.set_stance("force_eager"))
-        enter(patched(torch.autograd.Function, "apply", classmethod(_apply(recorder, torch.autograd.Function.__dict__["apply"].__func__))))
+        enter(
+            patched(
+                torch.autograd.Function,
+                "apply",
+                classmethod(_apply(recorder, torch.autograd.Function.__dict__["apply"].__func__)),
+            )
+        )
         enter(patched(torch, "clear_autocast_cache", _clearing(recorder, torch.clear_autocast_cache)))
         enter(patched(checkpoints, _GENERATOR, _region(recorder, getattr(checkpoints, _GENERATOR))))
         if recorder.assume.no_padding and "transformers.masking_utils" in sys.modules:
             enter(patched(sys.modules["transformers.masking_utils"], "is_tracing", lambda *_: False))
-        if "transformers.pytorch_utils" in sys.modules:        # its method caches would keep fakes
+        if "transformers.pytorch_utils" in sys.modules:  # its method caches would keep fakes
             enter(patched(sys.modules["transformers.pytorch_utils"], "is_torchdynamo_compiling", lambda: True))
-        for owner, name in ((torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "set_rng_state"), (torch.random, "set_rng_state"), (torch, "seed"), (torch.random, "seed"), (torch.random, "fork_rng")):
-            enter(patched(owner, name, _refusing(recorder, f"torch.{name}", getattr(owner, name), "seeds or sets torch's generator inside forward", "seeding outside the model")))
-        enter(patched(torch.autograd.graph.saved_tensors_hooks, "__enter__", _refusing(recorder, "saved_tensors_hooks", torch.autograd.graph.saved_tensors_hooks.__enter__,
-                                                                                        "hooks what autograd saves", "them around the call of the model")))
-        enter(patched(_BatchNorm, "forward", _while_captured(recorder, _BatchNorm.forward, cumulative_batch_norm, averages_over_all)))
+        for owner, name in (
+            (torch, "manual_seed"),
+            (torch.random, "manual_seed"),
+            (torch, "set_rng_state"),
+            (torch.random, "set_rng_state"),
+            (torch, "seed"),
+            (torch.random, "seed"),
+            (torch.random, "fork_rng"),
+        ):
+            enter(
+                patched(
+                    owner,
+                    name,
+                    _refusing(
+                        recorder,
+                        f"torch.{name}",
+                        getattr(owner, name),
+                        "seeds or sets torch's generator inside forward",
+                        "seeding outside the model",
+                    ),
+                )
+            )
+        enter(
+            patched(
+                torch.autograd.graph.saved_tensors_hooks,
+                "__enter__",
+                _refusing(
+                    recorder,
+                    "saved_tensors_hooks",
+                    torch.autograd.graph.saved_tensors_hooks.__enter__,
+                    "hooks what autograd saves",
+                    "them around the call of the model",
+                ),
+            )
+        )
+        enter(
+            patched(
+                _BatchNorm,
+                "forward",
+                _while_captured(recorder, _BatchNorm.forward, cumulative_batch_norm, averages_over_all),
+            )
+        )
         enter(patched(Gamma, "rsample", _while_captured(recorder, Gamma.rsample, gamma_rsample)))
         enter(_no_outside_randomness(recorder))
         yield
@@ -63,7 +108,9 @@ def _apply(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., An
             return original(cls, *args, **kwargs)
         if issubclass(cls, checkpoints.CheckpointFunction):
             function, _, *rest = args
-            wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in rest)     # or nothing in it gets a gradient
+            wanted = any(
+                isinstance(a, torch.Tensor) and a.requires_grad for a in rest
+            )  # or nothing in it gets a gradient
             with _open_region(recorder), torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
                 return function(*rest)
         return recorder.apply(cls, lambda *a, **k: original(cls, *a, **k), args, kwargs)
@@ -71,7 +118,9 @@ def _apply(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., An
     return apply
 
 
-def _refusing(recorder: Recorder, name: str, original: Callable[..., Any], what: str, advice: str) -> Callable[..., Any]:
+def _refusing(
+    recorder: Recorder, name: str, original: Callable[..., Any], what: str, advice: str
+) -> Callable[..., Any]:
     def refused(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != recorder.thread or not recorder.watched:
             return original(*args, **kwargs)
@@ -82,6 +131,7 @@ def _refusing(recorder: Recorder, name: str, original: Callable[..., Any], what:
 
 def _clearing(recorder: Recorder, original: Callable[[], None]) -> Callable[[], None]:
     """Autocast forgets its casts of parameters when its outermost region ends; so does the graph."""
+
     def clear() -> None:
         recorder.casts.cached.clear()
         original()
@@ -89,8 +139,14 @@ def _clearing(recorder: Recorder, original: Callable[[], None]) -> Callable[[], 
     return clear
 
 
-def _while_captured(recorder: Recorder, original: Callable[..., Any], spelled: Callable[..., Any], is_asked: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
+def _while_captured(
+    recorder: Recorder,
+    original: Callable[..., Any],
+    spelled: Callable[..., Any],
+    is_asked: Callable[..., bool] = lambda *_: True,
+) -> Callable[..., Any]:
     """A method as it is spelled for a graph, where the model that is captured calls it so that this is asked for."""
+
     def method(own: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == recorder.thread and recorder.watched and is_asked(own):
             return spelled(own, *args, **kwargs)
@@ -135,7 +191,12 @@ def _no_outside_randomness(recorder: Recorder) -> Iterator[None]:
         def refused(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != recorder.thread:
                 return original(*args, **kwargs)
-            raise recorder.letter(f"the model draws from {name}: the numbers drawn while tracing would be used for ever", (), "torch's random functions, or switching this off in the config")
+            raise recorder.letter(
+                f"the model draws from {name}: the numbers drawn while tracing would be used for ever",
+                (),
+                "torch's random functions, or switching this off in the config",
+            )
+
         return refused
 
     before = state()
@@ -143,10 +204,23 @@ def _no_outside_randomness(recorder: Recorder) -> Iterator[None]:
         for owner in owners:
             for name in owner.__all__:
                 value = getattr(owner, name)
-                if callable(value) and not isinstance(value, type) and name not in ("getstate", "setstate", "seed", "get_state", "set_state"):
+                if (
+                    callable(value)
+                    and not isinstance(value, type)
+                    and name not in ("getstate", "setstate", "seed", "get_state", "set_state")
+                ):
                     stack.enter_context(patched(owner, name, refusing(f"{owner.__name__}.{name}", value)))
         yield
-        if state() != before and any(t is not threading.current_thread() and not t.daemon for t in threading.enumerate()):
-            recorder.assumptions.append("numpy's or Python's random numbers were drawn while tracing, by another thread or by the model: what the model drew is frozen")
+        if state() != before and any(
+            t is not threading.current_thread() and not t.daemon for t in threading.enumerate()
+        ):
+            recorder.assumptions.append(
+                "numpy's or Python's random numbers were drawn while tracing, by another thread or by the model: "
+                "what the model drew is frozen"
+            )
         elif state() != before:
-            raise recorder.letter("the model draws from numpy's or Python's random numbers, which would be frozen", (), "torch's random functions")
+            raise recorder.letter(
+                "the model draws from numpy's or Python's random numbers, which would be frozen",
+                (),
+                "torch's random functions",
+            )

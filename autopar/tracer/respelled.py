@@ -24,7 +24,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def cov(
-    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None,
+    input: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
 ) -> Tensor:
     """How rows vary together; columns are observations."""
     rows = input.view(1, -1) if input.dim() < 2 else input
@@ -62,8 +66,13 @@ def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> T
 
 
 def ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
-    reduction: Any = "mean", zero_infinity: bool = False,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: Any = "mean",
+    zero_infinity: bool = False,
 ) -> Tensor:
     """CTC loss; lengths are tensors, lists or tuples."""
     reduction = {0: "none", 1: "mean", 2: "sum"}.get(reduction, reduction)
@@ -86,11 +95,19 @@ def ctc_loss(
 
 def by_layers(recurrent: Callable[..., Any]) -> Callable[..., Any]:
     """A recurrent function as one call for each layer, with dropout between."""
+
     def call(
-        input: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
-        train: bool, bidirectional: bool, batch_first: bool,
+        input: Tensor,
+        hx: Any,
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
     ) -> Any:
-        has_many = isinstance(hx, (tuple, list))               # a state and a cell
+        has_many = isinstance(hx, (tuple, list))  # a state and a cell
         held = hx if has_many else (hx,)
         directions, each = 2 if bidirectional else 1, len(params) // num_layers
         values, ends = input.transpose(0, 1) if batch_first else input, []
@@ -103,6 +120,7 @@ def by_layers(recurrent: Callable[..., Any]) -> Callable[..., Any]:
             if layer + 1 < num_layers:
                 values = F.dropout(values, dropout, True)
         return values.transpose(0, 1) if batch_first else values, *(torch.cat(end) for end in zip(*ends, strict=True))
+
     return call
 
 
@@ -117,13 +135,13 @@ def gamma_rsample(distribution: Gamma, sample_shape: Any = ()) -> Tensor:
 def cumulative_batch_norm(module: _BatchNorm, input: Tensor) -> Tensor:
     """Batch norm whose running statistics are the mean over all batches so far."""
     module._check_input_dim(input)
-    module.num_batches_tracked.add_(1)                         # type: ignore[union-attr, operator]
+    module.num_batches_tracked.add_(1)
     running = [t for t in (module.running_mean, module.running_var) if t is not None]
     before = [t.clone() for t in running]
     statistics = module.running_mean, module.running_var
     result = F.batch_norm(input, *statistics, module.weight, module.bias, True, 1.0, module.eps)
-    for now, old in zip(running, before, strict=True):         # which hold those of this batch now
-        share = 1.0 / module.num_batches_tracked.to(now.dtype)    # type: ignore[union-attr]
+    for now, old in zip(running, before, strict=True):  # which hold those of this batch now
+        share = 1.0 / module.num_batches_tracked.to(now.dtype)
         now.copy_(now * share + old * (1 - share))
     return result
 

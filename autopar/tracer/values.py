@@ -3,8 +3,9 @@
 A tensor object stands for a node. A write in place gives it a new one, and what shares its memory must follow:
 
     v = x[0];  v.add_(1)          w = x[1:]           as the model says it
-    v' = add(x[0], 1)             x' = setitem(x, 0, v')          the write is carried to the base through each view's inverse
-    w' = x'[1:]                                                   other views are read again, when they are next used
+    v' = add(x[0], 1)             x' = setitem(x, 0, v')          the write is carried to the base through each view's
+    inverse w' = x'[1:]                                                   other views are read again, when they are next
+    used
 
 What is a view is known from storages, and only looked at once something is written.
 """
@@ -27,13 +28,15 @@ if TYPE_CHECKING:
 class Values:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.nodes: dict[int, fx.Node] = {}                    # id(tensor) -> the node that stands for it
-        self.alive: list[Tensor] = []                          # ids stay unique while their tensors live
-        self.recipes: dict[int, tuple[Op, dict[str, Any], int | None]] = {}   # how a tensor was made: op, arguments, which output
-        self.stale: set[int] = set()                           # views of memory that has been written since
-        self._sharing: dict[int, list[Tensor]] = {}            # storage -> its tensors
+        self.nodes: dict[int, fx.Node] = {}  # id(tensor) -> the node that stands for it
+        self.alive: list[Tensor] = []  # ids stay unique while their tensors live
+        self.recipes: dict[
+            int, tuple[Op, dict[str, Any], int | None]
+        ] = {}  # how a tensor was made: op, arguments, which output
+        self.stale: set[int] = set()  # views of memory that has been written since
+        self._sharing: dict[int, list[Tensor]] = {}  # storage -> its tensors
         self._indexed = 0
-        self._held: set[int] | None = None                     # the storages of the module's tensors
+        self._held: set[int] | None = None  # the storages of the module's tensors
 
     def bind(self, tensor: Tensor, node: fx.Node, about: Info | None = None) -> None:
         if about is not None:
@@ -48,9 +51,11 @@ class Values:
             self.recipes[id(result)] = (*recipe, None)
             return
         if not isinstance(result, (list, tuple)) or not all(isinstance(leaf, Tensor) for leaf in result):
-            raise self.recorder.letter(f"{recipe[0].name} gives a structure that is not captured", (), "tensors, or a flat tuple of them")
+            raise self.recorder.letter(
+                f"{recipe[0].name} gives a structure that is not captured", (), "tensors, or a flat tuple of them"
+            )
         for i, (leaf, part) in enumerate(zip(result, self.recorder.split(node), strict=True)):
-            if id(leaf) not in self.nodes:                     # an operand handed through stays what it is
+            if id(leaf) not in self.nodes:  # an operand handed through stays what it is
                 self.bind(leaf, part)
                 self.recipes[id(leaf)] = (*recipe, i)
 
@@ -59,9 +64,15 @@ class Values:
         if id(tensor) in self.stale:
             self.stale.discard(id(tensor))
             op, arguments, index = self.recipes[id(tensor)]
-            blind = not self.nodes[id(tensor)].meta["info"].outputs[0].requires_grad and tensor.grad_fn is None      # it was taken under no_grad
+            blind = (
+                not self.nodes[id(tensor)].meta["info"].outputs[0].requires_grad and tensor.grad_fn is None
+            )  # it was taken under no_grad
             with torch.set_grad_enabled(torch.is_grad_enabled() and not blind):
-                made = self.recorder.emit(op, arguments, (TensorType.of(tensor),) if index is None else [TensorType.of(t) for t in self._siblings(tensor)])
+                made = self.recorder.emit(
+                    op,
+                    arguments,
+                    (TensorType.of(tensor),) if index is None else [TensorType.of(t) for t in self._siblings(tensor)],
+                )
             self.nodes[id(tensor)] = made if index is None else self.recorder.split(made)[index]
         return self.nodes.get(id(tensor))
 
@@ -74,7 +85,7 @@ class Values:
 
     def _family(self, tensor: Tensor) -> list[Tensor]:
         """Every known tensor on the memory of this one."""
-        for other in self.alive[self._indexed:]:
+        for other in self.alive[self._indexed :]:
             self._sharing.setdefault(_storage(other), []).append(other)
         self._indexed = len(self.alive)
         return self._sharing.get(_storage(tensor), [])
@@ -89,13 +100,17 @@ class Values:
         """Do two tensors lie on one memory, otherwise than as one and the same view?"""
         if _storage(other) != _storage(target):
             return False
-        return (other.shape, other.stride(), other.storage_offset()) != (target.shape, target.stride(), target.storage_offset())
+        return (other.shape, other.stride(), other.storage_offset()) != (
+            target.shape,
+            target.stride(),
+            target.storage_offset(),
+        )
 
     def is_that_view(self, whole: Tensor, index: Any, value: Tensor) -> bool:
         """Is `value` the view of `whole` at this index?"""
         if _storage(value) != _storage(whole):
             return False
-        self.recorder.inside = "index"                         # a look, not the model's own call
+        self.recorder.inside = "index"  # a look, not the model's own call
         try:
             view = whole[index]
         finally:
@@ -119,7 +134,14 @@ class Values:
             return None
         from autopar.tracer.recorder import tensors_in
 
-        return next((t for t in tensors_in((), self.recipes[id(tensor)][1]) if t is not tensor and _storage(t) == _storage(tensor)), None)
+        return next(
+            (
+                t
+                for t in tensors_in((), self.recipes[id(tensor)][1])
+                if t is not tensor and _storage(t) == _storage(tensor)
+            ),
+            None,
+        )
 
     # -- writes
 
@@ -130,11 +152,27 @@ class Values:
         while (parent := self._parent(base)) is not None:
             base = parent
         if id(base) in recorder.sharing:
-            raise recorder.letter(f"{name} writes to memory that another tensor of the model or its inputs shares", (target,), "tensors of their own: .clone()")
+            raise recorder.letter(
+                f"{name} writes to memory that another tensor of the model or its inputs shares",
+                (target,),
+                "tensors of their own: .clone()",
+            )
         if recorder.kinds.get(id(base)) == "parameter":
-            raise recorder.letter(f"{name} writes to the parameter {recorder.attributes[id(base)][0]} inside the model", (target,), "a buffer, or a new tensor")
-        if target.requires_grad and not torch.is_grad_enabled() and not (target.is_leaf and (base is target or not base.requires_grad)):    # a parameter made in forward has no history
-            raise recorder.letter(f"{name} writes under no_grad to a value that carries a gradient: the gradient would not know", (target,), "the form that returns a new tensor")
+            raise recorder.letter(
+                f"{name} writes to the parameter {recorder.attributes[id(base)][0]} inside the model",
+                (target,),
+                "a buffer, or a new tensor",
+            )
+        if (
+            target.requires_grad
+            and not torch.is_grad_enabled()
+            and not (target.is_leaf and (base is target or not base.requires_grad))
+        ):  # a parameter made in forward has no history
+            raise recorder.letter(
+                f"{name} writes under no_grad to a value that carries a gradient: the gradient would not know",
+                (target,),
+                "the form that returns a new tensor",
+            )
 
     def write(self, target: Tensor, value: fx.Node) -> None:
         """`target` stands for `value` from here on, and so does every view of its memory."""
@@ -163,7 +201,11 @@ class Values:
             return value
         if op.name == "detach":
             if parent.requires_grad:
-                raise recorder.letter("a value that carries a gradient is written through a detached view: the gradient would not know", (view,), "the form that returns a new tensor")
+                raise recorder.letter(
+                    "a value that carries a gradient is written through a detached view: the gradient would not know",
+                    (view,),
+                    "the form that returns a new tensor",
+                )
             return value
         if op.name == "view":
             return emit("view", input=value, size=tuple(parent.shape))
@@ -176,19 +218,35 @@ class Values:
             turned = [d % rank for d in arguments["dims"]]
             return emit("permute", input=value, dims=tuple(turned.index(d) for d in range(rank)))
         if op.name == "narrow":
-            return emit("slice_scatter", input=before, src=value, dim=arguments["dim"], start=arguments["start"] % max(1, parent.shape[arguments["dim"]]), end=arguments["start"] % max(1, parent.shape[arguments["dim"]]) + arguments["length"])
+            return emit(
+                "slice_scatter",
+                input=before,
+                src=value,
+                dim=arguments["dim"],
+                start=arguments["start"] % max(1, parent.shape[arguments["dim"]]),
+                end=arguments["start"] % max(1, parent.shape[arguments["dim"]]) + arguments["length"],
+            )
         if op.name == "select":
             return emit("select_scatter", input=before, src=value, dim=arguments["dim"], index=arguments["index"])
         if op.name == "index":
             return emit("setitem", input=before, index=arguments["index"], value=value)
         if op.name == "split" and index is not None:
             start = sum(arguments["sections"][:index])
-            return emit("slice_scatter", input=before, src=value, dim=arguments.get("dim", 0), start=start, end=start + arguments["sections"][index])
+            return emit(
+                "slice_scatter",
+                input=before,
+                src=value,
+                dim=arguments.get("dim", 0),
+                start=start,
+                end=start + arguments["sections"][index],
+            )
         if op.name == "unbind" and index is not None:
             return emit("select_scatter", input=before, src=value, dim=arguments.get("dim", 0), index=index)
         if op.name == "diagonal":
-            return emit("diagonal_scatter", input=before, src=value, **{k: v for k, v in arguments.items() if k != "input"})
-        if op.name == "to":                                    # a cast to the dtype it has
+            return emit(
+                "diagonal_scatter", input=before, src=value, **{k: v for k, v in arguments.items() if k != "input"}
+            )
+        if op.name == "to":  # a cast to the dtype it has
             return value
         raise recorder.letter(f"a view by {op.name} is written in place", (view,), "the form that returns a new tensor")
 

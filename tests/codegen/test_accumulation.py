@@ -16,7 +16,12 @@ from tests.codegen.test_situations import batch_of
 from tests.models import eager_links, mlp_case
 from tests.training import whole
 
-MESHES = {"dp": DeviceMesh((2,), ("dp",)), "zero3": DeviceMesh((4,), ("dp",)), "megatron": DeviceMesh((2,), ("tp",)), None: DeviceMesh((2, 2), ("dp", "tp"))}
+MESHES = {
+    "dp": DeviceMesh((2,), ("dp",)),
+    "zero3": DeviceMesh((4,), ("dp",)),
+    "megatron": DeviceMesh((2,), ("tp",)),
+    None: DeviceMesh((2, 2), ("dp", "tp")),
+}
 
 
 def steps(model, rows, quietly):
@@ -40,13 +45,29 @@ def always(waits):
     return contextlib.nullcontext()
 
 
-@pytest.mark.parametrize("parallel, rows", [pytest.param(p, r, marks=[] if len(r) == 4 or p == "zero3" else pytest.mark.nightly) for p in MESHES for r in ((8, 8, 8), (8, 3, 8, 5))], ids=str)
+@pytest.mark.parametrize(
+    "parallel, rows",
+    [
+        pytest.param(p, r, marks=[] if len(r) == 4 or p == "zero3" else pytest.mark.nightly)
+        for p in MESHES
+        for r in ((8, 8, 8), (8, 3, 8, 5))
+    ],
+    ids=str,
+)
 def test_gradients_that_wait_come_to_what_one_device_adds_up(parallel, rows):
     model, batch = mlp_case()
     expected = steps(copy.deepcopy(model), rows, always)
     for accumulation in (1, len(rows)):
+
         def body(rank, accumulation=accumulation):
-            mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=MESHES[parallel], parallel=parallel, cluster=eager_links(), accumulation=accumulation)
+            mine = autopar.autoparallelize(
+                copy.deepcopy(model),
+                batch,
+                mesh=MESHES[parallel],
+                parallel=parallel,
+                cluster=eager_links(),
+                accumulation=accumulation,
+            )
             import contextlib
 
             return steps(mine, rows, lambda waits: mine.no_sync() if waits else contextlib.nullcontext())
@@ -61,10 +82,13 @@ def test_nothing_is_reduced_while_gradients_wait():
 
     def body(rank):
         mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", cluster=eager_links())
-        count = {half: sum(n.target in COLLECTIVES for n in getattr(mine.joint, half).nodes) for half in ("backward", "hold", "settle")}
+        count = {
+            half: sum(n.target in COLLECTIVES for n in getattr(mine.joint, half).nodes)
+            for half in ("backward", "hold", "settle")
+        }
         with mine.no_sync():
             loss = mine(**batch)
-        loss.backward()                                        # the forward was inside
+        loss.backward()  # the forward was inside
         assert all(p.grad is None for p in mine.parameters())
         return count
 
@@ -73,7 +97,10 @@ def test_nothing_is_reduced_while_gradients_wait():
 
 
 def test_zero_grad_forgets_what_waits():
-    """Of the model, of an optimizer of all parameters, and of one that has some of them: their gradients begin anew, those of the others go on."""
+    """Of the model, of an optimizer of all parameters, and of one that has some of them.
+
+    Their gradients begin anew, those of the others go on.
+    """
     model, batch = mlp_case()
     once = copy.deepcopy(model)
     once(**batch).backward()
@@ -82,8 +109,15 @@ def test_zero_grad_forgets_what_waits():
     assert 0 < len(some) < len(once)
 
     def body(rank):
-        mine, found = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", cluster=eager_links()), []
-        for forgets in (mine, torch.optim.SGD(mine.parameters(), 0.1), torch.optim.AdamW([mine.get_parameter(n) for n in some])):
+        mine, found = (
+            autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", cluster=eager_links()),
+            [],
+        )
+        for forgets in (
+            mine,
+            torch.optim.SGD(mine.parameters(), 0.1),
+            torch.optim.AdamW([mine.get_parameter(n) for n in some]),
+        ):
             mine.zero_grad()
             with mine.no_sync():
                 mine(**batch).backward()
@@ -112,19 +146,25 @@ def test_what_only_an_earlier_micro_batch_reached_has_its_gradient():
     (own(x, True) + own(x, False)).backward()
 
     def forgetful(rank):
-        mine = autopar.autoparallelize(copy.deepcopy(model), {"x": x, "first": True}, mesh=2, parallel="dp", cluster=eager_links())
+        mine = autopar.autoparallelize(
+            copy.deepcopy(model), {"x": x, "first": True}, mesh=2, parallel="dp", cluster=eager_links()
+        )
         with mine.no_sync():
             mine(x, True).backward()
         torch.optim.SGD([mine.a.weight], 0.1).zero_grad()
         mine(x, False).backward()
         return {n: None if p.grad is None else whole(p.grad) for n, p in mine.named_parameters()}
 
-    for gradients in on_threads(2, forgetful):                 # none, and not zero: a stepper with momentum or decay tells them apart
+    for gradients in on_threads(2, forgetful):  # none, and not zero: a stepper with momentum or decay tells them apart
         assert gradients.pop("a.weight") is None
-        Equality.in_float64("gradients", gradients, {n: p.grad for n, p in own.named_parameters() if n != "a.weight"}, 1e-9).check()
+        Equality.in_float64(
+            "gradients", gradients, {n: p.grad for n, p in own.named_parameters() if n != "a.weight"}, 1e-9
+        ).check()
 
     def body(rank):
-        mine = autopar.autoparallelize(copy.deepcopy(model), {"x": x, "first": True}, mesh=2, parallel="dp", cluster=eager_links())
+        mine = autopar.autoparallelize(
+            copy.deepcopy(model), {"x": x, "first": True}, mesh=2, parallel="dp", cluster=eager_links()
+        )
         with mine.no_sync():
             mine(x, True).backward()
         mine(x, False).backward()
@@ -140,7 +180,14 @@ def test_waiting_gradients_keep_the_dtype_of_storage():
     model, batch = model.float(), {k: v.float() for k, v in batch.items()}
 
     def body(rank):
-        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", cluster=eager_links(), precision=Precision("bfloat16", "bfloat16"))
+        mine = autopar.autoparallelize(
+            copy.deepcopy(model),
+            batch,
+            mesh=2,
+            parallel="dp",
+            cluster=eager_links(),
+            precision=Precision("bfloat16", "bfloat16"),
+        )
         with mine.no_sync():
             mine(**batch).backward()
         (waiting,) = mine._autopar.waiting.of.values()

@@ -1,4 +1,8 @@
-"""Causal attention of cut queries: equal to torch's own, without a tensor of the size of the scores, and no larger than its plan says on the rank that holds most."""
+"""Causal attention of cut queries.
+
+Equal to torch's own, without a tensor of the size of the scores, and no larger than its plan says on the rank that
+holds most.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from autopar.testing import Equality, Unequal
 from autopar.tracer import ColoTracer
 from tests.training import whole
 
-CALLS = {                                                      # shapes of query, key and value, in how many parts, and how else it is called
+CALLS = {  # shapes of query, key and value, in how many parts, and how else it is called
     "uneven parts": ((2, 3, 7, 4), (2, 3, 7, 4), (2, 3, 7, 4), 3, {}),
     "grouped heads": ((2, 4, 7, 4), (2, 2, 7, 4), (2, 2, 7, 4), 4, {"enable_gqa": True}),
     "grouped heads without a batch": ((4, 6, 4), (2, 6, 4), (2, 6, 4), 3, {"enable_gqa": True}),
@@ -41,10 +45,15 @@ CALLS = {                                                      # shapes of query
 
 
 def whole_and_by_parts(shapes, parts, how, dtype):
-    """Output and gradients of torch's own attention in float64, of its own in `dtype`, and of the parts in `dtype`; the gradients of keys and values are the sums of the parts'."""
+    """Output and gradients of torch's own attention in float64, of its own in `dtype`, and of the parts in `dtype`.
+
+    The gradients of keys and values are the sums of the parts'.
+    """
     torch.manual_seed(0)
     given = [torch.randn(s, dtype=torch.float64).to(dtype) for s in shapes]
-    upon = torch.randn(F.scaled_dot_product_attention(*given, is_causal=True, **how).shape, dtype=torch.float64).to(dtype)
+    upon = torch.randn(F.scaled_dot_product_attention(*given, is_causal=True, **how).shape, dtype=torch.float64).to(
+        dtype
+    )
     found = []
     for of in (torch.float64, dtype):
         held = [t.to(of, copy=True).requires_grad_() for t in given]
@@ -63,7 +72,7 @@ def whole_and_by_parts(shapes, parts, how, dtype):
 @pytest.mark.parametrize("kernel", ["the device's", "none"])
 @pytest.mark.parametrize("call", CALLS)
 def test_the_parts_are_the_whole(call, kernel, monkeypatch):
-    if kernel == "none":                                       # the opened form
+    if kernel == "none":  # the opened form
         monkeypatch.setattr(attention, "attention_kernel", lambda *_: "")
     *shapes, parts, how = CALLS[call]
     expected, _, found = whole_and_by_parts(shapes, parts, how, torch.float64)
@@ -73,7 +82,9 @@ def test_the_parts_are_the_whole(call, kernel, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_in_a_lower_precision_they_are_as_good_as_torch(dtype):
-    expected, eager, found = whole_and_by_parts([(2, 4, 96, 16), (2, 2, 96, 16), (2, 2, 96, 16)], 4, {"enable_gqa": True}, dtype)
+    expected, eager, found = whole_and_by_parts(
+        [(2, 4, 96, 16), (2, 2, 96, 16), (2, 2, 96, 16)], 4, {"enable_gqa": True}, dtype
+    )
     for e, t, f in zip(expected, eager, found, strict=True):
         assert f.dtype == dtype
         assert (f.double() - e).norm() <= 2 * (t.double() - e).norm() + 1e-6 * e.norm()
@@ -84,25 +95,51 @@ class Attends(nn.Module):
 
     def __init__(self, width=32, heads=4, groups=4, causal=True, words=0, masked=False):
         super().__init__()
-        self.q, self.k, self.v, self.o = nn.Linear(width, heads * 16, bias=False), nn.Linear(width, groups * 16, bias=False), nn.Linear(width, groups * 16, bias=False), nn.Linear(heads * 16, width, bias=False)
-        self.heads, self.groups, self.causal, self.words, self.masked = heads, groups, causal and not masked, words, masked
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(width, heads * 16, bias=False),
+            nn.Linear(width, groups * 16, bias=False),
+            nn.Linear(width, groups * 16, bias=False),
+            nn.Linear(heads * 16, width, bias=False),
+        )
+        self.heads, self.groups, self.causal, self.words, self.masked = (
+            heads,
+            groups,
+            causal and not masked,
+            words,
+            masked,
+        )
 
     def forward(self, x, y):
         z = y[:, : self.words] if self.words else x
-        q, k, v = (m(t).unflatten(-1, (n, 16)).transpose(1, 2) for m, n, t in ((self.q, self.heads, x), (self.k, self.groups, z), (self.v, self.groups, z)))
+        q, k, v = (
+            m(t).unflatten(-1, (n, 16)).transpose(1, 2)
+            for m, n, t in ((self.q, self.heads, x), (self.k, self.groups, z), (self.v, self.groups, z))
+        )
         places = torch.arange(x.shape[1])
         mask = (places.unsqueeze(1) - places).abs() < 5 if self.masked else None
-        h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal, enable_gqa=self.heads != self.groups)
+        h = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=self.causal, enable_gqa=self.heads != self.groups
+        )
         return F.mse_loss(x + self.o(h.transpose(1, 2).flatten(2)), y)
 
 
 def planned(model, batch, mesh, order="S(1)@0"):
-    """The fastest plan on devices with the CPU's kernels under which every axis cuts the queries along the sequence, from the input on."""
+    """The fastest plan on devices with the CPU's kernels under which every axis cuts the queries along the sequence,
+    from the input on.
+    """
     generic, graph = Cluster.of("generic"), ColoTracer().trace(model, batch)
-    space = shardings(graph, autopar.DeviceMesh(mesh), replace(generic, device=replace(generic.device, kernels="cpu")), {"x": order, "y": order, "q": order, "k": order, "v": order, "o": order})
+    space = shardings(
+        graph,
+        autopar.DeviceMesh(mesh),
+        replace(generic, device=replace(generic.device, kernels="cpu")),
+        {"x": order, "y": order, "q": order, "k": order, "v": order, "o": order},
+    )
     sites = []
     for site in space.sites:
-        elsewhere = [site.op == "scaled_dot_product_attention" and any(f.value != S(2) for f in c.operand(0)) for c in site.choices]
+        elsewhere = [
+            site.op == "scaled_dot_product_attention" and any(f.value != S(2) for f in c.operand(0))
+            for c in site.choices
+        ]
         sites.append(replace(site, seconds=np.where(elsewhere, np.inf, site.seconds)))
     return solve(replace(space, sites=tuple(sites)))
 
@@ -128,13 +165,16 @@ def compare(model, batch, plan, threads):
         Equality.in_float64("attention", result, expected, 1e-9).check()
 
 
-@pytest.mark.parametrize("length, mesh, order, how", [
-    pytest.param(22, (4,), "S(1)@0", {}, id="uneven"),
-    pytest.param(21, (2, 2), "S(1)@0, S(1)@1", {"groups": 2}, id="two axes, uneven, grouped heads"),
-    pytest.param(22, (3,), "S(1)@0", {"words": 9}, id="fewer keys"),
-    pytest.param(22, (3,), "S(1)@0", {"causal": False, "words": 9, "groups": 2}, id="not causal"),
-    pytest.param(22, (3,), "S(1)@0", {"masked": True}, id="a mask that is given"),
-])
+@pytest.mark.parametrize(
+    "length, mesh, order, how",
+    [
+        pytest.param(22, (4,), "S(1)@0", {}, id="uneven"),
+        pytest.param(21, (2, 2), "S(1)@0, S(1)@1", {"groups": 2}, id="two axes, uneven, grouped heads"),
+        pytest.param(22, (3,), "S(1)@0", {"words": 9}, id="fewer keys"),
+        pytest.param(22, (3,), "S(1)@0", {"causal": False, "words": 9, "groups": 2}, id="not causal"),
+        pytest.param(22, (3,), "S(1)@0", {"masked": True}, id="a mask that is given"),
+    ],
+)
 def test_a_cut_model_computes_what_it_computes(length, mesh, order, how, threads):
     torch.manual_seed(0)
     model, batch = Attends(**how).double(), batch_of(length, torch.float64)
@@ -143,6 +183,7 @@ def test_a_cut_model_computes_what_it_computes(length, mesh, order, how, threads
 
 def backward_of_its_own_sums(patch):
     """Each call goes backward from its own output and sums instead of the rows'."""
+
     def broken(kernel, gradient, query, key, value, out, log_sum, diagonal, scale):
         out, log_sum = attend(kernel, query, key, value, diagonal, scale)
         return attend_backward(kernel, gradient, query, key, value, out, log_sum, diagonal, scale)
@@ -153,7 +194,9 @@ def backward_of_its_own_sums(patch):
 
 BROKEN = {
     "every part begins at the first key": lambda patch: patch.setattr(forms, "start_here", lambda *_: 0),
-    "a part starts one key late": lambda patch: patch.setattr(forms, "start_here", lambda *at, start=forms.start_here: start(*at) + 1),
+    "a part starts one key late": lambda patch: patch.setattr(
+        forms, "start_here", lambda *at, start=forms.start_here: start(*at) + 1
+    ),
     "calls go backward from their own sums": backward_of_its_own_sums,
 }
 
@@ -176,11 +219,18 @@ def test_no_tensor_is_as_large_as_the_scores(causal):
     for rank in range(mesh.size):
         joint = lower(graph, plan, mesh.coordinate(rank)).joint
         for half in (joint.forward, joint.backward):
-            values = [v for n in half.nodes for v in (n.meta["val"] if isinstance(n.meta.get("val"), (tuple, list)) else [n.meta.get("val")]) if isinstance(v, torch.Tensor)]
+            values = [
+                v
+                for n in half.nodes
+                for v in (n.meta["val"] if isinstance(n.meta.get("val"), (tuple, list)) else [n.meta.get("val")])
+                if isinstance(v, torch.Tensor)
+            ]
             assert max(v.numel() for v in values) < length * length // mesh.size
 
 
-@pytest.mark.parametrize("how, dtype", [({}, torch.float32), ({"heads": 8, "groups": 2}, torch.bfloat16)], ids=["heads", "grouped heads"])
+@pytest.mark.parametrize(
+    "how, dtype", [({}, torch.float32), ({"heads": 8, "groups": 2}, torch.bfloat16)], ids=["heads", "grouped heads"]
+)
 def test_the_last_rank_holds_what_the_plan_says(how, dtype, fake_world):
     torch.manual_seed(0)
     model, batch = Attends(**how).to(dtype), batch_of(2048, dtype)

@@ -1,4 +1,7 @@
-"""What modules say of themselves is part of a call: a rate that is changed, a hook that is set later, a module that is exchanged."""
+"""What modules say of themselves is part of a call.
+
+A rate that is changed, a hook that is set later, a module that is exchanged.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,24 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.drop, self.last = nn.Linear(6, 12), nn.Dropout(0.4), nn.Linear(12, 6)
         self.scale, self.step, self.gone = 2.0, 0, 1.0
-        self._power, self.weights, self.rates, self.told, self.act, self.seen = 2, [1.0, (2.0, [3.0])], {"of": {"all": 0.5}}, types.SimpleNamespace(shift=0.25), F.gelu, None
+        self._power, self.weights, self.rates, self.told, self.act, self.seen = (
+            2,
+            [1.0, (2.0, [3.0])],
+            {"of": {"all": 0.5}},
+            types.SimpleNamespace(shift=0.25),
+            F.gelu,
+            None,
+        )
 
     def forward(self, x):
         x = self.last(self.drop(self.act(self.first(x)))) * self.scale
-        self.seen = x                                          # is put back after capture
-        return (x * self.weights[0] + self.weights[1][1][0] + self.told.shift).pow(self._power).mean() * self.rates["of"]["all"]
+        self.seen = x  # is put back after capture
+        return (x * self.weights[0] + self.weights[1][1][0] + self.told.shift).pow(self._power).mean() * self.rates[
+            "of"
+        ]["all"]
 
 
-MODEL = Net().double()                                         # one for all ranks: threads share torch's generator
+MODEL = Net().double()  # one for all ranks: threads share torch's generator
 
 
 def double(module, args, output):
@@ -43,26 +55,44 @@ def double(module, args, output):
 
 
 CHANGES = {
-    "no dropout": lambda m: setattr(m.drop, "p", 0.0), "a scale": lambda m: setattr(m, "scale", 3.0), "a hook": lambda m: m.first.register_forward_hook(double),
-    "nothing left": lambda m: setattr(m.drop, "p", 1.0), "back again": lambda m: setattr(m.drop, "p", 0.0),
-    "in a list": lambda m: m.weights.__setitem__(0, 4.0), "in a list in a list": lambda m: m.weights[1][1].append(m.weights[1][1].pop() + 1), "in a dict": lambda m: m.rates["of"].update(all=0.7), "of settings": lambda m: setattr(m.told, "shift", 1.0),
-    "other settings": lambda m: setattr(m, "told", types.SimpleNamespace(shift=2.0)), "of those": lambda m: setattr(m.told, "shift", 3.0),
-    "a private one": lambda m: setattr(m, "_power", 4), "a function": lambda m: setattr(m, "act", torch.tanh), "nothing at all": lambda m: m.rates["of"].update(all=0.7),
+    "no dropout": lambda m: setattr(m.drop, "p", 0.0),
+    "a scale": lambda m: setattr(m, "scale", 3.0),
+    "a hook": lambda m: m.first.register_forward_hook(double),
+    "nothing left": lambda m: setattr(m.drop, "p", 1.0),
+    "back again": lambda m: setattr(m.drop, "p", 0.0),
+    "in a list": lambda m: m.weights.__setitem__(0, 4.0),
+    "in a list in a list": lambda m: m.weights[1][1].append(m.weights[1][1].pop() + 1),
+    "in a dict": lambda m: m.rates["of"].update(all=0.7),
+    "of settings": lambda m: setattr(m.told, "shift", 1.0),
+    "other settings": lambda m: setattr(m, "told", types.SimpleNamespace(shift=2.0)),
+    "of those": lambda m: setattr(m.told, "shift", 3.0),
+    "a private one": lambda m: setattr(m, "_power", 4),
+    "a function": lambda m: setattr(m, "act", torch.tanh),
+    "nothing at all": lambda m: m.rates["of"].update(all=0.7),
 }
 
 
 def test_what_is_changed_later_is_computed():
     def body(rank):
-        mine, theirs = autopar.autoparallelize(copy.deepcopy(MODEL), {"x": X}, mesh=2, parallel="dp", cluster=eager_links()), copy.deepcopy(MODEL)
+        mine, theirs = (
+            autopar.autoparallelize(copy.deepcopy(MODEL), {"x": X}, mesh=2, parallel="dp", cluster=eager_links()),
+            copy.deepcopy(MODEL),
+        )
         for name, change in CHANGES.items():
             change(mine), change(theirs)
             loss, expected = mine(x=X), theirs(X)
             loss.backward(), expected.backward()
             torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=1e-14, msg=name)
-            torch.testing.assert_close(mine.first.weight.grad.full_tensor(), theirs.first.weight.grad, rtol=1e-10, atol=1e-14, msg=name)
-        assert len(mine._autopar.programs) == 13               # the first, one a change, and none for what came back or for nothing
+            torch.testing.assert_close(
+                mine.first.weight.grad.full_tensor(), theirs.first.weight.grad, rtol=1e-10, atol=1e-14, msg=name
+            )
+        assert len(mine._autopar.programs) == 13  # the first, one a change, and none for what came back or for nothing
         twin = copy.deepcopy(mine)
-        assert mine.first.weight.grad is not None and all(p.grad is None for p in twin.parameters()) and copy.deepcopy(theirs.first).weight.grad is None
+        assert (
+            mine.first.weight.grad is not None
+            and all(p.grad is None for p in twin.parameters())
+            and copy.deepcopy(theirs.first).weight.grad is None
+        )
         torch.testing.assert_close(twin(x=X), theirs(X), rtol=1e-12, atol=1e-14)
         assert len(twin._own.programs) == 13
         return True
@@ -84,25 +114,29 @@ def test_what_no_forward_reads_is_looked_at_once():
             if step == 3:
                 del mine.gone
             if step > 1:
-                mine.seen = torch.randn(4)                     # what was a plain thing may be any later
+                mine.seen = torch.randn(4)  # what was a plain thing may be any later
             mine(x=X)
-        assert len(mine._autopar.programs) == 1                # one look for the step, one for what was seen, one for what is gone; nothing was lowered again
+        assert (
+            len(mine._autopar.programs) == 1
+        )  # one look for the step, one for what was seen, one for what is gone; nothing was lowered again
         looks = list[int]()
         mine._autopar.again = lambda *given, again=mine._autopar.again: looks.append(1) or again(*given)
         for step in range(100):
             mine.step = step
             mine(x=X)
         assert not looks and len(mine._autopar.caller.attributes.states) < 20
-        mine.scale, mine.weights[0] = 5.0, 3.0                 # what is read
+        mine.scale, mine.weights[0] = 5.0, 3.0  # what is read
         mine(x=X)
         mine.weights[0] = 1.0
         mine(x=X)
         assert len(mine._autopar.programs) == 3 and len(looks) == 2
-        twin = copy.deepcopy(mine)                             # watches what it did
+        twin = copy.deepcopy(mine)  # watches what it did
         twin.step, twin.scale = 1000, 7.0
         torch.testing.assert_close(twin.eval()(x=X), theirs_with(scale=7.0).eval()(X), rtol=1e-12, atol=1e-14)
         twin.weights[0] = 9.0
-        torch.testing.assert_close(twin(x=X), theirs_with(scale=7.0, weights=[9.0, twin.weights[1]]).eval()(X), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            twin(x=X), theirs_with(scale=7.0, weights=[9.0, twin.weights[1]]).eval()(X), rtol=1e-12, atol=1e-14
+        )
         return True
 
     assert all(on_threads(2, body))
@@ -126,7 +160,10 @@ def test_a_copy_is_what_the_model_says_of_its_state():
 
 
 def test_what_is_exchanged_on_a_fresh_copy_is_seen():
-    mine, theirs = autopar.autoparallelize(nn.Sequential(nn.Linear(6, 6), nn.GELU()).double(), (X,), mesh=1), nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double()
+    mine, theirs = (
+        autopar.autoparallelize(nn.Sequential(nn.Linear(6, 6), nn.GELU()).double(), (X,), mesh=1),
+        nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double(),
+    )
     twin = copy.deepcopy(mine)
     twin[1] = nn.Tanh()
     theirs[0].weight.data, theirs[0].bias.data = whole(mine[0].weight.data), whole(mine[0].bias.data)
@@ -139,7 +176,10 @@ def test_what_is_exchanged_on_a_fresh_copy_is_seen():
 
 def test_hooks_of_the_whole_model_from_before_may_be_removed():
     model = copy.deepcopy(MODEL)
-    handles = [model.register_forward_hook(double), model.register_forward_pre_hook(lambda m, given, named: (given, {"x": named["x"] + 1}), with_kwargs=True)]
+    handles = [
+        model.register_forward_hook(double),
+        model.register_forward_pre_hook(lambda m, given, named: (given, {"x": named["x"] + 1}), with_kwargs=True),
+    ]
     theirs = copy.deepcopy(MODEL)
     theirs.drop.p = model.drop.p = 0.0
     mine = autopar.autoparallelize(model, {"x": X}, mesh=1)
@@ -151,7 +191,10 @@ def test_hooks_of_the_whole_model_from_before_may_be_removed():
 
 def test_a_backward_hook_set_later_on_a_part_is_a_letter_and_on_the_whole_fires():
     def body(rank):
-        mine, fired = autopar.autoparallelize(copy.deepcopy(MODEL), {"x": X}, mesh=2, parallel="dp", cluster=eager_links()), []
+        mine, fired = (
+            autopar.autoparallelize(copy.deepcopy(MODEL), {"x": X}, mesh=2, parallel="dp", cluster=eager_links()),
+            [],
+        )
         mine.register_full_backward_hook(lambda *given: fired.append(given))
         mine(x=X).backward()
         assert len(fired) == 1
@@ -186,7 +229,10 @@ class Own(Warm):
 
 
 class Behind:
-    """Reads attributes in a way of its own, and stands behind nn.Module: what it gives is what forward computes with."""
+    """Reads attributes in a way of its own, and stands behind nn.Module.
+
+    What it gives is what forward computes with.
+    """
 
     def __getattribute__(self, name):
         found = object.__getattribute__(self, name)
@@ -204,7 +250,7 @@ def test_what_made_no_difference_once_is_not_forgotten(cls):
     for step in range(7):
         for model in (mine, theirs):
             model.step, model.alpha, model.kind = step, step / 10, (True, 1, 1.0, True, 1, True, 1.0)[step]
-            model.seen = np.float32(step)                      # nobody's
+            model.seen = np.float32(step)  # nobody's
         for given in ({}, {"target": target}):
             torch.testing.assert_close(mine(x=X, **given), theirs(X, **given), rtol=1e-12, atol=1e-14)
     for p in (0.0, 1.0, 0.0):
@@ -223,10 +269,17 @@ def set_to(model, name, value):
     setattr(model[1], name, value)
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda m: set_to(m, "weight", nn.Parameter(torch.ones(6, 6, dtype=torch.float64))), "1.weight was not there"),
-    (lambda m: set_to(m, "scale", torch.ones(6, dtype=torch.float64, requires_grad=True)), "the buffer 1.scale wants a gradient"),
-], ids=["untied", "a buffer that wants a gradient"])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda m: set_to(m, "weight", nn.Parameter(torch.ones(6, 6, dtype=torch.float64))), "1.weight was not there"),
+        (
+            lambda m: set_to(m, "scale", torch.ones(6, dtype=torch.float64, requires_grad=True)),
+            "the buffer 1.scale wants a gradient",
+        ),
+    ],
+    ids=["untied", "a buffer that wants a gradient"],
+)
 def test_what_came_later_and_trains_is_a_letter(change, words):
     class Scaled(nn.Linear):
         def __init__(self):
@@ -249,10 +302,12 @@ def test_what_came_later_and_trains_is_a_letter(change, words):
 def test_a_parameter_that_is_changed_before_backward_is_a_letter():
     def body(rank):
         for parallel in ("dp", "zero3"):
-            mine = autopar.autoparallelize(copy.deepcopy(MODEL), {"x": X}, mesh=2, parallel=parallel, cluster=eager_links())
+            mine = autopar.autoparallelize(
+                copy.deepcopy(MODEL), {"x": X}, mesh=2, parallel=parallel, cluster=eager_links()
+            )
             loss = mine(x=X)
             with torch.no_grad():
-                mine.last.bias.mul_(2.0)                       # which backward does not need
+                mine.last.bias.mul_(2.0)  # which backward does not need
             loss.backward()
             loss = mine(x=X)
             torch.optim.SGD(mine.parameters(), 0.1).step()

@@ -1,4 +1,6 @@
-"""Calls as users make them: slices and transposed tensors, one loss of several, hooks, inputs with any name, anomaly detection, arguments that differ between ranks."""
+"""Calls as users make them: slices and transposed tensors, one loss of several, hooks, inputs with any name, anomaly
+detection, arguments that differ between ranks.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +49,7 @@ def check_step(what, base, meta, batch, gradient=None, spread=SPREAD):
     """The parallel model that was made for `meta` computes on `batch` what the single-device model does."""
     expected = step(copy.deepcopy(base), batch, gradient)
     for mesh, parallel in spread:
+
         def body(rank, mesh=mesh, parallel=parallel):
             return step(parallel_of(copy.deepcopy(base), meta, mesh, parallel), batch, gradient)
 
@@ -133,11 +136,16 @@ class Images(nn.Module):
 def test_models_and_images_in_channels_last():
     images = {"x": drawn(4, 3, 4, 4).to(memory_format=torch.channels_last)}
     check_step("images alone", built(Images), images, images, spread=[(1, None)])
-    check_step("both", built(Images).to(memory_format=torch.channels_last), images, images, spread=[(2, None), (2, "dp")])
+    check_step(
+        "both", built(Images).to(memory_format=torch.channels_last), images, images, spread=[(2, None), (2, "dp")]
+    )
 
 
 class Sequence(nn.Module):
-    """A batch norm of a transposed tensor: the kernel lays out its result otherwise than its form on fake tensors says."""
+    """A batch norm of a transposed tensor.
+
+    The kernel lays out its result otherwise than its form on fake tensors says.
+    """
 
     def __init__(self, norm):
         super().__init__()
@@ -163,8 +171,15 @@ NORMS = {
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("param, tolerance", [("float64", 1e-6), ("bfloat16", 0.05)])
 def test_norms_under_a_precision(name, param, tolerance):
-    """Running statistics are stored in float32. Computing in float64 leaves next to no rounding, in bfloat16 what its casts bring."""
-    x, precision, base = {"x": drawn(4, 5, 8).float()}, Precision(param, "float32"), built(Sequence, NORMS[name]()).float()
+    """Running statistics are stored in float32.
+
+    Computing in float64 leaves next to no rounding, in bfloat16 what its casts bring.
+    """
+    x, precision, base = (
+        {"x": drawn(4, 5, 8).float()},
+        Precision(param, "float32"),
+        built(Sequence, NORMS[name]()).float(),
+    )
     own = copy.deepcopy(base)
     loss = reference(own, precision)(**x)
     loss.backward()
@@ -177,6 +192,7 @@ def test_norms_under_a_precision(name, param, tolerance):
         torch.testing.assert_close(buffer.double(), in_float64.get_buffer(n).double(), rtol=0.02, atol=0.01)
 
     for mesh, parallel in SPREAD[:1] if name == "plain" else ((1, None), (2, "dp")):
+
         def body(rank, mesh=mesh, parallel=parallel):
             return step(parallel_of(copy.deepcopy(base), x, mesh, parallel, precision=precision), x)
 
@@ -189,7 +205,10 @@ def test_norms_under_a_precision(name, param, tolerance):
 
 
 class Losses(nn.Module):
-    """Three losses of one trunk. The second has an infinite derivative, which times a gradient of zero is not a number."""
+    """Three losses of one trunk.
+
+    The second has an infinite derivative, which times a gradient of zero is not a number.
+    """
 
     def __init__(self):
         super().__init__()
@@ -221,7 +240,10 @@ def gradients_left(model, x):
 
 
 def several(model, waiting):
-    """What gradients each of the backwards leaves: alone, after another micro-batch, and after one that waits and one that is forgotten."""
+    """What gradients each of the backwards leaves.
+
+    Alone, after another micro-batch, and after one that waits and one that is forgotten.
+    """
     left = {}
     for name, backward in BACKWARDS.items():
         for before in ("", "another", "forgotten"):
@@ -300,7 +322,10 @@ class Pair(nn.Module):
 
 
 def hooked(hook, later=False):
-    """Runs calls of a model with a hook, set before or after it is made parallel; the eager model's step and the parallel one's."""
+    """Runs calls of a model with a hook, set before or after it is made parallel.
+
+    The eager model's step and the parallel one's.
+    """
     base, x = built(Pair), drawn(4, 8)
     theirs = copy.deepcopy(base)
     theirs.first.register_forward_hook(hook)
@@ -353,13 +378,15 @@ def test_hooks_that_count_or_look_at_shapes_run_in_every_call():
     seen, base, x = [], built(Pair), drawn(4, 8)
     base.register_forward_pre_hook(lambda module, given: seen.append("the model"))
     base.first.register_forward_pre_hook(lambda module, given: seen.append(given[0].shape))
-    base.second.register_forward_hook(lambda module, given, named, out: seen.append((out.dtype, len(named))), with_kwargs=True)
+    base.second.register_forward_hook(
+        lambda module, given, named, out: seen.append((out.dtype, len(named))), with_kwargs=True
+    )
 
     def body(rank):
         mine = parallel_of(base, {"x": x}, 1)
         found = []
         for call in (lambda: mine(x), lambda: mine(x), lambda: mine(drawn(6, 8)), lambda: copy.deepcopy(mine)(x)):
-            mine(drawn(6, 8))                                  # what is captured anew was captured before
+            mine(drawn(6, 8))  # what is captured anew was captured before
             seen.clear()
             call()
             found.append(list(seen))
@@ -421,7 +448,10 @@ def test_inputs_and_outputs_may_be_called_as_parameters_and_buffers_are():
     expected = theirs(**batch)
     expected["weight"].backward()
     plan = autopar.plan(base, batch, mesh=2, parallel="dp", cluster=eager_links(), constraints={"input mask": "R"})
-    assert autopar.Plan.from_dict(plan.to_dict()) == plan and {"input mask", "input weight", "mask", "weight"} <= plan.decisions.keys()
+    assert (
+        autopar.Plan.from_dict(plan.to_dict()) == plan
+        and {"input mask", "input weight", "mask", "weight"} <= plan.decisions.keys()
+    )
 
     def body(rank):
         mine = autopar.autoparallelize(copy.deepcopy(base), batch, plan=plan)
@@ -442,7 +472,10 @@ def test_inputs_and_outputs_may_be_called_as_parameters_and_buffers_are():
 
 @pytest.mark.filterwarnings("ignore:Error detected in StepBackward:UserWarning")
 def test_anomalies_are_detected():
-    """Lowering, training and calls of new shapes under detect_anomaly; a gradient that is not a number is a letter that names its parameters."""
+    """Lowering, training and calls of new shapes under detect_anomaly.
+
+    A gradient that is not a number is a letter that names its parameters.
+    """
     base, x = built(Pair), drawn(4, 8)
     expected = step(copy.deepcopy(base), {"x": x})
 
@@ -488,10 +521,14 @@ def made_for(rank, how):
     return str(letter.value)
 
 
-@pytest.mark.parametrize("how", ["inputs=", "outputs=", "sync=", "plan=", "plan= of another kind", "parallel=", "models or meta_inputs"])
+@pytest.mark.parametrize(
+    "how", ["inputs=", "outputs=", "sync=", "plan=", "plan= of another kind", "parallel=", "models or meta_inputs"]
+)
 def test_arguments_that_differ_between_ranks_are_a_letter_on_all(how):
     letters = on_threads(2, made_for, how, timeout_s=20)
-    assert letters[0] == letters[1] and f"different {how.partition(' of')[0]}" in letters[0] and "rank 1: " in letters[0]
+    assert (
+        letters[0] == letters[1] and f"different {how.partition(' of')[0]}" in letters[0] and "rank 1: " in letters[0]
+    )
 
 
 def test_what_one_rank_raises_before_any_collective_all_are_told():
@@ -501,7 +538,10 @@ def test_what_one_rank_raises_before_any_collective_all_are_told():
 
     def body(rank):
         model = built((Pair, Asks)[rank])
-        with pytest.raises((Lost, NotCaptured)[rank], match=r"value of a tensor" if rank else r"rank 1 has raised NotCaptured: .*value of a tensor"):
+        with pytest.raises(
+            (Lost, NotCaptured)[rank],
+            match=r"value of a tensor" if rank else r"rank 1 has raised NotCaptured: .*value of a tensor",
+        ):
             parallel_of(model, {"x": drawn(4, 8)}, 2, "dp")
         with pytest.raises((Lost, NotServed)[rank]):
             parallel_of(built(Pair), {"x": drawn(4, 8)}, 2, "dp", inputs=("global", "here")[rank])

@@ -25,20 +25,31 @@ from tests.frame.fuzz import random_plan
 from tests.models import eager_links
 from tests.training import whole
 
-FEW, MANY = 60, 1000                                           # random edits in `make test`, and in `make nightly`
+FEW, MANY = 60, 1000  # random edits in `make test`, and in `make nightly`
 
 
 class Small(nn.Module):
-    """A tied embedding, attention over a fused projection, a norm, and a loss: parameters of several kinds in few ops."""
+    """A tied embedding, attention over a fused projection, a norm, and a loss.
+
+    Parameters of several kinds in few ops.
+    """
 
     def __init__(self):
         super().__init__()
-        self.table, self.qkv, self.out, self.norm = nn.Embedding(12, 8), nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.table, self.qkv, self.out, self.norm = (
+            nn.Embedding(12, 8),
+            nn.Linear(8, 24),
+            nn.Linear(8, 8),
+            nn.LayerNorm(8),
+        )
 
     def forward(self, ids, labels):
         x = self.table(ids)
         q, k, v = (t.view(*ids.shape, 2, 4).transpose(1, 2) for t in self.qkv(x).split(8, -1))
-        x = self.norm(x + F.gelu(self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))))
+        x = self.norm(
+            x
+            + F.gelu(self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)))
+        )
         return F.cross_entropy((x @ self.table.weight.t()).flatten(0, 1), labels.flatten())
 
 
@@ -81,7 +92,11 @@ def made(case):
     build, how = CASES[case]
     model, batch = build()
     if isinstance(how, int):
-        plan = random_plan(ColoTracer().trace(copy.deepcopy(model), batch), GRID if "grid" in case else DeviceMesh(2), np.random.default_rng(how))
+        plan = random_plan(
+            ColoTracer().trace(copy.deepcopy(model), batch),
+            GRID if "grid" in case else DeviceMesh(2),
+            np.random.default_rng(how),
+        )
     else:
         plan = autopar.plan(copy.deepcopy(model), batch, cluster=eager_links(), **how)
     return model, batch, plan, step(copy.deepcopy(model), batch)
@@ -96,7 +111,15 @@ def step(model, batch):
 def differs(one, other):
     """The first of the values that is not the same in both."""
     size = math.sqrt(sum(float(g.square().sum()) for g in other.values()))
-    return next((n for n in other if one[n].shape != other[n].shape or not float((one[n] - other[n]).norm()) <= 1e-9 * max(float(other[n].norm()), 1e-3 * size)), None)
+    return next(
+        (
+            n
+            for n in other
+            if one[n].shape != other[n].shape
+            or not float((one[n] - other[n]).norm()) <= 1e-9 * max(float(other[n].norm()), 1e-3 * size)
+        ),
+        None,
+    )
 
 
 def outcome(case, text, folder):
@@ -107,7 +130,9 @@ def outcome(case, text, folder):
         edited = Plan.load(folder / "plan.json")
         str(edited), edited.constraints(), edited.diff(plan), edited.explain(next(iter(edited.decisions), "nothing"))
         models = [copy.deepcopy(model) for _ in range(plan.mesh.size)]
-        found = on_threads(plan.mesh.size, lambda rank: step(autopar.autoparallelize(models[rank], batch, plan=edited), batch))
+        found = on_threads(
+            plan.mesh.size, lambda rank: step(autopar.autoparallelize(models[rank], batch, plan=edited), batch)
+        )
     except Letter:
         return "letter"
     except Exception as e:
@@ -118,8 +143,46 @@ def outcome(case, text, folder):
 
 # -- edits
 
-ODD = [None, True, False, 0, 1, -1, 2, 7, 10**9, 10**400, -(2**70), 0.5, -1e-9, 1e308, math.inf, math.nan, "", "R", "P(sum)", "S(0)", "S(9)", "S(0, blocks=(2, 2))", "all_reduce@0", "all_reduce@dp", "slice(0)@0",
-       "S(0), R/P(sum) -> S(0)", "op", "x", " ", "@", "é\x00", "9" * 5000, [], [1], ["R", "R"], [[]], {}, {"op": "gelu"}]
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    7,
+    10**9,
+    10**400,
+    -(2**70),
+    0.5,
+    -1e-9,
+    1e308,
+    math.inf,
+    math.nan,
+    "",
+    "R",
+    "P(sum)",
+    "S(0)",
+    "S(9)",
+    "S(0, blocks=(2, 2))",
+    "all_reduce@0",
+    "all_reduce@dp",
+    "slice(0)@0",
+    "S(0), R/P(sum) -> S(0)",
+    "op",
+    "x",
+    " ",
+    "@",
+    "é\x00",
+    "9" * 5000,
+    [],
+    [1],
+    ["R", "R"],
+    [[]],
+    {},
+    {"op": "gelu"},
+]
 
 
 def places(data, path=()):
@@ -139,7 +202,11 @@ def put(data, path, value):
 
 def like(data, path):
     """The places that stand where this one does, in entries of the same kind."""
-    return [p for p in places(data) if len(p) == len(path) and p[0] == path[0] and p != path and (len(p) < 3 or p[2:] == path[2:])]
+    return [
+        p
+        for p in places(data)
+        if len(p) == len(path) and p[0] == path[0] and p != path and (len(p) < 3 or p[2:] == path[2:])
+    ]
 
 
 def edited(plan, rng):
@@ -147,14 +214,36 @@ def edited(plan, rng):
     data = json.loads(json.dumps(plan.to_dict()))
     done = [change(data, plan, rng) for _ in range(rng.choice((1, 1, 1, 2)))]
     text = json.dumps(data)
-    return (text[:rng.randrange(len(text))], "cut short") if rng.random() < 0.01 else (text, "; ".join(done))
+    return (text[: rng.randrange(len(text))], "cut short") if rng.random() < 0.01 else (text, "; ".join(done))
 
 
 def change(data, plan, rng):
-    section = rng.choice(["decisions"] * 4 + ["conversions"] * 4 + ["mesh", "regathered", "scattered", "precision", "accumulation", "window_bytes", "optimizer", "", ""])
+    section = rng.choice(
+        ["decisions"] * 4
+        + ["conversions"] * 4
+        + ["mesh", "regathered", "scattered", "precision", "accumulation", "window_bytes", "optimizer", "", ""]
+    )
     path = rng.choice([p for p in places(data) if p and (p[0] == section or not section)] or [("mesh",)])
     value = at(data, path)
-    kind = rng.choice(("odd", "odd", "other", "other", "swap", "drop", "twice", "short", "turned", "scaled", "strategy", "strategy", "strategy", "emptied", "renamed"))
+    kind = rng.choice(
+        (
+            "odd",
+            "odd",
+            "other",
+            "other",
+            "swap",
+            "drop",
+            "twice",
+            "short",
+            "turned",
+            "scaled",
+            "strategy",
+            "strategy",
+            "strategy",
+            "emptied",
+            "renamed",
+        )
+    )
     if kind == "odd":
         put(data, path, rng.choice(ODD))
     elif kind in ("other", "swap") and (others := like(data, path)):
@@ -169,7 +258,7 @@ def change(data, plan, rng):
     elif kind == "twice" and isinstance(at(data, path[:-1]), list):
         at(data, path[:-1]).append(copy.deepcopy(value))
     elif kind == "short" and isinstance(value, (str, list)) and value:
-        put(data, path, value[:rng.randrange(len(value))])
+        put(data, path, value[: rng.randrange(len(value))])
     elif kind == "turned" and isinstance(value, list):
         put(data, path, rng.sample(value, len(value)))
     elif kind == "scaled" and isinstance(value, (int, float)):
@@ -184,7 +273,10 @@ def change(data, plan, rng):
 
 
 def another_strategy(data, plan, rng):
-    """Run a site as some other does, or as nobody can, and make all that the file says beside it follow: it agrees with itself, legal or not."""
+    """Run a site as some other does, or as nobody can, and make all that the file says beside it follow.
+
+    It agrees with itself, legal or not.
+    """
     space, axes = plan.search.counted.space, range(len(plan.mesh.shape))
     if set(data["decisions"]) != set(plan.decisions) or "conversions" not in data:
         return "nothing"
@@ -192,21 +284,56 @@ def another_strategy(data, plan, rng):
     site = space.sites[k]
     own = plan.decisions[site.name].choice.strategies[0]
     flows = ["R", "R/P(sum)", "P(sum)", "P(sum)/P(sum)", *(f"S({d})" for d in range(3)), "S(0)/R"]
-    free = [Choice(tuple(Strategy.parse(", ".join(rng.choice(flows) for _ in own.operands) + " -> " + ", ".join(rng.choice(flows) for _ in own.outputs)) for _ in axes))]
+    free = [
+        Choice(
+            tuple(
+                Strategy.parse(
+                    ", ".join(rng.choice(flows) for _ in own.operands)
+                    + " -> "
+                    + ", ".join(rng.choice(flows) for _ in own.outputs)
+                )
+                for _ in axes
+            )
+        )
+    ]
     choice = rng.choice([*rng.choices(site.choices, k=2), *free])
-    picks = {s.name: d.choice for s, d in zip(space.sites, (plan.decisions[s.name] for s in space.sites))} | {site.name: choice}
+    picks = {s.name: d.choice for s, d in zip(space.sites, (plan.decisions[s.name] for s in space.sites))} | {
+        site.name: choice
+    }
     conversions = []
     for e in space.edges:
         source, target = (space.sites[i].name for i in (e.source, e.target))
-        ports = [p for p in range(len(picks[source].strategies[0].outputs)) if e.given[0] and all(f in {s.choices[i].output(p) for s in (space.sites[e.source],) for i in range(len(s.choices))} for f in e.given)]
+        ports = [
+            p
+            for p in range(len(picks[source].strategies[0].outputs))
+            if e.given[0]
+            and all(
+                f in {s.choices[i].output(p) for s in (space.sites[e.source],) for i in range(len(s.choices))}
+                for f in e.given
+            )
+        ]
         given, taken = picks[source].output(ports[0] if ports else 0), picks[target].operand(e.operand)
         value, gradient = (values(given), values(taken)), (gradients(taken), gradients(given))
         with contextlib.suppress(BadSharding):
-            ways = [space.conversions.path(e.shape, e.itemsize, *value).steps, space.conversions.path(e.shape, e.itemsize, *gradient).steps if e.has_gradient else ()]
+            ways = [
+                space.conversions.path(e.shape, e.itemsize, *value).steps,
+                space.conversions.path(e.shape, e.itemsize, *gradient).steps if e.has_gradient else (),
+            ]
             if any(ways):
                 said = [[s.text(plan.mesh.axes) for s in way] for way in ways]
                 shown = [[s.text(plan.mesh.axes) for s in ends] for ends in (value, gradient)]
-                conversions.append({"source": source, "target": target, "operand": e.operand, "value": shown[0], "gradient": shown[1] if e.has_gradient else None, "forward": said[0], "backward": said[1], "seconds": 0.0})
+                conversions.append(
+                    {
+                        "source": source,
+                        "target": target,
+                        "operand": e.operand,
+                        "value": shown[0],
+                        "gradient": shown[1] if e.has_gradient else None,
+                        "forward": said[0],
+                        "backward": said[1],
+                        "seconds": 0.0,
+                    }
+                )
     with contextlib.suppress(TypeError, KeyError, AttributeError):
         data["decisions"][site.name]["choice"] = [repr(s) for s in choice.strategies]
         data["conversions"] = conversions
@@ -258,6 +385,7 @@ def decided(name, *choice):
 def first(way, value):
     def change(data):
         next(c for c in data["conversions"] if c[way])[way] = value
+
     return change
 
 
@@ -265,15 +393,43 @@ WRONG = {
     "a conversion is gone": ("rows, dp", without_conversion, "does not bring the value from /sum"),
     "a conversion does nothing": ("rows, dp", first("forward", []), "does not bring the value"),
     "a gradient is not reduced": ("rows, dp", first("backward", []), "does not bring the gradient"),
-    "a gradient is reduced twice": ("rows, dp", first("backward", ["all_reduce@0", "all_reduce@0"]), "does not bring the gradient"),
+    "a gradient is reduced twice": (
+        "rows, dp",
+        first("backward", ["all_reduce@0", "all_reduce@0"]),
+        "does not bring the gradient",
+    ),
     "a step that cannot follow": ("rows, dp", first("backward", ["all_gather(7)@0"]), "does not bring the gradient"),
-    "a sum through gelu": ("rows, dp", decided("/gelu", "P(sum) -> P(sum)"), "runs /gelu as P\\(sum\\) -> P\\(sum\\), which gelu cannot"),
-    "an op that is not there": ("rows, dp", lambda d: d["decisions"].update({"/gelu2": d["decisions"].pop("/gelu")}), "decides nothing for /gelu"),
-    "one op too many": ("rows, dp", lambda d: d["decisions"].update({"/gelu2": d["decisions"]["/gelu"]}), "which the model does not have"),
-    "another op": ("rows, dp", lambda d: d["decisions"]["/gelu"].update(op="relu"), "is the op relu, and it is the op gelu"),
+    "a sum through gelu": (
+        "rows, dp",
+        decided("/gelu", "P(sum) -> P(sum)"),
+        "runs /gelu as P\\(sum\\) -> P\\(sum\\), which gelu cannot",
+    ),
+    "an op that is not there": (
+        "rows, dp",
+        lambda d: d["decisions"].update({"/gelu2": d["decisions"].pop("/gelu")}),
+        "decides nothing for /gelu",
+    ),
+    "one op too many": (
+        "rows, dp",
+        lambda d: d["decisions"].update({"/gelu2": d["decisions"]["/gelu"]}),
+        "which the model does not have",
+    ),
+    "another op": (
+        "rows, dp",
+        lambda d: d["decisions"]["/gelu"].update(op="relu"),
+        "is the op relu, and it is the op gelu",
+    ),
     "another mesh": ("rows, zero3 and tensor", lambda d: d["mesh"].update(shape=[4, 1]), "cannot on mesh"),
-    "another size": ("rows, dp", lambda d: d["parameter_bytes"].update({"up.bias": 4}), "another model: parameter up.bias"),
-    "gathered again though it is whole": ("rows, dp", lambda d: d.update(regathered=["up.weight"]), "up.weight is regathered"),
+    "another size": (
+        "rows, dp",
+        lambda d: d["parameter_bytes"].update({"up.bias": 4}),
+        "another model: parameter up.bias",
+    ),
+    "gathered again though it is whole": (
+        "rows, dp",
+        lambda d: d.update(regathered=["up.weight"]),
+        "up.weight is regathered",
+    ),
     "reduced in each of one": ("rows, dp", lambda d: d.update(scattered=["up.weight"]), "up.weight is scattered"),
 }
 NO_PLAN = {
@@ -283,11 +439,20 @@ NO_PLAN = {
     "an infinite number": (lambda d: d.update(step_time_s=math.inf), "no finite number"),
     "a truth for a number": (lambda d: d.update(accumulation=True), "no whole number"),
     "a text for a list": (lambda d: d.update(regathered="up.weight"), "no list"),
-    "ranks of a huge mesh": (lambda d: d.update(mesh={"shape": [10**12], "axes": ["0"], "ranks": [0, 1]}), "do not stand"),
+    "ranks of a huge mesh": (
+        lambda d: d.update(mesh={"shape": [10**12], "axes": ["0"], "ranks": [0, 1]}),
+        "do not stand",
+    ),
     "twice": (lambda d: d["conversions"].append(d["conversions"][0]), "converts a value twice"),
-    "a conversion to nowhere": (lambda d: d["conversions"][0].update(target="nowhere"), "decides nothing for one of them"),
+    "a conversion to nowhere": (
+        lambda d: d["conversions"][0].update(target="nowhere"),
+        "decides nothing for one of them",
+    ),
     "an operand that is not there": (lambda d: d["conversions"][0].update(operand=7), "converts operand 7"),
-    "other ends than decided": (lambda d: d["conversions"][0].update(value=["R", "S(1)"]), "something else than its decisions"),
+    "other ends than decided": (
+        lambda d: d["conversions"][0].update(value=["R", "S(1)"]),
+        "something else than its decisions",
+    ),
 }
 
 
@@ -299,7 +464,9 @@ def test_a_contradiction_is_a_letter_before_anything_is_lowered(what):
     with pytest.raises(BadPlan, match=words):
         edit(case, change).validate(model, batch)
     with pytest.raises(BadPlan, match=words):
-        on_threads(plan.mesh.size, lambda rank: autopar.autoparallelize(copy.deepcopy(model), batch, plan=edit(case, change)))
+        on_threads(
+            plan.mesh.size, lambda rank: autopar.autoparallelize(copy.deepcopy(model), batch, plan=edit(case, change))
+        )
 
 
 @pytest.mark.parametrize("what", NO_PLAN)
@@ -353,7 +520,10 @@ KEPT = {
     "2d": (small, dict(mesh=(2, 2), parallel="2d")),
     "sequence": (small, dict(mesh=GRID, parallel={"tensor": {"size": 2, "sequence": True}, "data": 2})),
     "mixed": (lambda: single(small), dict(mesh=2, precision=Precision("bfloat16", "float32"), parallel="dp")),
-    "mixed, zero3, two": (lambda: single(small), dict(mesh=(2, 2), precision=Precision("bfloat16", "bfloat16"), parallel="zero3", accumulation=2)),
+    "mixed, zero3, two": (
+        lambda: single(small),
+        dict(mesh=(2, 2), precision=Precision("bfloat16", "bfloat16"), parallel="zero3", accumulation=2),
+    ),
     "a tight budget": (rows, dict(mesh=2, memory_budget=7_500)),
     "bytes of an optimizer": (rows, dict(mesh=2, optimizer=12)),
     "no rule, a buffer, three outputs": (scan, dict(mesh=2)),
@@ -377,7 +547,9 @@ def test_a_plan_that_was_saved_is_still_one(name, tmp_path):
 @pytest.mark.parametrize("seed", range(8))
 def test_any_plan_of_the_space_is_one(seed):
     model, batch = (small, rows, scan)[seed % 3]()
-    plan = random_plan(ColoTracer().trace(model, batch), DeviceMesh((2, 2) if seed % 2 else (3,)), np.random.default_rng(seed))
+    plan = random_plan(
+        ColoTracer().trace(model, batch), DeviceMesh((2, 2) if seed % 2 else (3,)), np.random.default_rng(seed)
+    )
     Plan.from_dict(json.loads(json.dumps(plan.to_dict()))).validate(model, batch)
 
 

@@ -17,12 +17,17 @@ from tests.training import whole
 
 
 def run(rank, model, batch, backend, parallel):
-    mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel=parallel, cluster=eager_links(), compile=backend)
+    mine = autopar.autoparallelize(
+        copy.deepcopy(model), batch, mesh=2, parallel=parallel, cluster=eager_links(), compile=backend
+    )
     found = [results(mine, mine(**b)) for b in (batch, batch_of(3))]
     with mine.no_sync():
         mine(**batch).backward()
     mine(**batch).backward()
-    forward, backward = mine._autopar.programs[0].runner.modules["forward"], mine._autopar.programs[0].runner.modules["backward"]
+    forward, backward = (
+        mine._autopar.programs[0].runner.modules["forward"],
+        mine._autopar.programs[0].runner.modules["backward"],
+    )
     compiled = [sum(n.op == "call_module" for n in m.graph.nodes) for m in (forward, backward)]
     assert all(compiled)
     return [*found, {n: whole(p.grad) for n, p in mine.named_parameters()}]
@@ -44,7 +49,9 @@ def test_a_compiler_around_the_model_runs_it_as_it_is():
     model, batch = mlp_case()
     expected = results(own := copy.deepcopy(model), own(**batch))
     mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=1)
-    Equality.in_float64("compiled around", results(mine, torch.compile(mine, backend="eager")(**batch)), expected, 1e-9).check()
+    Equality.in_float64(
+        "compiled around", results(mine, torch.compile(mine, backend="eager")(**batch)), expected, 1e-9
+    ).check()
     assert inspect.signature(mine.forward) == inspect.signature(model.forward)
 
 

@@ -1,4 +1,7 @@
-"""Ranks whose parts lie otherwise in memory run the same collectives: an uneven part of one row is contiguous however it is turned."""
+"""Ranks whose parts lie otherwise in memory run the same collectives.
+
+An uneven part of one row is contiguous however it is turned.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def test_a_round_trip_is_dropped_however_its_value_lies(rows):
     joint = JointGraph(graph, [x], [], [back], [], [], (), 1)
     drop_round_trips(joint)
     assert not graph.find_nodes(op="call_function", target=STEPS["all_gather"])
-    out, = joint.outputs
+    (out,) = joint.outputs
     assert out.meta["val"].is_contiguous() and (out is turned) == (rows == 1)
 
 
@@ -48,10 +51,12 @@ def test_a_regathered_parameter_is_made_again_however_it_lies(rows):
     tangent = placed(graph, "tangent", 3, 4)
     whole = called(STEPS["all_gather"], torch.empty(4, rows), w, "dp", 0, 4, ())
     used = called(aten.t.default, torch.empty(4, rows).t(), whole)
-    if not used.meta["val"].is_contiguous():                   # what a conversion without steps leaves
+    if not used.meta["val"].is_contiguous():  # what a conversion without steps leaves
         used = called(aten.clone.default, torch.empty(rows, 4), used, **MEMORY_ORDER)
     y = called(aten.mm.default, torch.empty(3, 4), x, used)
-    gradient = called(aten.mm.default, torch.empty(3, rows), tangent, called(aten.t.default, torch.empty(rows, 4).t(), used))
+    gradient = called(
+        aten.mm.default, torch.empty(3, rows), tangent, called(aten.t.default, torch.empty(rows, 4).t(), used)
+    )
     graph.output((y, gradient, None))
     joint = JointGraph(graph, [w, x], [tangent], [y], [gradient], [1], (0,), 2, held=[None])
     gathers = split(joint, {w}).backward.find_nodes(op="call_function", target=STEPS["all_gather"])

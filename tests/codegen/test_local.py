@@ -25,7 +25,9 @@ def rows(model, batch):
     """This rank's part, cut by torch alone, as input_specs says."""
     here, mesh = {}, model.plan.mesh.to_torch("cpu")
     for name, t in batch.items():
-        for axis in [s.partition("@")[2] or "0" for s in model.input_specs[name].split(", ") if s != "R"]:       # of a mesh of one axis it is not said
+        for axis in [
+            s.partition("@")[2] or "0" for s in model.input_specs[name].split(", ") if s != "R"
+        ]:  # of a mesh of one axis it is not said
             parts = t.chunk(mesh.size(mesh.mesh_dim_names.index(axis)))
             i = mesh.get_local_rank(axis)
             t = parts[i] if i < len(parts) else t[:0]
@@ -44,11 +46,24 @@ def trained(model, batches, part=lambda b: b):
         losses[f"loss.{i}"] = loss.detach()
     with torch.no_grad():
         out = model(**part(batches[0]))
-    return {**losses, "evaluated": (out if isinstance(out, torch.Tensor) else out.loss).detach(), **{n: whole(p).detach() for n, p in model.named_parameters()}}
+    return {
+        **losses,
+        "evaluated": (out if isinstance(out, torch.Tensor) else out.loss).detach(),
+        **{n: whole(p).detach() for n, p in model.named_parameters()},
+    }
 
 
-@pytest.mark.parametrize("mesh, how, text", [(DP, dict(parallel="dp"), "S(0)"), (BOTH, dict(parallel=dict(tensor=2, data=2)), "S(0)@dp"), (BOTH, dict(parallel="zero3"), "S(0)@dp, S(0)@tp"),
-                                             (DP, dict(constraints={"x": "S(1)", "y": "R"}), "R"), (DP, dict(constraints={"x": "S(0)", "y": "R"}), "S(0)")], ids=str)
+@pytest.mark.parametrize(
+    "mesh, how, text",
+    [
+        (DP, dict(parallel="dp"), "S(0)"),
+        (BOTH, dict(parallel=dict(tensor=2, data=2)), "S(0)@dp"),
+        (BOTH, dict(parallel="zero3"), "S(0)@dp, S(0)@tp"),
+        (DP, dict(constraints={"x": "S(1)", "y": "R"}), "R"),
+        (DP, dict(constraints={"x": "S(0)", "y": "R"}), "S(0)"),
+    ],
+    ids=str,
+)
 def test_ranks_pass_their_own_rows(mesh, how, text, threads):
     """Rows that divide and rows that do not (7 of 4 ranks: 2, 2, 2, 1), a batch again, one without gradients."""
     model, batch = mlp_case()
@@ -65,7 +80,10 @@ def test_ranks_pass_their_own_rows(mesh, how, text, threads):
 
 
 def test_means_over_unequal_numbers_of_targets(threads):
-    """Dropout off; targets are ignored in unequal numbers on the ranks: the loss is that of the batch, no mean of means."""
+    """Dropout off; targets are ignored in unequal numbers on the ranks.
+
+    The loss is that of the batch, no mean of means.
+    """
     model, batch = gpt2(0.0)
     with InFloat64():
         expected = trained(copy.deepcopy(model), [batch] * 2)
@@ -96,10 +114,16 @@ def test_the_sampler_gives_ranks_of_a_part_the_same_and_all_everything(threads):
     assert all(sorted(e) == data and e == found[0][1] for _, e in found)
 
 
-@pytest.mark.parametrize("wrong, letter, match", [
-    (lambda rank, x, y: (x[: 1 + rank], y[: 1 + rank]), BadInput, r"ranks pass \[1, 2, 3, 4\] rows"), (lambda rank, x, y: (x[: 1 - rank // 2], y[: 1 - rank // 2]), BadInput, r"ranks pass \[1, 1, 0, 0\] rows"), (lambda rank, x, y: (x, y[:1]), BadInput, "different numbers of rows"),
-    (lambda rank, x, y: (x.float() if rank == 2 else x, y), Disagreement, r"\[2\] differ"), (lambda rank, x, y: (x + (rank % 2), y), Disagreement, r"\[1, 3\] differ"),
-])
+@pytest.mark.parametrize(
+    "wrong, letter, match",
+    [
+        (lambda rank, x, y: (x[: 1 + rank], y[: 1 + rank]), BadInput, r"ranks pass \[1, 2, 3, 4\] rows"),
+        (lambda rank, x, y: (x[: 1 - rank // 2], y[: 1 - rank // 2]), BadInput, r"ranks pass \[1, 1, 0, 0\] rows"),
+        (lambda rank, x, y: (x, y[:1]), BadInput, "different numbers of rows"),
+        (lambda rank, x, y: (x.float() if rank == 2 else x, y), Disagreement, r"\[2\] differ"),
+        (lambda rank, x, y: (x + (rank % 2), y), Disagreement, r"\[1, 3\] differ"),
+    ],
+)
 def test_wrong_parts_are_letters_on_every_rank(wrong, letter, match, threads):
     model, batch = mlp_case()
 
@@ -117,7 +141,9 @@ def test_inputs_that_want_gradients_come_whole(threads):
     model, batch = mlp_case()
     batch["x"].requires_grad_()
     with pytest.raises(NotServed, match="wants a gradient"):
-        threads(2, lambda rank: autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", inputs="local"))
+        threads(
+            2, lambda rank: autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", inputs="local")
+        )
 
 
 def test_neither_do_they_later(threads):
@@ -128,7 +154,7 @@ def test_neither_do_they_later(threads):
         mine = local(copy.deepcopy(model), batch, DP, parallel="dp")
         here = rows(mine, batch)
         with torch.no_grad():
-            mine(here["x"].clone().requires_grad_(), here["y"])            # nobody asks for it
+            mine(here["x"].clone().requires_grad_(), here["y"])  # nobody asks for it
         with pytest.raises(NotServed, match="wants a gradient"):
             mine(here["x"].clone().requires_grad_(), here["y"])
 

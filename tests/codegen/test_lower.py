@@ -34,7 +34,7 @@ def collectives(graph):
 
 
 def test_megatron_reduces_once_a_block_and_direction():
-    joint = lowered("megatron", cluster="generic").joint      # links that cost something: nothing else is worth a message
+    joint = lowered("megatron", cluster="generic").joint  # links that cost something: nothing else is worth a message
     assert collectives(joint.forward) == {"all_reduce": 2} and collectives(joint.backward) == {"all_reduce": 2}
 
 
@@ -45,7 +45,10 @@ def test_data_parallelism_reduces_the_loss_and_every_gradient_once():
 
 
 class Numbers(nn.Module):
-    """Sums of one number that do and do not wait for one another, in forward and in backward; one is an output as it is."""
+    """Sums of one number that do and do not wait for one another, in forward and in backward.
+
+    One is an output as it is.
+    """
 
     def __init__(self):
         super().__init__()
@@ -54,7 +57,7 @@ class Numbers(nn.Module):
     def forward(self, x):
         y = self.out(x)
         y = y * self.scale / y.square().sum().sqrt()
-        first, second = y.abs().sum(), y.sin().sum()           # both wait for the sum of squares
+        first, second = y.abs().sum(), y.sin().sum()  # both wait for the sum of squares
         return {"loss": first.sqrt() + second.exp(), "seen": x.sum()}
 
 
@@ -65,7 +68,9 @@ def test_sums_of_one_number_travel_together_unless_one_waits_for_another(mesh):
     plan = autopar.plan(model, batch, mesh=mesh, cluster=eager_links(), parallel="dp")
     joint = lower(ColoTracer().trace(model, batch), plan, (0,) * len(mesh)).joint
     counted = collectives(joint.forward)
-    assert counted["all_reduce_bucket"] == len(mesh) and counted["all_reduce"] == 2 * len(mesh)        # two together; the one before them, and what is handed out, by themselves
+    assert counted["all_reduce_bucket"] == len(mesh) and counted["all_reduce"] == 2 * len(
+        mesh
+    )  # two together; the one before them, and what is handed out, by themselves
     expected = copy.deepcopy(model)
     of_one = expected(**batch)
     of_one["loss"].backward()
@@ -75,7 +80,10 @@ def test_sums_of_one_number_travel_together_unless_one_waits_for_another(mesh):
         outputs = mine(**batch)
         kept = outputs["loss"].clone()
         with torch.no_grad():
-            outputs["seen"].mul_(0), outputs["loss"].mul_(1)               # whoever writes to an output touches nothing that backward reads
+            (
+                outputs["seen"].mul_(0),
+                outputs["loss"].mul_(1),
+            )  # whoever writes to an output touches nothing that backward reads
         outputs["loss"].backward()
         return kept.detach(), [whole(p.grad) for p in mine.parameters()]
 
@@ -86,7 +94,10 @@ def test_sums_of_one_number_travel_together_unless_one_waits_for_another(mesh):
 
 def llama(pins, bias=False, tokens=(2, 16), width=32, device="cpu"):
     with torch.device(device):
-        model, batch = Llama(width=width, bias=bias).double(), {"x": torch.randn(*tokens, width).double().requires_grad_()}     # as between other blocks
+        model, batch = (
+            Llama(width=width, bias=bias).double(),
+            {"x": torch.randn(*tokens, width).double().requires_grad_()},
+        )  # as between other blocks
     constraints = {k: v for k, v in pins.items() if bias or "bias" not in k}
     plan = autopar.plan(model, batch, mesh=TP, cluster="generic", constraints=constraints)
     return plan, lower(ColoTracer().trace(model, batch), plan, (0,)).joint, model, batch
@@ -98,7 +109,7 @@ def test_a_megatron_block_emits_two_all_reduces_each_way():
     reductions = [c for c in plan.conversions if c.forward or c.backward]
     link, size = autopar.Cluster.of("generic").links[0], batch["x"].nbytes
     assert len(reductions) == 4
-    for c in reductions:                                       # priced as one all-reduce of the activations over four devices
+    for c in reductions:  # priced as one all-reduce of the activations over four devices
         assert c.seconds == pytest.approx(2 * link.latency_s + 2 * 3 / 4 * size / link.bytes_per_s)
 
 
@@ -106,13 +117,20 @@ def test_a_megatron_block_emits_two_all_reduces_each_way():
 def test_sequence_parallelism_gathers_and_scatters_instead(bias):
     _, joint, *_ = llama(LLAMA_SEQUENCE, bias, (8, 1024), 512, "meta")
     assert collectives(joint.forward) == {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 1}
-    loss, = (n for n in joint.forward.nodes if n.target is STEPS["all_reduce"])
-    assert loss.meta["val"].shape == ()                        # the only all-reduce forward is of the loss, one number
+    (loss,) = (n for n in joint.forward.nodes if n.target is STEPS["all_reduce"])
+    assert loss.meta["val"].shape == ()  # the only all-reduce forward is of the loss, one number
     of_x = joint.backward.output_node().args[0][joint.gradients.index(0)]
-    assert of_x.target is STEPS["all_gather"]                  # an input's gradient leaves whole; between blocks it stays cut
-    assert collectives(joint.backward) - Counter(all_gather=1) == {"all_gather": 2, "reduce_scatter": 2, "begin_all_reduce": 1}
-    bucket, = (n for n in joint.backward.nodes if n.target is BEGIN["all_reduce"])
-    assert [tuple(v.shape) for v in bucket.meta["val"]] == [(512,), (512,)]    # the norms' weights; rows' biases are added to the sums, and need none
+    assert of_x.target is STEPS["all_gather"]  # an input's gradient leaves whole; between blocks it stays cut
+    assert collectives(joint.backward) - Counter(all_gather=1) == {
+        "all_gather": 2,
+        "reduce_scatter": 2,
+        "begin_all_reduce": 1,
+    }
+    (bucket,) = (n for n in joint.backward.nodes if n.target is BEGIN["all_reduce"])
+    assert [tuple(v.shape) for v in bucket.meta["val"]] == [
+        (512,),
+        (512,),
+    ]  # the norms' weights; rows' biases are added to the sums, and need none
 
 
 @pytest.mark.parametrize("pins", [LLAMA_MEGATRON, LLAMA_SEQUENCE], ids=["megatron", "sequence"])
@@ -129,7 +147,9 @@ def test_llama_blocks_compute_what_one_device_computes(pins, threads):
     loss = reference(**batch)
     loss.backward()
     for result in threads(4, body):
-        Equality.in_float64("gradients", result, {"loss": loss.detach(), **{n: p.grad for n, p in reference.named_parameters()}}, 1e-9).check()
+        Equality.in_float64(
+            "gradients", result, {"loss": loss.detach(), **{n: p.grad for n, p in reference.named_parameters()}}, 1e-9
+        ).check()
 
 
 def test_sharded_storage_gathers_again_in_backward():
@@ -139,7 +159,7 @@ def test_sharded_storage_gathers_again_in_backward():
     assert len(together.args[0]) == 14
     backward = collectives(joint.backward)
     assert backward == {"begin_reduce_scatter": 1, "all_gather_bucket": 1}
-    bucket, = (n for n in joint.backward.nodes if n.target is BEGIN["reduce_scatter"])
+    (bucket,) = (n for n in joint.backward.nodes if n.target is BEGIN["reduce_scatter"])
     assert len(bucket.args[0].args[0]) == 14
     saved = [n.meta["val"].shape for n in joint.forward.output_node().args[0][1:]]
     assert not any(tuple(s) in ((64, 16), (16, 64)) for s in saved), "a gathered weight was saved"
@@ -167,7 +187,10 @@ def test_uneven_ranks_agree_on_their_collectives():
 def test_the_forward_reads_as_python():
     text = str(lowered("megatron", cluster="generic").program)
     ast.parse(text)
-    assert "blocks_0_up_linear = linear(input=blocks_0_norm_layer_norm_as, weight=blocks_0_up_weight, bias=blocks_0_up_bias)" in text
+    assert (
+        "blocks_0_up_linear = linear(input=blocks_0_norm_layer_norm_as, weight=blocks_0_up_weight, "
+        "bias=blocks_0_up_bias)" in text
+    )
     assert "convert(blocks_0_down_linear, 'all_reduce@tp', backward='')" in text
     assert "# blocks.0.down" in text and "backward='all_reduce@tp'" in text
 

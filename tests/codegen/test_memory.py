@@ -1,4 +1,7 @@
-"""What a plan says it holds is what torch's MemTracker counts of one rank, in the first step and in the third; `benchmarks/memory.py` has the long table."""
+"""What a plan says it holds is what torch's MemTracker counts of one rank, in the first step and in the third.
+
+`benchmarks/memory.py` has the long table.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,15 @@ def gpt2(batch=16):
 
 
 def llama(layers=2, batch=16):
-    config = transformers.LlamaConfig(num_hidden_layers=layers, hidden_size=64, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, vocab_size=512, max_position_embeddings=64)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=64,
+        intermediate_size=192,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=64,
+    )
     ids = torch.zeros(batch, 64, dtype=torch.long)
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
 
@@ -46,16 +57,31 @@ def peaks(model, batch, micro_batches):
     return found[0], found[2]
 
 
-@pytest.mark.parametrize("make, mesh, how", [
-    pytest.param(gpt2, (4,), {"parallel": "dp", "accumulation": 2}, id="dropout, tied weights, two micro-batches"),
-    pytest.param(llama, (4,), {"parallel": "zero3"}, id="regathered"),
-    pytest.param(lambda: (MLP(256, 4), {"x": torch.zeros(8, 256), "y": torch.zeros(8, 256)}), (2,), {"parallel": "dp"}, id="mostly parameters"),
-])
+@pytest.mark.parametrize(
+    "make, mesh, how",
+    [
+        pytest.param(gpt2, (4,), {"parallel": "dp", "accumulation": 2}, id="dropout, tied weights, two micro-batches"),
+        pytest.param(llama, (4,), {"parallel": "zero3"}, id="regathered"),
+        pytest.param(
+            lambda: (MLP(256, 4), {"x": torch.zeros(8, 256), "y": torch.zeros(8, 256)}),
+            (2,),
+            {"parallel": "dp"},
+            id="mostly parameters",
+        ),
+    ],
+)
 def test_the_peak_is_what_one_rank_holds(make, mesh, how, fake_world):
     torch.manual_seed(0)
     model, batch = make()
     generic = Cluster.of("generic")
-    plan = autopar.plan(model, batch, mesh=mesh, cluster=replace(generic, device=replace(generic.device, kernels="cpu")), memory_budget="inf", **how)
+    plan = autopar.plan(
+        model,
+        batch,
+        mesh=mesh,
+        cluster=replace(generic, device=replace(generic.device, kernels="cpu")),
+        memory_budget="inf",
+        **how,
+    )
     with fake_world(plan.mesh.size):
         parallel = autopar.autoparallelize(model, batch, plan=plan)
         first, third = peaks(parallel, batch, plan.accumulation)

@@ -1,4 +1,7 @@
-"""The parallel model in a user's hands: it is the user's class, trains with the user's loop, and answers wrong uses with letters."""
+"""The parallel model in a user's hands.
+
+It is the user's class, trains with the user's loop, and answers wrong uses with letters.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,16 @@ def test_it_is_an_instance_of_the_models_class():
         names = [n for n, _ in model.named_parameters()]
         mine = parallel(model, batch)
         assert isinstance(mine, MLP) and mine is model and type(mine).__name__ == "ParallelMLP"
-        assert [n for n, _ in mine.named_parameters()] == names and all(isinstance(p, DTensor) for p in mine.parameters())
-        assert mine.plan.mesh == MESH and "def forward(" in mine.code and mine.input_specs == {"x": "global", "y": "global"}
+        assert [n for n, _ in mine.named_parameters()] == names and all(
+            isinstance(p, DTensor) for p in mine.parameters()
+        )
+        assert (
+            mine.plan.mesh == MESH
+            and "def forward(" in mine.code
+            and mine.input_specs == {"x": "global", "y": "global"}
+        )
         assert set(mine.state_dict()) == set(names)
+
     on_two(body)
 
 
@@ -48,7 +58,7 @@ def test_rank_0_plans_and_its_values_count():
         mine = copy.deepcopy(model)
         with torch.no_grad():
             for p in mine.parameters():
-                p.add_(rank)                                   # ranks start from different values
+                p.add_(rank)  # ranks start from different values
         mine = autopar.autoparallelize(mine, batch, mesh=MESH, cluster=eager_links())
         return mine(**batch).item()
 
@@ -69,7 +79,9 @@ def test_clipping_and_momentum_work_as_they_are():
 
     expected = run(copy.deepcopy(model))
     for kind in ("megatron", "sharded"):
-        for result in on_threads(2, lambda rank, kind=kind: run(parallel(copy.deepcopy(model), batch, mlp_pins(kind, MESH)))):
+        for result in on_threads(
+            2, lambda rank, kind=kind: run(parallel(copy.deepcopy(model), batch, mlp_pins(kind, MESH)))
+        ):
             Equality.in_float64(kind, result, expected, 1e-9).check()
 
 
@@ -92,7 +104,9 @@ def test_gradients_accumulate_and_old_ones_are_left_alone():
         Equality.in_float64("accumulated", {n: whole(p.grad) for n, p in mine.named_parameters()}, twice, 1e-9).check()
         mine.zero_grad(set_to_none=False)
         mine(**batch).backward()
-        Equality.in_float64("after zeroing", {n: 2 * whole(p.grad) for n, p in mine.named_parameters()}, twice, 1e-9).check()
+        Equality.in_float64(
+            "after zeroing", {n: 2 * whole(p.grad) for n, p in mine.named_parameters()}, twice, 1e-9
+        ).check()
 
     on_threads(2, body)
 
@@ -106,8 +120,13 @@ def test_frozen_and_unreached_parameters_have_no_gradient():
         mine(**batch).backward()
         reference(**batch).backward()
         assert mine.head.weight.grad is None and mine.spare.grad is None
-        Equality.in_float64("others", {n: whole(p.grad) for n, p in mine.named_parameters() if p.grad is not None},
-                            {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}, 1e-9).check()
+        Equality.in_float64(
+            "others",
+            {n: whole(p.grad) for n, p in mine.named_parameters() if p.grad is not None},
+            {n: p.grad for n, p in reference.named_parameters() if p.grad is not None},
+            1e-9,
+        ).check()
+
     on_two(body)
 
 
@@ -152,6 +171,7 @@ def test_without_gradients_nothing_is_kept():
             value = mine(**batch)
         assert not value.requires_grad
         torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=0.0)
+
     on_two(body)
 
 
@@ -175,7 +195,11 @@ def test_outputs_beside_the_loss_are_dtensors():
     def body(rank):
         mine = parallel(copy.deepcopy(model), batch, {"out.logits": "S(0)"})
         result = mine(**batch)
-        assert isinstance(result["logits"], DTensor) and result["logits"].to_local().shape == (4, 16) and result["note"] == "kept"
+        assert (
+            isinstance(result["logits"], DTensor)
+            and result["logits"].to_local().shape == (4, 16)
+            and result["note"] == "kept"
+        )
         torch.testing.assert_close(whole(result["logits"]), expected["logits"].detach())
         torch.testing.assert_close(result["loss"], expected["loss"])
 
@@ -210,8 +234,18 @@ def test_a_users_own_rule_is_used():
         del RULES["fft.fft"]
 
 
-@pytest.mark.parametrize("op, name", [("mylib::scan", "ops.mylib.scan.default"), ("mylib::scan.out", "ops.mylib.scan.out"), ("sinc", "sinc"), (torch.sinc, "sinc"), (torch.Tensor.add, "add"),
-                                      (torch.ops.aten.erfinv, "ops.aten.erfinv.default"), (torch.ops.aten.erfinv.default, "ops.aten.erfinv.default")])
+@pytest.mark.parametrize(
+    "op, name",
+    [
+        ("mylib::scan", "ops.mylib.scan.default"),
+        ("mylib::scan.out", "ops.mylib.scan.out"),
+        ("sinc", "sinc"),
+        (torch.sinc, "sinc"),
+        (torch.Tensor.add, "add"),
+        (torch.ops.aten.erfinv, "ops.aten.erfinv.default"),
+        (torch.ops.aten.erfinv.default, "ops.aten.erfinv.default"),
+    ],
+)
 def test_a_rule_is_of_an_op_by_any_of_its_names(op, name, monkeypatch):
     from autopar.sharding import rules
 
@@ -232,12 +266,16 @@ def test_an_optimizer_from_before_is_refused():
         parallel(model, batch)(**batch).backward()
         with pytest.raises(Consumed, match="before autoparallelize"):
             optimizer.step()
+
     on_two(body)
 
 
 def test_ranks_with_different_plans_are_told_so():
     model, batch = mlp_case()
-    plans = [autopar.plan(model, batch, mesh=MESH, cluster=eager_links(), constraints=mlp_pins(kind, MESH)) for kind in ("dp", "megatron")]
+    plans = [
+        autopar.plan(model, batch, mesh=MESH, cluster=eager_links(), constraints=mlp_pins(kind, MESH))
+        for kind in ("dp", "megatron")
+    ]
 
     def body(rank):
         with pytest.raises(Disagreement, match="different plan="):
@@ -276,6 +314,7 @@ def test_a_mesh_of_another_size_is_a_letter():
     def body(model, batch):
         with pytest.raises(Disagreement, match="4 devices"):
             parallel(model, batch, mesh=autopar.DeviceMesh((2, 2)))
+
     on_two(body)
 
 
@@ -286,19 +325,35 @@ def test_a_plan_beside_planning_arguments_is_a_letter():
         autopar.autoparallelize(model, batch, plan=plan, mesh=1)
 
 
-@pytest.mark.parametrize("how", [
-    dict(precision="bfloat16"), dict(recompute="full"), dict(accumulation=0), dict(accumulation=True), dict(time_limit=0), dict(optimizer="adagrad"),
-])
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(precision="bfloat16"),
+        dict(recompute="full"),
+        dict(accumulation=0),
+        dict(accumulation=True),
+        dict(time_limit=0),
+        dict(optimizer="adagrad"),
+    ],
+)
 def test_an_argument_that_no_stage_serves_is_a_letter(how):
     model, batch = mlp_case()
     with pytest.raises(NotServed, match=next(iter(how))):
         autopar.plan(model, batch, **{"mesh": 2, **how})
 
 
-@pytest.mark.parametrize("constraints, match", [
-    (["x"], "constraints is a list"), ({"no.such": "R"}, "matches nothing"), ({"x": "S(9)"}, "nothing satisfies"), ({"x": "S(0)@pp"}, "cannot be read"), ({"x": 3}, "cannot be read"),
-    ({"blocks.0.up.weight": "S(0); R; sometimes"}, "cannot be read"), ({"blocks.0": "P(sum)", "out": "S(0)"}, "nothing satisfies"),
-])
+@pytest.mark.parametrize(
+    "constraints, match",
+    [
+        (["x"], "constraints is a list"),
+        ({"no.such": "R"}, "matches nothing"),
+        ({"x": "S(9)"}, "nothing satisfies"),
+        ({"x": "S(0)@pp"}, "cannot be read"),
+        ({"x": 3}, "cannot be read"),
+        ({"blocks.0.up.weight": "S(0); R; sometimes"}, "cannot be read"),
+        ({"blocks.0": "P(sum)", "out": "S(0)"}, "nothing satisfies"),
+    ],
+)
 def test_a_wrong_constraint_is_a_letter(constraints, match):
     model, batch = mlp_case()
     with pytest.raises(autopar.letters.BadConstraint, match=match):
@@ -328,14 +383,18 @@ def test_backward_lets_go_of_what_forward_saved_after_its_last_use():
         mine = autopar.autoparallelize(Deep(), batch, mesh=1, cluster=eager_links())
         mine(**batch).backward()
         mine.zero_grad()
-        with torch.profiler.profile(profile_memory=True) as seen:      # forward too: what was handed out before is not seen to be freed
+        with torch.profiler.profile(
+            profile_memory=True
+        ) as seen:  # forward too: what was handed out before is not seen to be freed
             mine(**batch).backward()
         events = sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns())
         return [e.nbytes() for e in events if e.name() == "[memory]" and abs(e.nbytes()) >= 4096 * 8 * 4]
 
     (changes,) = on_threads(1, body)
     last = max(i for i, n in enumerate(changes) if n > 0)
-    assert sum(n > 0 for n in changes) >= 12 and len(changes[last:]) <= 6      # were all of it held to the end, a dozen would be freed there
+    assert (
+        sum(n > 0 for n in changes) >= 12 and len(changes[last:]) <= 6
+    )  # were all of it held to the end, a dozen would be freed there
 
 
 def test_other_parameters_for_one_call():
@@ -344,13 +403,18 @@ def test_other_parameters_for_one_call():
     factor = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
 
     def grown(model, factor):
-        return torch.func.functional_call(model, {n: whole(p.detach()) * factor for n, p in model.named_parameters()}, (), batch)
+        return torch.func.functional_call(
+            model, {n: whole(p.detach()) * factor for n, p in model.named_parameters()}, (), batch
+        )
 
     loss = grown(model, factor)
     (expected,) = torch.autograd.grad(loss, factor)
 
     def body(rank):
-        mine, own = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", cluster=eager_links()), factor.detach().clone().requires_grad_()
+        mine, own = (
+            autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", cluster=eager_links()),
+            factor.detach().clone().requires_grad_(),
+        )
         found = grown(mine, own)
         found.backward()
         torch.testing.assert_close((found.detach(), own.grad), (loss.detach(), expected), rtol=1e-10, atol=0)

@@ -19,22 +19,39 @@ from tests.training import whole
 BATCH = {k: torch.randint(0, 40, (4, 8), generator=torch.Generator().manual_seed(3)) for k in ("input_ids", "labels")}
 WEIGHTS = torch.randn(4, 8, 40, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 LOSSES = {
-    "both": lambda outputs: outputs.loss + 0.1 * (outputs.logits * WEIGHTS).sum(), "logits alone": lambda outputs: (outputs.logits.softmax(-1) * WEIGHTS).sum(),
-    "the loss alone": lambda outputs: outputs.loss, "one twice": lambda outputs: outputs.loss * outputs.logits.square().mean(),
+    "both": lambda outputs: outputs.loss + 0.1 * (outputs.logits * WEIGHTS).sum(),
+    "logits alone": lambda outputs: (outputs.logits.softmax(-1) * WEIGHTS).sum(),
+    "the loss alone": lambda outputs: outputs.loss,
+    "one twice": lambda outputs: outputs.loss * outputs.logits.square().mean(),
 }
 
 
 def llama():
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.3)).double()
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=40,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            initializer_range=0.3,
+        )
+    ).double()
 
 
-@pytest.mark.parametrize("parallel, mesh", [(None, (4,)), ("megatron", (2, 2)), ("zero3", (4,)), ("2d", (2, 2))], ids=str)
+@pytest.mark.parametrize(
+    "parallel, mesh", [(None, (4,)), ("megatron", (2, 2)), ("zero3", (4,)), ("2d", (2, 2))], ids=str
+)
 def test_gradients_arrive_at_named_outputs(parallel, mesh):
     model = llama()
     with InFloat64():
         plan = autopar.plan(model, BATCH, mesh=mesh, parallel=parallel, cluster="generic", outputs=("logits",))
-    assert all(p.is_replicated for p in values(plan.decisions["out.logits"].flows(0)).placements)      # gathered by the plan, which prices it
+    assert all(
+        p.is_replicated for p in values(plan.decisions["out.logits"].flows(0)).placements
+    )  # gathered by the plan, which prices it
 
     def body(rank):
         with InFloat64():
@@ -44,13 +61,19 @@ def test_gradients_arrive_at_named_outputs(parallel, mesh):
                 expected = loss(theirs(**BATCH))
                 expected.backward()
                 mine.zero_grad()
-                with mine.no_sync():                           # micro-batches wait with all that arrives
+                with mine.no_sync():  # micro-batches wait with all that arrives
                     loss(mine(**BATCH)).backward()
                 found = loss(mine(**BATCH))
                 found.backward()
                 torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-10, atol=1e-12)
                 for key, parameter in theirs.named_parameters():
-                    torch.testing.assert_close(whole(mine.get_parameter(key).grad), 2 * parameter.grad, rtol=1e-9, atol=1e-11, msg=f"{name}: {key}")
+                    torch.testing.assert_close(
+                        whole(mine.get_parameter(key).grad),
+                        2 * parameter.grad,
+                        rtol=1e-9,
+                        atol=1e-11,
+                        msg=f"{name}: {key}",
+                    )
         return True
 
     assert all(on_threads(4, body))
@@ -63,8 +86,10 @@ def test_what_is_not_named_is_a_letter_that_says_how():
             with pytest.raises(NotServed, match="arrives at the output 'logits'") as letter:
                 mine(**BATCH).logits.sum().backward()
             assert "outputs=('logits',)" in str(letter.value)
-            with pytest.raises(BadPlan, match="another graph"):        # backward of another plan begins at the loss alone
-                autopar.autoparallelize(llama(), BATCH, plan=autopar.plan(llama(), BATCH, mesh=2, parallel="dp"), outputs=("logits",))
+            with pytest.raises(BadPlan, match="another graph"):  # backward of another plan begins at the loss alone
+                autopar.autoparallelize(
+                    llama(), BATCH, plan=autopar.plan(llama(), BATCH, mesh=2, parallel="dp"), outputs=("logits",)
+                )
         return True
 
     assert all(on_threads(2, body))
@@ -74,5 +99,7 @@ def test_a_graph_knows_where_backward_begins():
     with InFloat64():
         graph = ColoTracer().trace(llama(), BATCH)
         named = autopar.request.Request(outputs=("logits", "loss")).trace(llama(), BATCH)
-    assert [graph.output_names[i] for i in graph.differentiable] == ["loss"] and [named.output_names[i] for i in named.differentiable] == ["loss", "logits"]
+    assert [graph.output_names[i] for i in graph.differentiable] == ["loss"] and [
+        named.output_names[i] for i in named.differentiable
+    ] == ["loss", "logits"]
     assert graph.digest != named.digest and Graph.from_json(named.to_json()).differentiable == named.differentiable

@@ -1,4 +1,7 @@
-"""What a critical reader has broken once: copies, constants, second derivatives, gradients at other outputs, whole state dicts, recipes that draw elsewhere."""
+"""What a critical reader has broken once.
+
+Copies, constants, second derivatives, gradients at other outputs, whole state dicts, recipes that draw elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,7 @@ def test_a_gradient_at_another_output_than_the_loss_is_a_letter(preset):
         out = parallel(model, {"x": X, "y": X}, parallel=preset)(X, X)
         with pytest.raises(NotServed, match="backward was lowered for the loss"):
             (out["loss"] + out["logits"].full_tensor().square().mean()).backward()
+
     two(body)
 
 
@@ -56,6 +60,7 @@ def test_gradients_of_gradients_are_a_letter():
         mine = parallel(model, (x,))
         with pytest.raises(NotServed, match="gradient of gradients"):
             torch.autograd.grad(mine(x).sum(), x, create_graph=True)
+
     two(body)
 
 
@@ -124,7 +129,12 @@ def test_a_copy_has_modes_and_gradients_of_its_own():
         other[1].running_var.copy_(own[1].running_var)
         found = other(X)
         other.zero_grad()
-        assert torch.equal(mine[1].running_mean, statistics) and mine._autopar.waiting.of and not other._autopar.waiting.of and mine.training
+        assert (
+            torch.equal(mine[1].running_mean, statistics)
+            and mine._autopar.waiting.of
+            and not other._autopar.waiting.of
+            and mine.training
+        )
         return whole(found.detach())
 
     for found in two(body):
@@ -199,10 +209,15 @@ def test_recipes_that_draw_elsewhere_or_in_wholes():
         mine = autopar.autoparallelize(on_meta(Parent), (torch.zeros(4, 4),), mesh=2, parallel="zero3")
         w = whole(mine.lin.weight.detach())
         return (w @ w.t() - torch.eye(4)).abs().max().item()
+
     assert max(two(orthogonal)) < 1e-5
     for make in (Parent, lambda: Scaled(4, 4), lambda: Elsewhere(4, 4)):
         with pytest.raises(NotServed, match="counter"):
-            two(lambda rank, make=make: autopar.autoparallelize(on_meta(make), (torch.zeros(4, 4),), mesh=2, init="counter"))
+            two(
+                lambda rank, make=make: autopar.autoparallelize(
+                    on_meta(make), (torch.zeros(4, 4),), mesh=2, init="counter"
+                )
+            )
 
 
 def test_wrong_uses_are_letters():
@@ -211,10 +226,14 @@ def test_wrong_uses_are_letters():
     def body(rank):
         mine = parallel(model, (X,))
         for use, letter, match in (
-            (lambda: mine(X[:, :3]), NotCaptured, r"raises RuntimeError.*\n *at .*in forward"), (lambda: mine("text"), NotCaptured, "raises TypeError"),
-            (lambda: autopar.autoparallelize(mine, (X,), mesh=2), Consumed, "parallel already"), (lambda: autopar.plan(mine, (X,), mesh=2), Consumed, "parallel already"),
-            (lambda: parallel(model, (X,), plan="plan.json"), BadPlan, "is no Plan"), (lambda: parallel(model, (X,), weights=3), BadWeights, "is no path"),
+            (lambda: mine(X[:, :3]), NotCaptured, r"raises RuntimeError.*\n *at .*in forward"),
+            (lambda: mine("text"), NotCaptured, "raises TypeError"),
+            (lambda: autopar.autoparallelize(mine, (X,), mesh=2), Consumed, "parallel already"),
+            (lambda: autopar.plan(mine, (X,), mesh=2), Consumed, "parallel already"),
+            (lambda: parallel(model, (X,), plan="plan.json"), BadPlan, "is no Plan"),
+            (lambda: parallel(model, (X,), weights=3), BadWeights, "is no path"),
         ):
             with pytest.raises(letter, match=match):
                 use()
+
     two(body)

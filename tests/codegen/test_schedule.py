@@ -42,31 +42,56 @@ def half_of(name, monkeypatch, parallel="zero3"):
 
 def test_zero3_gathers_a_block_at_a_time_and_a_free_plan_what_is_worth_a_message():
     model, batch = case()
-    plans = {parallel: autopar.plan(model, batch, mesh=2, cluster=eager_links(), parallel=parallel, memory_budget="inf") for parallel in ("zero3", "zero2", None)}
-    assert {parallel: plan.window_bytes for parallel, plan in plans.items()} == {"zero3": BLOCK, "zero2": BUCKET, None: BUCKET}
+    plans = {
+        parallel: autopar.plan(model, batch, mesh=2, cluster=eager_links(), parallel=parallel, memory_budget="inf")
+        for parallel in ("zero3", "zero2", None)
+    }
+    assert {parallel: plan.window_bytes for parallel, plan in plans.items()} == {
+        "zero3": BLOCK,
+        "zero2": BUCKET,
+        None: BUCKET,
+    }
     assert Plan.from_dict(plans["zero3"].to_dict()).window_bytes == BLOCK
     ops = [n for n in ColoTracer().trace(model, batch).nodes if info(n).kind == "op"]
-    assert [len(cut(ops, least).spans) for least in (BLOCK, 20_000, BUCKET)] == [5, 3, 1]    # four blocks of 17 KB, and a head
+    assert [len(cut(ops, least).spans) for least in (BLOCK, 20_000, BUCKET)] == [
+        5,
+        3,
+        1,
+    ]  # four blocks of 17 KB, and a head
 
 
 @pytest.mark.parametrize("half, ahead", [("forward", -1), ("backward", 1)])
 def test_a_window_is_gathered_in_one_message_beside_its_neighbour(half, ahead, monkeypatch):
     nodes = half_of(half, monkeypatch)
     begun = [n for n in nodes if n.target is BEGIN["all_gather"]]
-    assert len(begun) == 4 and all(len(n.args[0].args[0]) >= 2 for n in begun)         # five windows, of which the first to come has nothing before it
+    assert len(begun) == 4 and all(
+        len(n.args[0].args[0]) >= 2 for n in begun
+    )  # five windows, of which the first to come has nothing before it
     at = {n: i for i, n in enumerate(nodes)}
     ends = [next(iter(n.users)) for n in begun]
     assert all(n.target is finish for n in ends)
-    for before, after in zip(ends, begun[1:]):                 # the next begins once this one has been taken, and well before it is taken itself
+    for before, after in zip(
+        ends, begun[1:]
+    ):  # the next begins once this one has been taken, and well before it is taken itself
         assert at[before] < at[after]
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    assert all(any(n.target in products for n in nodes[at[start]:at[end]]) for start, end in zip(begun, ends))
+    assert all(any(n.target in products for n in nodes[at[start] : at[end]]) for start, end in zip(begun, ends))
     alone = [n for n in nodes if n.target in (STEPS["all_gather"], STEPS["all_gather_bucket"])]
     if ahead > 0:
-        assert not alone                                       # backward begins with what the last window has gathered in forward
+        assert not alone  # backward begins with what the last window has gathered in forward
     else:
         assert len(alone) == 1 and at[alone[0]] < at[ends[0]]  # the first window's, in line
-        assert at[min(u for part in (alone[0].users if alone[0].target is STEPS["all_gather_bucket"] else alone) for u in part.users)] - at[alone[0]] <= 12      # where it is read
+        assert (
+            at[
+                min(
+                    u
+                    for part in (alone[0].users if alone[0].target is STEPS["all_gather_bucket"] else alone)
+                    for u in part.users
+                )
+            ]
+            - at[alone[0]]
+            <= 12
+        )  # where it is read
 
 
 def test_the_last_window_is_priced_and_counted_as_gathered_once():
@@ -74,7 +99,10 @@ def test_the_last_window_is_priced_and_counted_as_gathered_once():
     how = dict(mesh=2, cluster=eager_links(), memory_budget="inf", parallel="zero3")
     policies = {}
     for policy in ("kept", "regathered"):
-        pins = {**{f"blocks.*.{name}": "S(0)@0; R; kept" for name in ("weight", "bias")}, **{f"head.{name}": f"S(0)@0; R; {policy}" for name in ("weight", "bias")}}
+        pins = {
+            **{f"blocks.*.{name}": "S(0)@0; R; kept" for name in ("weight", "bias")},
+            **{f"head.{name}": f"S(0)@0; R; {policy}" for name in ("weight", "bias")},
+        }
         policies[policy] = autopar.plan(model, batch, constraints=pins, **how)
     kept, again = policies["kept"], policies["regathered"]
     assert again.regathered and not kept.regathered
@@ -85,7 +113,10 @@ def test_a_window_that_comes_first_in_forward_is_gathered_in_one_message(monkeyp
     nodes = half_of("forward", monkeypatch)
     (together,) = [n for n in nodes if n.target is STEPS["all_gather_bucket"]]
     assert len(together.args[0]) >= 2 and not [n for n in nodes if n.target is STEPS["all_gather"]]
-    assert len({a for n in nodes if n.target in (STEPS["all_gather_bucket"], PACK["all_gather"]) for a in n.args[0]}) == len([n for n in nodes if n.op == "placeholder"]) - 2       # each parameter once
+    assert (
+        len({a for n in nodes if n.target in (STEPS["all_gather_bucket"], PACK["all_gather"]) for a in n.args[0]})
+        == len([n for n in nodes if n.op == "placeholder"]) - 2
+    )  # each parameter once
 
 
 @pytest.mark.parametrize("half, windows", [("forward", 5), ("backward", 4)])
@@ -94,7 +125,11 @@ def test_what_is_gathered_over_two_axes_goes_on_in_one_message(half, windows):
     plan = autopar.plan(model, batch, mesh=(2, 2), cluster=eager_links(), parallel="zero3")
     nodes = list(getattr(lower(ColoTracer().trace(model, batch), plan, (0, 0)).joint, half).nodes)
     counted = Counter(n.target for n in nodes)
-    assert not counted[STEPS["all_gather"]] and counted[BEGIN["all_gather"]] == 4 and counted[STEPS["all_gather_bucket"]] == 2 * windows - 4        # a window is two messages, of which the first may move ahead
+    assert (
+        not counted[STEPS["all_gather"]]
+        and counted[BEGIN["all_gather"]] == 4
+        and counted[STEPS["all_gather_bucket"]] == 2 * windows - 4
+    )  # a window is two messages, of which the first may move ahead
 
 
 class Lookup(nn.Module):
@@ -126,14 +161,20 @@ def test_one_reduction_is_under_way_at_a_time(monkeypatch):
         assert sum(at[end] - at[start] > 4 for start, end in zip(begun, ends)) >= len(begun) - 1
 
 
-@pytest.mark.parametrize("parallel, mesh", [("zero3", (2,)), ("zero3", (2, 2)), ("dp", (2,)), (dict(data=dict(size=2, zero=3), tensor=2), (2, 2))], ids=str)
+@pytest.mark.parametrize(
+    "parallel, mesh",
+    [("zero3", (2,)), ("zero3", (2, 2)), ("dp", (2,)), (dict(data=dict(size=2, zero=3), tensor=2), (2, 2))],
+    ids=str,
+)
 def test_it_trains_as_one_device_does(parallel, mesh, monkeypatch):
     small_buckets(monkeypatch)
     model, batch = case()
     expected = train(copy.deepcopy(model), batch, "adamw", steps=3)
 
     def body(rank):
-        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=DeviceMesh(mesh), parallel=parallel, cluster=eager_links())
+        mine = autopar.autoparallelize(
+            copy.deepcopy(model), batch, mesh=DeviceMesh(mesh), parallel=parallel, cluster=eager_links()
+        )
         return train(mine, batch, "adamw", steps=3)
 
     for losses, gradients, parameters in on_threads(DeviceMesh(mesh).size, body):

@@ -1,4 +1,7 @@
-"""Calls that differ from the one a model was made for: the parallel model computes what the single-device model does, and lowers once for each kind of call."""
+"""Calls that differ from the one a model was made for.
+
+The parallel model computes what the single-device model does, and lowers once for each kind of call.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ MESHES = [DeviceMesh((2,), ("dp",)), DeviceMesh((2, 2), ("dp", "tp"))]
 def results(model, loss):
     """Loss and gradients, and gradients gone."""
     loss.backward()
-    found = {"loss": loss.detach(), **{n: whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}}
+    found = {
+        "loss": loss.detach(),
+        **{n: whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None},
+    }
     model.zero_grad()
     return found
 
@@ -33,7 +39,15 @@ def batch_of(rows, width=16, seed=1):
     return {k: torch.randn(rows, width, generator=made, dtype=torch.float64) for k in ("x", "y")}
 
 
-@pytest.mark.parametrize("parallel, mesh", [pytest.param(p, m, marks=[] if (p in (None, "zero3")) == (len(m.shape) == 2) else pytest.mark.nightly) for p in (None, "dp", "zero3", "megatron") for m in MESHES], ids=str)
+@pytest.mark.parametrize(
+    "parallel, mesh",
+    [
+        pytest.param(p, m, marks=[] if (p in (None, "zero3")) == (len(m.shape) == 2) else pytest.mark.nightly)
+        for p in (None, "dp", "zero3", "megatron")
+        for m in MESHES
+    ],
+    ids=str,
+)
 def test_batches_of_other_sizes(parallel, mesh):
     if parallel == "megatron" and len(mesh.shape) == 1:
         mesh = DeviceMesh((2,), ("tp",))
@@ -63,7 +77,11 @@ def ids(rows, length):
 
 
 def test_train_eval_lengths_and_no_labels():
-    """A training loop with validation: another length, a last batch, eval without gradients, logits without labels, and training again. (The loss of Hugging Face is in float32.)"""
+    """A training loop with validation.
+
+    Another length, a last batch, eval without gradients, logits without labels, and training again. (The loss of
+    Hugging Face is in float32.)
+    """
     torch.manual_seed(3)
     model = gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).train()
 
@@ -125,11 +143,18 @@ def test_one_kind_of_call_is_planned_once_however_it_is_written(monkeypatch):
     model, batch = mlp_case()
     planned = []
     again = Request.plan_again
-    monkeypatch.setattr(Request, "plan_again", lambda self, graph, first: planned.append(graph) or again(self, graph, first))
+    monkeypatch.setattr(
+        Request, "plan_again", lambda self, graph, first: planned.append(graph) or again(self, graph, first)
+    )
 
     def body(rank):
         mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, cluster=eager_links())
-        for call in (lambda b: mine(**b), lambda b: mine(b["x"], b["y"]), lambda b: mine(b["x"], y=b["y"]), lambda b: mine(y=b["y"], x=b["x"])):
+        for call in (
+            lambda b: mine(**b),
+            lambda b: mine(b["x"], b["y"]),
+            lambda b: mine(b["x"], y=b["y"]),
+            lambda b: mine(y=b["y"], x=b["x"]),
+        ):
             values = {call(batch).item(), call(batch).item()}
             assert len(values) == 1
         with torch.no_grad():
@@ -158,7 +183,9 @@ def test_under_autocast_it_computes_as_eager_does_under_autocast():
         return [*found, results(mine, loss)]
 
     for without, within in on_threads(2, body):
-        assert all(torch.allclose(within[k], expected[k], rtol=2e-2, atol=1e-3) for k in expected) and not torch.equal(within["loss"], without["loss"])
+        assert all(torch.allclose(within[k], expected[k], rtol=2e-2, atol=1e-3) for k in expected) and not torch.equal(
+            within["loss"], without["loss"]
+        )
         assert torch.allclose(without["loss"], plain["loss"], rtol=1e-6)
 
 
@@ -194,14 +221,17 @@ def test_hooks_of_the_model_itself_run_once_and_later_ones_too():
         assert found == pytest.approx((expected, expected * 10, five * 10), rel=1e-9)
 
 
-@pytest.mark.parametrize("call, letter, match", [
-    (lambda m, b: m(b["x"], b["y"], 3), BadInput, "does not take these inputs"),
-    (lambda m, b: m(), BadInput, "missing a required argument"),
-    (lambda m, b: m(x=b["x"][:4], y=b["y"]), NotCaptured, "raises RuntimeError"),
-    (lambda m, b: m(x=b["x"].float(), y=b["y"]), NotCaptured, "float32 and float64"),
-    (lambda m, b: m(x=b["x"][:, :3], y=b["y"]), NotCaptured, "raises RuntimeError"),
-    (lambda m, b: m(x=3, y=b["y"]), NotCaptured, "raises TypeError"),
-])
+@pytest.mark.parametrize(
+    "call, letter, match",
+    [
+        (lambda m, b: m(b["x"], b["y"], 3), BadInput, "does not take these inputs"),
+        (lambda m, b: m(), BadInput, "missing a required argument"),
+        (lambda m, b: m(x=b["x"][:4], y=b["y"]), NotCaptured, "raises RuntimeError"),
+        (lambda m, b: m(x=b["x"].float(), y=b["y"]), NotCaptured, "float32 and float64"),
+        (lambda m, b: m(x=b["x"][:, :3], y=b["y"]), NotCaptured, "raises RuntimeError"),
+        (lambda m, b: m(x=3, y=b["y"]), NotCaptured, "raises TypeError"),
+    ],
+)
 def test_a_wrong_call_is_a_letter_before_any_collective(call, letter, match):
     """On one rank of two: it does not wait for the other."""
     model, batch = mlp_case()

@@ -1,4 +1,7 @@
-"""What a user may get wrong, each met by a letter on every rank before any of them waits for another. Faults of ranks are in tests/runtime/test_faults.py, parts of batches in test_local.py."""
+"""What a user may get wrong, each met by a letter on every rank before any of them waits for another.
+
+Faults of ranks are in tests/runtime/test_faults.py, parts of batches in test_local.py.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,11 @@ X = torch.randn(8, 4)
 
 
 def make(model=None, **how):
-    return autopar.autoparallelize(copy.deepcopy(model) if model is not None else Net(), (X,), **({} if "plan" in how else {"mesh": 2, "parallel": "dp"}) | how)
+    return autopar.autoparallelize(
+        copy.deepcopy(model) if model is not None else Net(),
+        (X,),
+        **({} if "plan" in how else {"mesh": 2, "parallel": "dp"}) | how,
+    )
 
 
 def other_plan(**how):
@@ -64,7 +71,9 @@ def own_forward():
 
 def checkpointed(**how):
     """A drawn model that backward runs again."""
-    torch.utils.checkpoint.checkpoint(make(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))), X.clone().requires_grad_(), **how).sum().backward()
+    torch.utils.checkpoint.checkpoint(
+        make(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))), X.clone().requires_grad_(), **how
+    ).sum().backward()
 
 
 def on_meta(build):
@@ -121,11 +130,28 @@ def stepped(model):
 
 AROUND = {
     "in DDP": (lambda: DistributedDataParallel(make()), Consumed, "leave it out of accelerator.prepare"),
-    "DDP around what holds it": (lambda: DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), make())), Consumed, "DistributedDataParallel is put around"),
-    "prepared": (lambda: prepared(make()), Consumed, "model.no_sync"), "prepared for mixed precision": (lambda: prepared(make(), True), NotServed, "torch.autocast around the call"),
-    "in FSDP": (lambda: FullyShardedDataParallel(make(), device_id=torch.device("cpu")), Consumed, "FullyShardedDataParallel is put around"),
-    "fully_shard": (lambda: fully_shard(make(), mesh=init_device_mesh("cpu", (2,))), Consumed, "fully_shard is put around"),
-    "fully_shard of a part": (lambda: fully_shard(make().first, mesh=init_device_mesh("cpu", (2,))), Consumed, "fully_shard is put around"),
+    "DDP around what holds it": (
+        lambda: DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), make())),
+        Consumed,
+        "DistributedDataParallel is put around",
+    ),
+    "prepared": (lambda: prepared(make()), Consumed, "model.no_sync"),
+    "prepared for mixed precision": (lambda: prepared(make(), True), NotServed, "torch.autocast around the call"),
+    "in FSDP": (
+        lambda: FullyShardedDataParallel(make(), device_id=torch.device("cpu")),
+        Consumed,
+        "FullyShardedDataParallel is put around",
+    ),
+    "fully_shard": (
+        lambda: fully_shard(make(), mesh=init_device_mesh("cpu", (2,))),
+        Consumed,
+        "fully_shard is put around",
+    ),
+    "fully_shard of a part": (
+        lambda: fully_shard(make().first, mesh=init_device_mesh("cpu", (2,))),
+        Consumed,
+        "fully_shard is put around",
+    ),
     "a forward set later": (new_forward, NotServed, "the forward of a parallel Net is replaced"),
     "a part called": (lambda: make().first(X), NotServed, "first, a part of a parallel model, is called by itself"),
     "a part called that is cut": (lambda: make(parallel="zero3").first(X), NotServed, "inside the model or in loss="),
@@ -135,24 +161,61 @@ AROUND = {
 }
 WRONG = {
     **AROUND,
-    "an input is missing": (lambda: make()(), BadInput, "missing"), "one has another name": (lambda: make()(y=X), BadInput, "missing"), "one too many": (lambda: make()(X, 1.0, 2.0), BadInput, "too many"),
-    "the width is wrong": (lambda: make()(X[:, :3]), NotCaptured, "raises RuntimeError"), "text for a tensor": (lambda: make()("text"), NotCaptured, "raises TypeError"),
+    "an input is missing": (lambda: make()(), BadInput, "missing"),
+    "one has another name": (lambda: make()(y=X), BadInput, "missing"),
+    "one too many": (lambda: make()(X, 1.0, 2.0), BadInput, "too many"),
+    "the width is wrong": (lambda: make()(X[:, :3]), NotCaptured, "raises RuntimeError"),
+    "text for a tensor": (lambda: make()("text"), NotCaptured, "raises TypeError"),
     "an argument of which nothing can be said": (lambda: make()(X, scale=lambda: 1), BadInput, "cannot be said"),
-    "parallel twice": (lambda: make(make()), Consumed, "parallel already"), "parallel by another hand": (spread_before, Consumed, "spread over devices already"), "in a wrapper": (lambda: make(nn.DataParallel(Net())), Consumed, "inside a wrapper"),
-    "a parameter that lies elsewhere": (lambda: other_parameters((8, 4)), NotServed, "the parameter first.weight lies as"), "an input that is spread": (lambda: make()(distribute_tensor(X, init_device_mesh("cpu", (2,)))), BadInput, "is a DTensor"),
-    "written whole": (lambda: pickle.dumps(make()), NotServed, "not written whole"), "planned when parallel": (lambda: other_plan(model=make()), Consumed, "parallel already"),
-    "a path for a plan": (lambda: make(plan="plan.json"), BadPlan, "is no Plan"), "a plan and a mesh": (lambda: make(plan=other_plan(), mesh=2), BadPlan, "mesh"),
-    "a plan of another model": (lambda: make(plan=other_plan(model=nn.Linear(4, 2))), BadPlan, "another graph"), "a plan of other sizes": (lambda: make(plan=other_plan(model=Net(4), meta_inputs=(X[:4],))), BadPlan, "another graph"),
-    "a plan of another mesh": (lambda: make(plan=other_plan(mesh=4)), Disagreement, "2 ranks"), "a mesh of too many": (lambda: make(mesh=4), Disagreement, "2 ranks"),
-    "weights that are a number": (lambda: make(weights=3), BadWeights, "is no path"), "weights that are not there": (lambda: make(weights="/nowhere/model.safetensors"), BadWeights, "nowhere"),
-    "no such initialisation": (lambda: make(init="zeros"), NotServed, "init"), "no such backend": (lambda: make(compile="nothing"), NotServed, "no backend"), "compile is a number": (lambda: make(compile=3), NotServed, "compile"),
-    "no time at all": (lambda: make(timeout_s=-1), NotServed, "no number of seconds"), "no such inputs": (lambda: make(inputs="mine"), NotServed, "inputs"), "padding": (lambda: make(pad_to=0), NotServed, "no length"),
-    "no such word for outputs": (lambda: make(outputs="some"), NotServed, "not known"), "no such output": (lambda: make(outputs=("hidden",)), NotServed, "no output 'hidden'"), "outputs are a number": (lambda: make(outputs=3), NotServed, "not known"),
-    "an argument that nobody knows": (lambda: make(devices=2), NotServed, "devices"), "a gradient of gradients": (twice_differentiated, NotServed, "gradient of gradients"),
-    "a checkpoint around what draws": (lambda: checkpointed(use_reentrant=False), NotServed, "a second time"), "the older kind of it": (lambda: checkpointed(use_reentrant=True), NotServed, "a second time"),
+    "parallel twice": (lambda: make(make()), Consumed, "parallel already"),
+    "parallel by another hand": (spread_before, Consumed, "spread over devices already"),
+    "in a wrapper": (lambda: make(nn.DataParallel(Net())), Consumed, "inside a wrapper"),
+    "a parameter that lies elsewhere": (
+        lambda: other_parameters((8, 4)),
+        NotServed,
+        "the parameter first.weight lies as",
+    ),
+    "an input that is spread": (
+        lambda: make()(distribute_tensor(X, init_device_mesh("cpu", (2,)))),
+        BadInput,
+        "is a DTensor",
+    ),
+    "written whole": (lambda: pickle.dumps(make()), NotServed, "not written whole"),
+    "planned when parallel": (lambda: other_plan(model=make()), Consumed, "parallel already"),
+    "a path for a plan": (lambda: make(plan="plan.json"), BadPlan, "is no Plan"),
+    "a plan and a mesh": (lambda: make(plan=other_plan(), mesh=2), BadPlan, "mesh"),
+    "a plan of another model": (lambda: make(plan=other_plan(model=nn.Linear(4, 2))), BadPlan, "another graph"),
+    "a plan of other sizes": (
+        lambda: make(plan=other_plan(model=Net(4), meta_inputs=(X[:4],))),
+        BadPlan,
+        "another graph",
+    ),
+    "a plan of another mesh": (lambda: make(plan=other_plan(mesh=4)), Disagreement, "2 ranks"),
+    "a mesh of too many": (lambda: make(mesh=4), Disagreement, "2 ranks"),
+    "weights that are a number": (lambda: make(weights=3), BadWeights, "is no path"),
+    "weights that are not there": (lambda: make(weights="/nowhere/model.safetensors"), BadWeights, "nowhere"),
+    "no such initialisation": (lambda: make(init="zeros"), NotServed, "init"),
+    "no such backend": (lambda: make(compile="nothing"), NotServed, "no backend"),
+    "compile is a number": (lambda: make(compile=3), NotServed, "compile"),
+    "no time at all": (lambda: make(timeout_s=-1), NotServed, "no number of seconds"),
+    "no such inputs": (lambda: make(inputs="mine"), NotServed, "inputs"),
+    "padding": (lambda: make(pad_to=0), NotServed, "no length"),
+    "no such word for outputs": (lambda: make(outputs="some"), NotServed, "not known"),
+    "no such output": (lambda: make(outputs=("hidden",)), NotServed, "no output 'hidden'"),
+    "outputs are a number": (lambda: make(outputs=3), NotServed, "not known"),
+    "an argument that nobody knows": (lambda: make(devices=2), NotServed, "devices"),
+    "a gradient of gradients": (twice_differentiated, NotServed, "gradient of gradients"),
+    "a checkpoint around what draws": (lambda: checkpointed(use_reentrant=False), NotServed, "a second time"),
+    "the older kind of it": (lambda: checkpointed(use_reentrant=True), NotServed, "a second time"),
     "a gradient beside the loss": (lambda: make()(X)["logits"].sum().backward(), NotServed, "lowered for the loss"),
-    "a forward of the object": (lambda: autopar.autoparallelize(own_forward(), (X,), mesh=2), NotServed, "forward of its own"), "an attribute of that name": (lambda: make(Named()), NotServed, "'plan'"),
-    "an optimizer of before": (stepped_before, Consumed, "optimizer"), "nothing says how it begins": (lambda: make(on_meta(Unmade)), NotServed, "weight"),
+    "a forward of the object": (
+        lambda: autopar.autoparallelize(own_forward(), (X,), mesh=2),
+        NotServed,
+        "forward of its own",
+    ),
+    "an attribute of that name": (lambda: make(Named()), NotServed, "'plan'"),
+    "an optimizer of before": (stepped_before, Consumed, "optimizer"),
+    "nothing says how it begins": (lambda: make(on_meta(Unmade)), NotServed, "weight"),
 }
 
 
@@ -173,6 +236,7 @@ def test_there_are_more_than_twenty():
 
 def test_others_use_what_wrappers_and_pickle_are_for():
     """Models and DTensors that are nobody's but the caller's."""
+
     def body(rank):
         make()
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("another",))
@@ -203,7 +267,11 @@ def test_a_part_whose_forward_is_replaced_is_looked_at_again():
     assert torch.allclose(mine(X.double())["logits"], expected(X.double())["logits"])
 
 
-@pytest.mark.parametrize("outputs, kinds", [("auto", (True, True)), ("full", (False, False)), ("sharded", (True, True)), (("logits",), (False, True))], ids=str)
+@pytest.mark.parametrize(
+    "outputs, kinds",
+    [("auto", (True, True)), ("full", (False, False)), ("sharded", (True, True)), (("logits",), (False, True))],
+    ids=str,
+)
 def test_outputs_leave_as_they_are_asked_for(outputs, kinds):
     """Beside a loss: what is cut is a DTensor, unless it is to be whole."""
     model = Net().double()
@@ -211,7 +279,14 @@ def test_outputs_leave_as_they_are_asked_for(outputs, kinds):
     expected = copy.deepcopy(model)(X.double())
 
     def body(rank):
-        mine = autopar.autoparallelize(copy.deepcopy(model), (X.double(),), mesh=2, constraints={"0": "S(0)", "last": "S(0)", "first": "S(0)"}, cluster=eager_links(), outputs=outputs)
+        mine = autopar.autoparallelize(
+            copy.deepcopy(model),
+            (X.double(),),
+            mesh=2,
+            constraints={"0": "S(0)", "last": "S(0)", "first": "S(0)"},
+            cluster=eager_links(),
+            outputs=outputs,
+        )
         found = mine(X.double())
         found["loss"].backward()
         for name, is_cut in zip(("logits", "hidden"), kinds, strict=True):

@@ -1,6 +1,6 @@
 """Models of many fields under free, preset and random plans on meshes in turn, in float64, against eager.
 
-    python -m tests.frame.fields [word ...]        every plan of every model, or of those named with a word
+python -m tests.frame.fields [word ...]        every plan of every model, or of those named with a word
 """
 
 from __future__ import annotations

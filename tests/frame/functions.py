@@ -1,7 +1,9 @@
-"""Any function of torch as a step of a random module: drawn from torch's own table of operators, the vocabulary and beyond it.
+"""Any function of torch as a step of a random module.
 
-The tensors of a call become parameters and buffers of the module, so that a random plan cuts them as it may; what comes out
-is added to a value of the module. A function of one tensor may also be applied to that value itself.
+Drawn from torch's own table of operators, the vocabulary and beyond it.
+
+The tensors of a call become parameters and buffers of the module, so that a random plan cuts them as it may; what comes
+out is added to a value of the module. A function of one tensor may also be applied to that value itself.
 """
 
 from __future__ import annotations
@@ -14,11 +16,65 @@ from torch.utils import _pytree as pytree
 
 from tests.sharding.audit import TENSOR, calls_of, table
 
-# They draw, or come out with another sign, order or rounding where numbers are almost the same: the audit proves these op by op.
-OUTSIDE = ("rand", "drop", "normal", "bernoulli", "multinomial", "rrelu", "fractional", "lowrank", "item", "exponential", "cauchy", "geometric", "uniform", "linalg", "svd", "eig", "qr", "lu", "chole",
-           "inverse", "solve", "ormqr", "det", "empty", "signal", "grid_sample", "bincount", "unique", "histogram", "hash", "masked_select", "nonzero", "argwhere", "narrow", "equal", "allclose", "cov", "corrcoef",
-           "combinations", "ctc", "lstsq", "scaled_dot", "multi_head", "float8", "_flash", "_efficient", "native_batch", "_native", "_batch_norm", "resize", "as_strided", "tensor_split", "spectral", "renorm")
-MOST = 512                                                     # elements of a call's tensors
+# They draw, or come out with another sign, order or rounding where numbers are almost the same: the audit proves these
+# op by op.
+OUTSIDE = (
+    "rand",
+    "drop",
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "rrelu",
+    "fractional",
+    "lowrank",
+    "item",
+    "exponential",
+    "cauchy",
+    "geometric",
+    "uniform",
+    "linalg",
+    "svd",
+    "eig",
+    "qr",
+    "lu",
+    "chole",
+    "inverse",
+    "solve",
+    "ormqr",
+    "det",
+    "empty",
+    "signal",
+    "grid_sample",
+    "bincount",
+    "unique",
+    "histogram",
+    "hash",
+    "masked_select",
+    "nonzero",
+    "argwhere",
+    "narrow",
+    "equal",
+    "allclose",
+    "cov",
+    "corrcoef",
+    "combinations",
+    "ctc",
+    "lstsq",
+    "scaled_dot",
+    "multi_head",
+    "float8",
+    "_flash",
+    "_efficient",
+    "native_batch",
+    "_native",
+    "_batch_norm",
+    "resize",
+    "as_strided",
+    "tensor_split",
+    "spectral",
+    "renorm",
+)
+MOST = 512  # elements of a call's tensors
 
 
 @functools.cache
@@ -31,8 +87,12 @@ def functions():
 def calls(place: int):
     """Up to six calls of the entry at a place."""
     try:
-        return [(args, kwargs) for args, kwargs in calls_of(functions()[place], 6) if sum(t.numel() for t in tensors_of((args, kwargs))) <= MOST]
-    except Exception:                                          # its samples need what this machine does not have
+        return [
+            (args, kwargs)
+            for args, kwargs in calls_of(functions()[place], 6)
+            if sum(t.numel() for t in tensors_of((args, kwargs))) <= MOST
+        ]
+    except Exception:  # its samples need what this machine does not have
         return []
 
 
@@ -50,7 +110,12 @@ def of_torch(model, values):
     arguments = found[model.rng.randrange(len(found))]
     held = []
     for tensor in tensors_of(arguments):
-        if tensor.layout is not torch.strided or tensor.is_complex() or not tensor.numel() > 0 or not bool(torch.isfinite(tensor).all()):
+        if (
+            tensor.layout is not torch.strided
+            or tensor.is_complex()
+            or not tensor.numel() > 0
+            or not bool(torch.isfinite(tensor).all())
+        ):
             return None
         name = f"t{len(model._parameters) + len(model._buffers)}"
         fresh = tensor.detach().clone().contiguous()
@@ -59,7 +124,11 @@ def of_torch(model, values):
         else:
             model.register_buffer(name, fresh)
         held.append(name)
-    pattern = pytree.tree_map_only(torch.Tensor, lambda t: TENSOR, copy.deepcopy(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)))
+    pattern = pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: TENSOR,
+        copy.deepcopy(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)),
+    )
 
     def done(vs, ids):
         waiting = iter(held)
@@ -85,16 +154,24 @@ def _is_steady(model, held, done, values):
                 for p in parameters:
                     p.mul_(1 + change)
             out = done(values, None)
-            gradients = torch.autograd.grad(out.sum(), parameters, materialize_grads=True) if parameters and out.requires_grad else ()
-            if any(torch._is_zerotensor(g) for g in gradients):     # torch cannot add to these itself
+            gradients = (
+                torch.autograd.grad(out.sum(), parameters, materialize_grads=True)
+                if parameters and out.requires_grad
+                else ()
+            )
+            if any(torch._is_zerotensor(g) for g in gradients):  # torch cannot add to these itself
                 return False
             with torch.no_grad():
                 for p, old in zip(parameters, before, strict=True):
                     p.copy_(old)
             seen.append([out.detach(), *gradients])
         for one, other in zip(*seen, strict=True):
-            if not bool(torch.isfinite(one).all()) or float((one - other).norm()) > 1e-10 * max(1e-3, float(one.norm())) or float(one.abs().max()) > 1e3:
+            if (
+                not bool(torch.isfinite(one).all())
+                or float((one - other).norm()) > 1e-10 * max(1e-3, float(one.norm()))
+                or float(one.abs().max()) > 1e3
+            ):
                 return False
-    except Exception:                                          # the function does not take these
+    except Exception:  # the function does not take these
         return False
     return True

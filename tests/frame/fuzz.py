@@ -1,10 +1,14 @@
-"""Random small modules x meshes x random legal plans, in float64, against eager: losses, outputs, gradients, parameters and buffers.
+"""Random small modules x meshes x random legal plans, in float64, against eager.
 
-    python -m tests.frame.fuzz 2000 [first]         as many modules, from that seed on; prints what was drawn, and each seed that came out otherwise
-    python -m tests.frame.fuzz 2000 [first] torch   the same, and half of the steps are calls of any function of torch
-    python -m tests.frame.fuzz mutants              by which of the first 200 each broken compiler of tests/mutants.py is noticed
+Losses, outputs, gradients, parameters and buffers.
 
-A module is a list of steps, each drawn from STEPS and made on what the steps before it made; what a step cannot be made on, it refuses by None.
+    python -m tests.frame.fuzz 2000 [first]         as many modules, from that seed on; prints what was drawn, and each
+    seed that came out otherwise python -m tests.frame.fuzz 2000 [first] torch   the same, and half of the steps are
+    calls of any function of torch python -m tests.frame.fuzz mutants              by which of the first 200 each broken
+    compiler of tests/mutants.py is noticed
+
+A module is a list of steps, each drawn from STEPS and made on what the steps before it made; what a step cannot be made
+on, it refuses by None.
 """
 
 from __future__ import annotations
@@ -37,8 +41,16 @@ from tests.oracle import ByPosition
 from tests.training import whole
 
 SIZES, SEED = (2, 3, 4, 6, 8), 97531
-MESHES = [DeviceMesh((2,)), DeviceMesh((3,)), DeviceMesh((4,)), DeviceMesh((2, 2), ("dp", "tp")), DeviceMesh((2, 1, 2)), DeviceMesh((3, 2)), DeviceMesh((2, 2, 2))]
-MEMBERS = 2000                                                 # elements of a value, at most
+MESHES = [
+    DeviceMesh((2,)),
+    DeviceMesh((3,)),
+    DeviceMesh((4,)),
+    DeviceMesh((2, 2), ("dp", "tp")),
+    DeviceMesh((2, 1, 2)),
+    DeviceMesh((3, 2)),
+    DeviceMesh((2, 2, 2)),
+]
+MEMBERS = 2000  # elements of a value, at most
 
 
 class Drawn(nn.Module):
@@ -48,9 +60,13 @@ class Drawn(nn.Module):
         super().__init__()
         self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.steps, self.names, self.called = [], [], []        # called: which functions of torch
+        self.steps, self.names, self.called = [], [], []  # called: which functions of torch
         rows, length, width = (self.rng.choice(SIZES) for _ in range(3))
-        self.batch = {"x": self.drawn(rows, length, width), "ids": torch.randint(0, 7, (rows, length), generator=self.generator), "target": torch.randint(0, 2, (rows,), generator=self.generator).index_fill(0, torch.tensor(0), 1)}
+        self.batch = {
+            "x": self.drawn(rows, length, width),
+            "ids": torch.randint(0, 7, (rows, length), generator=self.generator),
+            "target": torch.randint(0, 2, (rows,), generator=self.generator).index_fill(0, torch.tensor(0), 1),
+        }
         values = [self.batch["x"]]
         for _ in range(self.rng.randint(3, 9)):
             name = "torch" if of_all and self.rng.random() < 0.5 else self.rng.choice(list(STEPS))
@@ -58,7 +74,7 @@ class Drawn(nn.Module):
             if made is None:
                 continue
             read, step = made
-            with torch.no_grad(), ByPosition(seed) as numbers:      # any module of this seed is the same
+            with torch.no_grad(), ByPosition(seed) as numbers:  # any module of this seed is the same
                 numbers.next_step()
                 value = step(values, self.batch["ids"])
             if value.numel() in range(1, MEMBERS) and value.isfinite().all() and value.abs().max() < 1e3:
@@ -69,7 +85,11 @@ class Drawn(nn.Module):
         self.ends = sorted(unread) or [0]
         for i in self.ends:
             self.register_buffer(f"w{i}", self.drawn(*values[i].shape))
-        self.classify = self.linear(values[self.ends[-1]].shape[-1], self.rng.choice((2, 3, 4, 6))) if values[self.ends[-1]].dim() == 2 and values[self.ends[-1]].shape[0] == rows else None
+        self.classify = (
+            self.linear(values[self.ends[-1]].shape[-1], self.rng.choice((2, 3, 4, 6)))
+            if values[self.ends[-1]].dim() == 2 and values[self.ends[-1]].shape[0] == rows
+            else None
+        )
         for name, buffer in self.named_buffers():
             if name.startswith("mean"):
                 buffer.fill_(float(name.endswith("v")))
@@ -110,10 +130,12 @@ def has_dims(v):
 
 def unary(function, fits=has_dims):
     """A step on one value; `function(model, value)` gives what is done, or None."""
+
     def make(m, values):
         i = m.pick(values, fits)
         done = None if i is None else function(m, values[i])
         return None if done is None else ([i], lambda vs, ids: done(vs[i]))
+
     return make
 
 
@@ -126,20 +148,58 @@ def dim_of(m, v):
 
 
 def pointwise(m, v):
-    return m.rng.choice([F.gelu, torch.tanh, F.silu, F.relu, torch.sigmoid, torch.sin, lambda x: x * 0.5 + 1, lambda x: x.clone().mul_(0.5).add_(1), lambda x: -x, lambda x: x.pow(2) * 0.1, F.softplus,
-                         lambda x: x.abs().clamp(0.1, 2), lambda x: torch.where(x > 0, x, x * 0.1), lambda x: x.detach().tanh() + x, lambda x: x.masked_fill(x > 1, 0.3), F.hardtanh])
+    return m.rng.choice(
+        [
+            F.gelu,
+            torch.tanh,
+            F.silu,
+            F.relu,
+            torch.sigmoid,
+            torch.sin,
+            lambda x: x * 0.5 + 1,
+            lambda x: x.clone().mul_(0.5).add_(1),
+            lambda x: -x,
+            lambda x: x.pow(2) * 0.1,
+            F.softplus,
+            lambda x: x.abs().clamp(0.1, 2),
+            lambda x: torch.where(x > 0, x, x * 0.1),
+            lambda x: x.detach().tanh() + x,
+            lambda x: x.masked_fill(x > 1, 0.3),
+            F.hardtanh,
+        ]
+    )
 
 
 def reduced(m, v):
     d, keep = dim_of(m, v), m.rng.random() < 0.5
-    kind = m.rng.choice([torch.sum, torch.mean, torch.amax, torch.logsumexp, torch.var, lambda x, d, keepdim: x.norm(dim=d, keepdim=keepdim), lambda x, d, keepdim: x.max(d, keepdim=keepdim)[0]])
+    kind = m.rng.choice(
+        [
+            torch.sum,
+            torch.mean,
+            torch.amax,
+            torch.logsumexp,
+            torch.var,
+            lambda x, d, keepdim: x.norm(dim=d, keepdim=keepdim),
+            lambda x, d, keepdim: x.max(d, keepdim=keepdim)[0],
+        ]
+    )
     return None if v.shape[d] < 2 or v.dim() < 2 else lambda x: kind(x, d, keepdim=keep)
 
 
 def along(m, v):
     d = dim_of(m, v)
-    kind = m.rng.choice([torch.softmax, torch.log_softmax, torch.cumsum, lambda x, d: x.flip(d), lambda x, d: x.roll(1, d), lambda x, d: x - x.mean(d, keepdim=True), lambda x, d: x.sort(d)[0],
-                         lambda x, d: x / (x.norm(dim=d, keepdim=True) + 1)])
+    kind = m.rng.choice(
+        [
+            torch.softmax,
+            torch.log_softmax,
+            torch.cumsum,
+            lambda x, d: x.flip(d),
+            lambda x, d: x.roll(1, d),
+            lambda x, d: x - x.mean(d, keepdim=True),
+            lambda x, d: x.sort(d)[0],
+            lambda x, d: x / (x.norm(dim=d, keepdim=True) + 1),
+        ]
+    )
     return lambda x: kind(x, d)
 
 
@@ -158,9 +218,13 @@ def reshaped(m, v):
     factors = [k for k in range(2, v.shape[d]) if v.shape[d] % k == 0]
     if factors and v.dim() < 5 and m.rng.random() < 0.5:
         k = m.rng.choice(factors)
-        return m.rng.choice([lambda x: x.unflatten(d, (k, -1)), lambda x: x.reshape(*x.shape[:d], -1, k, *x.shape[d + 1:])])
+        return m.rng.choice(
+            [lambda x: x.unflatten(d, (k, -1)), lambda x: x.reshape(*x.shape[:d], -1, k, *x.shape[d + 1 :])]
+        )
     if d + 1 < v.dim():
-        return m.rng.choice([lambda x: x.flatten(d, d + 1), lambda x: x.contiguous().view(*x.shape[:d], -1, *x.shape[d + 2:])])
+        return m.rng.choice(
+            [lambda x: x.flatten(d, d + 1), lambda x: x.contiguous().view(*x.shape[:d], -1, *x.shape[d + 2 :])]
+        )
     return m.rng.choice([lambda x: x.unsqueeze(d), lambda x: x[None], lambda x: x.reshape(-1)]) if v.dim() < 5 else None
 
 
@@ -172,31 +236,57 @@ def taken(m, v):
     a = m.rng.randrange(n - 1)
     name, index = f"index{len(m._buffers)}", torch.tensor([m.rng.randrange(n) for _ in range(m.rng.choice(SIZES))])
     m.register_buffer(name, index)
-    return m.rng.choice([lambda x: x.narrow(d, a, n - a), lambda x: x.chunk(2, d)[0], lambda x: x.chunk(2, d)[-1], lambda x: x.select(d, a), lambda x: x.index_select(d, m.get_buffer(name)), lambda x: x.split([a + 1, n - a - 1], d)[1],
-                         lambda x: x[(slice(None),) * d + (slice(a, None, 2),)], lambda x: x.unbind(d)[a]])
+    return m.rng.choice(
+        [
+            lambda x: x.narrow(d, a, n - a),
+            lambda x: x.chunk(2, d)[0],
+            lambda x: x.chunk(2, d)[-1],
+            lambda x: x.select(d, a),
+            lambda x: x.index_select(d, m.get_buffer(name)),
+            lambda x: x.split([a + 1, n - a - 1], d)[1],
+            lambda x: x[(slice(None),) * d + (slice(a, None, 2),)],
+            lambda x: x.unbind(d)[a],
+        ]
+    )
 
 
 def grown(m, v):
     d = dim_of(m, v)
-    return m.rng.choice([lambda x: torch.cat([x, x * 2], d), lambda x: torch.stack([x, x.tanh()], d), lambda x: F.pad(x, (1, 2)), lambda x: x.unsqueeze(d).expand(*x.shape[:d], 3, *x.shape[d:]),
-                         lambda x: x.repeat_interleave(2, d), lambda x: torch.cat([x.narrow(d, 0, 1), x], d)]) if v.dim() < 5 else None
+    return (
+        m.rng.choice(
+            [
+                lambda x: torch.cat([x, x * 2], d),
+                lambda x: torch.stack([x, x.tanh()], d),
+                lambda x: F.pad(x, (1, 2)),
+                lambda x: x.unsqueeze(d).expand(*x.shape[:d], 3, *x.shape[d:]),
+                lambda x: x.repeat_interleave(2, d),
+                lambda x: torch.cat([x.narrow(d, 0, 1), x], d),
+            ]
+        )
+        if v.dim() < 5
+        else None
+    )
 
 
 def written(m, v):
     n = v.shape[-1]
     value = m.parameter(n)
+
     def first(x):
         y = x.clone()
         y[..., 0] = 0.5
         return y
+
     def shifted(x):
         y = torch.zeros_like(x)
         y[..., 1:] = x[..., :-1]
         return y + value()
+
     def row(x):
         y = x * 1
         y[0] = value()
         return y
+
     return m.rng.choice([first, shifted] + ([row] if v.dim() > 1 else []))
 
 
@@ -213,13 +303,28 @@ def tied(m, values):
     padding = m.rng.choice([None, 3])
     if i is None:
         return [], lambda vs, ids: F.embedding(ids, table(), padding_idx=padding)
-    return [i], lambda vs, ids: F.linear(vs[i], table()).sum(-1, keepdim=True) + F.embedding(ids, table(), padding_idx=padding).mean()
+    return (
+        [i],
+        lambda vs, ids: (
+            F.linear(vs[i], table()).sum(-1, keepdim=True) + F.embedding(ids, table(), padding_idx=padding).mean()
+        ),
+    )
 
 
 def normed(m, v):
     n = v.shape[-1]
     weight, bias = m.parameter(n), m.parameter(n)
-    return m.rng.choice([lambda x: F.layer_norm(x, (n,), weight(), bias()), lambda x: F.rms_norm(x, (n,), weight()), lambda x: F.layer_norm(x, (n,))]) if n > 1 else None
+    return (
+        m.rng.choice(
+            [
+                lambda x: F.layer_norm(x, (n,), weight(), bias()),
+                lambda x: F.rms_norm(x, (n,), weight()),
+                lambda x: F.layer_norm(x, (n,)),
+            ]
+        )
+        if n > 1
+        else None
+    )
 
 
 def over_channels(m, v):
@@ -229,7 +334,11 @@ def over_channels(m, v):
         return None
     if m.rng.random() < 0.5:
         groups = m.rng.choice([k for k in range(1, c + 1) if c % k == 0])
-        return (lambda x: F.group_norm(x, groups, weight(), bias())) if v.dim() > 2 and v[0].numel() // groups > 1 else None
+        return (
+            (lambda x: F.group_norm(x, groups, weight(), bias()))
+            if v.dim() > 2 and v[0].numel() // groups > 1
+            else None
+        )
     m.register_buffer(name, torch.zeros(c, dtype=torch.float64))
     m.register_buffer(name + "v", torch.ones(c, dtype=torch.float64))
     return lambda x: F.batch_norm(x, getattr(m, name), getattr(m, name + "v"), weight(), bias(), training=True)
@@ -238,7 +347,10 @@ def over_channels(m, v):
 def convolved(m, v):
     c, out = v.shape[1], m.rng.choice(SIZES)
     groups = m.rng.choice([k for k in range(1, c + 1) if c % k == 0 and out % k == 0])
-    kernel, how = (3,) * (v.dim() - 2), {"padding": m.rng.choice([1, 2]), "stride": m.rng.choice([1, 2]), "groups": groups}
+    kernel, how = (
+        (3,) * (v.dim() - 2),
+        {"padding": m.rng.choice([1, 2]), "stride": m.rng.choice([1, 2]), "groups": groups},
+    )
     weight = m.parameter(out, c // groups, *kernel)
     return lambda x: (F.conv1d if x.dim() == 3 else F.conv2d)(x, weight(), **how)
 
@@ -246,7 +358,9 @@ def convolved(m, v):
 def pooled(m, v):
     if v.shape[-1] < 2:
         return None
-    return (lambda x: F.avg_pool1d(x, 2)) if v.dim() == 3 else (lambda x: F.max_pool2d(x, 2)) if v.shape[-2] > 1 else None
+    return (
+        (lambda x: F.avg_pool1d(x, 2)) if v.dim() == 3 else (lambda x: F.max_pool2d(x, 2)) if v.shape[-2] > 1 else None
+    )
 
 
 def attention(m, v):
@@ -255,7 +369,11 @@ def attention(m, v):
     size = m.rng.choice([2, 4])
     q, k, o = m.linear(width, heads * size), m.linear(width, 2 * few * size), m.linear(heads * size, width)
     mask = m.rng.choice([None, "causal", "bool", "float"])
-    bias = m.parameter(heads, length, length) if mask == "float" else lambda: (torch.arange(length)[:, None] >= torch.arange(length) - 1)
+    bias = (
+        m.parameter(heads, length, length)
+        if mask == "float"
+        else lambda: torch.arange(length)[:, None] >= torch.arange(length) - 1
+    )
     dropped = m.rng.choice([0.0, 0.0, 0.2])
 
     def done(x):
@@ -264,16 +382,32 @@ def attention(m, v):
         how = {} if mask is None else {"is_causal": True} if mask == "causal" else {"attn_mask": bias()}
         out = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropped, enable_gqa=few != heads, **how)
         return x + o(out.transpose(1, 2).flatten(2))
+
     return done
 
 
 def binary(m, values):
     """Two values that go together, or a value and a parameter that is broadcast."""
     i = m.pick(values)
-    j = m.pick(values, lambda v: np.broadcast_shapes(v.shape, values[i].shape) is not None) if all(s in (1, t) for v in values for s, t in zip(v.shape[::-1], values[i].shape[::-1])) else i
-    kind = m.rng.choice([torch.add, torch.mul, torch.sub, lambda a, b: a / (b * b + 1), torch.maximum, lambda a, b: torch.where(a > b, a, b * 2), lambda a, b: a.addcmul(a, b, value=0.3), lambda a, b: torch.lerp(a, b, 0.3)])
+    j = (
+        m.pick(values, lambda v: np.broadcast_shapes(v.shape, values[i].shape) is not None)
+        if all(s in (1, t) for v in values for s, t in zip(v.shape[::-1], values[i].shape[::-1]))
+        else i
+    )
+    kind = m.rng.choice(
+        [
+            torch.add,
+            torch.mul,
+            torch.sub,
+            lambda a, b: a / (b * b + 1),
+            torch.maximum,
+            lambda a, b: torch.where(a > b, a, b * 2),
+            lambda a, b: a.addcmul(a, b, value=0.3),
+            lambda a, b: torch.lerp(a, b, 0.3),
+        ]
+    )
     if i == j:
-        shape = [n if m.rng.random() < 0.6 else 1 for n in values[i].shape][m.rng.randrange(values[i].dim()):]
+        shape = [n if m.rng.random() < 0.6 else 1 for n in values[i].shape][m.rng.randrange(values[i].dim()) :]
         p = m.parameter(*shape)
         return [i], lambda vs, ids: kind(vs[i], p())
     return [i, j], lambda vs, ids: kind(vs[i], vs[j])
@@ -283,14 +417,30 @@ def multiplied(m, values):
     i = m.pick(values, lambda v: v.dim() in (2, 3))
     if i is None:
         return None
-    kind = m.rng.choice([lambda a, b: a @ b.transpose(-1, -2), lambda a, b: torch.einsum("...ij,...kj->...ik", a, b), lambda a, b: torch.einsum("...ij,...ik->...jk", a, b), lambda a, b: a.transpose(-1, -2) @ b])
+    kind = m.rng.choice(
+        [
+            lambda a, b: a @ b.transpose(-1, -2),
+            lambda a, b: torch.einsum("...ij,...kj->...ik", a, b),
+            lambda a, b: torch.einsum("...ij,...ik->...jk", a, b),
+            lambda a, b: a.transpose(-1, -2) @ b,
+        ]
+    )
     j = m.pick(values, lambda v: v.shape == values[i].shape)
     return [i, j], lambda vs, ids: kind(vs[i], vs[j]) * 0.3
 
 
 def gathered(m, values):
     i = m.pick(values, lambda v: v.dim() >= 2 and v.shape[0] == values[0].shape[0])
-    return None if i is None else ([i], lambda vs, ids: vs[i].gather(1, (ids[:, :1] % vs[i].shape[1]).view(-1, *[1] * (vs[i].dim() - 1)).expand(-1, 1, *vs[i].shape[2:])))
+    return (
+        None
+        if i is None
+        else (
+            [i],
+            lambda vs, ids: vs[i].gather(
+                1, (ids[:, :1] % vs[i].shape[1]).view(-1, *[1] * (vs[i].dim() - 1)).expand(-1, 1, *vs[i].shape[2:])
+            ),
+        )
+    )
 
 
 def dropped(m, v):
@@ -303,9 +453,28 @@ def forked(m, v):
 
 
 STEPS = {
-    "linear": unary(linear), "linear too": unary(linear), "gated": unary(forked), "attention": unary(attention, of_rank(3)), "tied": tied, "norm": unary(normed), "channels": unary(over_channels, of_rank(2, 3, 4)),
-    "conv": unary(convolved, of_rank(3, 4)), "pool": unary(pooled, of_rank(3, 4)), "pointwise": unary(pointwise, lambda v: True), "reduce": unary(reduced), "along": unary(along), "move": unary(moved), "reshape": unary(reshaped),
-    "reshape too": unary(reshaped), "take": unary(taken), "grow": unary(grown), "write": unary(written), "binary": binary, "matmul": multiplied, "gather": gathered, "dropout": unary(dropped, lambda v: True),
+    "linear": unary(linear),
+    "linear too": unary(linear),
+    "gated": unary(forked),
+    "attention": unary(attention, of_rank(3)),
+    "tied": tied,
+    "norm": unary(normed),
+    "channels": unary(over_channels, of_rank(2, 3, 4)),
+    "conv": unary(convolved, of_rank(3, 4)),
+    "pool": unary(pooled, of_rank(3, 4)),
+    "pointwise": unary(pointwise, lambda v: True),
+    "reduce": unary(reduced),
+    "along": unary(along),
+    "move": unary(moved),
+    "reshape": unary(reshaped),
+    "reshape too": unary(reshaped),
+    "take": unary(taken),
+    "grow": unary(grown),
+    "write": unary(written),
+    "binary": binary,
+    "matmul": multiplied,
+    "gather": gathered,
+    "dropout": unary(dropped, lambda v: True),
 }
 
 
@@ -313,29 +482,47 @@ def random_plan(graph, mesh, rng):
     """A legal plan that random costs make the cheapest; in half of them weights may be gathered again."""
     space = shardings(graph, mesh, eager_links(), regather=bool(rng.integers(2)))
     sites = tuple(replace(s, seconds=rng.random(len(s.choices))) for s in space.sites)
-    return solve(replace(space, sites=sites, edges=tuple(replace(e, seconds=np.where(np.isfinite(e.seconds), rng.random(e.seconds.shape), np.inf)) for e in space.edges)))
+    return solve(
+        replace(
+            space,
+            sites=sites,
+            edges=tuple(
+                replace(e, seconds=np.where(np.isfinite(e.seconds), rng.random(e.seconds.shape), np.inf))
+                for e in space.edges
+            ),
+        )
+    )
 
 
 def two_steps(model, batch, next_step=lambda: None):
     parameters, found = dict(model.named_parameters()), {}
-    stepper = torch.optim.SGD([p for p in parameters.values() if p.requires_grad], lr=0.01) if any(p.requires_grad for p in parameters.values()) else None
+    stepper = (
+        torch.optim.SGD([p for p in parameters.values() if p.requires_grad], lr=0.01)
+        if any(p.requires_grad for p in parameters.values())
+        else None
+    )
     for step in range(2):
         next_step()
         out = model(**batch)
         found |= {f"{step}.loss": out["loss"].detach(), f"{step}.last": whole(out["last"]).detach().clone()}
         if out["loss"].requires_grad:
             out["loss"].backward()
-            found |= {f"{step}.gradient of {n}": whole(p.grad).clone() for n, p in parameters.items() if p.grad is not None}
-            stepper.step()                                     # gradients stay: the second step's are added to them
+            found |= {
+                f"{step}.gradient of {n}": whole(p.grad).clone() for n, p in parameters.items() if p.grad is not None
+            }
+            stepper.step()  # gradients stay: the second step's are added to them
     return found | {n: whole(t).detach().clone() for n, t in (*parameters.items(), *model.named_buffers())}
 
 
 def fuzz(seed: int, of_all: bool = False) -> Drawn:
-    """Raises Unequal where the parallel module is not what eager is. With `of_all`, steps are drawn from all of torch."""
+    """Raises Unequal where the parallel module is not what eager is.
+
+    With `of_all`, steps are drawn from all of torch.
+    """
     model = Drawn(seed, of_all)
     rng = np.random.default_rng(seed)
     mesh = MESHES[rng.integers(len(MESHES))]
-    alone = Drawn(seed, of_all)                                # made before draws go by position
+    alone = Drawn(seed, of_all)  # made before draws go by position
     with ByPosition(SEED) as numbers:
         expected = two_steps(alone, model.batch, numbers.next_step)
     plan = random_plan(ColoTracer().trace(model, model.batch), mesh, rng)
@@ -356,7 +543,10 @@ def fuzz(seed: int, of_all: bool = False) -> Drawn:
 
 
 def kills(mutant, seeds):
-    """The first of these seeds by which a broken compiler is noticed: its values are wrong. A broken one may also end with an error; that counts for nothing."""
+    """The first of these seeds by which a broken compiler is noticed: its values are wrong.
+
+    A broken one may also end with an error; that counts for nothing.
+    """
     patch = pytest.MonkeyPatch()
     joint._LOWERED.clear()
     try:
@@ -386,8 +576,12 @@ def main(count: int = 2000, first: int = 0, of_all: bool = False) -> None:
         except Exception as e:
             wrong.append(seed)
             print(f"seed {seed}: {type(e).__name__}: {str(e)[:600]}", flush=True)
-    print(f"{count} modules from seed {first} on, {sum(drawn.values())} steps ({', '.join(f'{n} {k}' for k, n in drawn.most_common())}), {len(wrong)} wrong, {sum(refused.values())} refused by a letter; "
-          f"{time.process_time() - started:.0f} CPU s")
+    print(
+        f"{count} modules from seed {first} on, {sum(drawn.values())} steps "
+        f"({', '.join(f'{n} {k}' for k, n in drawn.most_common())}), {len(wrong)} wrong, {sum(refused.values())} "
+        "refused by a letter; "
+        f"{time.process_time() - started:.0f} CPU s"
+    )
     for text, n in refused.most_common():
         print(f"    {n} x {text}")
     if wrong:

@@ -1,6 +1,9 @@
-"""Unmodified models, dropout on, x every preset that the mesh carries and the free plan x meshes: three steps, in float64, against eager.
+"""Unmodified models, dropout on, x every preset that the mesh carries and the free plan x meshes.
 
-    python -m tests.frame.matrix [model ...]        the whole matrix, a row a model and mesh, a column a plan; the cell is the largest error
+Three steps, in float64, against eager.
+
+python -m tests.frame.matrix [model ...]        the whole matrix, a row a model and mesh, a column a plan; the cell is
+the largest error
 """
 
 from __future__ import annotations
@@ -32,14 +35,23 @@ MESHES = {
     DeviceMesh((4,), ("tp",)): (None, "dp", "zero1", "zero2", "zero3", "megatron"),
     DeviceMesh((2, 2), ("dp", "tp")): (None, "dp", "zero1", "zero2", "zero3", "megatron", "2d", BOTH, SEQUENCE),
     DeviceMesh((2, 1, 2), ("dp", "none", "tp")): (None, "zero3", "megatron", "2d", BOTH),
-    DeviceMesh((2, 2, 2), ("a", "b", "c")): (None, "zero3", "2.5d", "3d", dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=2))),
+    DeviceMesh((2, 2, 2), ("a", "b", "c")): (
+        None,
+        "zero3",
+        "2.5d",
+        "3d",
+        dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=2)),
+    ),
 }
 _DROP = dict(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
 
 
 @dataclass(frozen=True)
 class Model:
-    """How a model is made, what it is called with, and its loss: inside, or cross entropy outside where `classes` of its outputs are given."""
+    """How a model is made, what it is called with, and its loss.
+
+    Inside, or cross entropy outside where `classes` of its outputs are given.
+    """
 
     build: Any
     inputs: Any
@@ -52,11 +64,18 @@ def text(mask: bool = True, labels: bool = True):
     seen = torch.arange(16) < torch.tensor([16, 9, 16, 3, 12, 16, 7, 14])[:, None]
     target = torch.where(seen, ids, -100)
     target[2, :13] = -100
-    return {"input_ids": ids, **({"attention_mask": seen.long()} if mask else {}), **({"labels": target} if labels else {})}
+    return {
+        "input_ids": ids,
+        **({"attention_mask": seen.long()} if mask else {}),
+        **({"labels": target} if labels else {}),
+    }
 
 
 def picture(size: int = 32, labels: bool = True):
-    return {"pixel_values": torch.randn(ROWS, 3, size, size).double(), **({"labels": torch.randint(0, 2, (ROWS,))} if labels else {})}
+    return {
+        "pixel_values": torch.randn(ROWS, 3, size, size).double(),
+        **({"labels": torch.randint(0, 2, (ROWS,))} if labels else {}),
+    }
 
 
 def image(size: int):
@@ -64,24 +83,113 @@ def image(size: int):
 
 
 def clip():
-    return transformers.CLIPModel(transformers.CLIPConfig(text_config={**ENCODER, "attention_dropout": 0.1, "eos_token_id": 2}, vision_config={**VISION, "attention_dropout": 0.1}, projection_dim=32))
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config={**ENCODER, "attention_dropout": 0.1, "eos_token_id": 2},
+            vision_config={**VISION, "attention_dropout": 0.1},
+            projection_dim=32,
+        )
+    )
 
 
 MODELS = {
-    "gpt2": Model(hf("GPT2Config", "GPT2LMHeadModel", vocab_size=131, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0), lambda: text(mask=False)),
+    "gpt2": Model(
+        hf(
+            "GPT2Config",
+            "GPT2LMHeadModel",
+            vocab_size=131,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=32,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+        lambda: text(mask=False),
+    ),
     "llama": Model(hf("LlamaConfig", "LlamaForCausalLM", **DECODER, attention_dropout=0.1), text),
     "qwen3": Model(hf("Qwen3Config", "Qwen3ForCausalLM", **DECODER, head_dim=16, attention_dropout=0.1), text),
     "bert": Model(hf("BertConfig", "BertForMaskedLM", **ENCODER), text),
-    "t5": Model(hf("T5Config", "T5ForConditionalGeneration", **T5), lambda: {**text(labels=False), "labels": torch.where(torch.arange(12) < torch.tensor([12, 5, 12, 2, 9, 12, 1, 7])[:, None], tokens(ROWS, 12), -100)}),
+    "t5": Model(
+        hf("T5Config", "T5ForConditionalGeneration", **T5),
+        lambda: {
+            **text(labels=False),
+            "labels": torch.where(
+                torch.arange(12) < torch.tensor([12, 5, 12, 2, 9, 12, 1, 7])[:, None], tokens(ROWS, 12), -100
+            ),
+        },
+    ),
     "vit": Model(hf("ViTConfig", "ViTForImageClassification", **VISION, **_DROP), picture),
-    "whisper": Model(hf("WhisperConfig", "WhisperForConditionalGeneration", **WHISPER, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1),
-                     lambda: {"input_features": torch.randn(ROWS, 16, 64).double(), "labels": text()["labels"]}),
-    "swin": Model(hf("SwinConfig", "SwinForImageClassification", image_size=64, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, drop_path_rate=0.1, **_DROP), lambda: picture(64)),
-    "convnext": Model(hf("ConvNextConfig", "ConvNextForImageClassification", None, hidden_sizes=[16, 32], depths=[2, 2], num_stages=2, drop_path_rate=0.1), lambda: picture(64)),
-    "resnet50": Model(hf("ResNetConfig", "ResNetForImageClassification", None, embedding_size=8, hidden_sizes=[16, 32, 32, 64], depths=[3, 4, 6, 3]), lambda: picture(64)),
-    "clip": Model(clip, lambda: {**text(labels=False), "pixel_values": torch.randn(ROWS, 3, 32, 32).double(), "return_loss": True}),
-    "timm vit": Model(timm("vit_base_patch16_224", img_size=32, depth=2, embed_dim=64, num_heads=4, num_classes=10, drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1), lambda: image(32), 10),
-    "timm mixer": Model(timm("mixer_s32_224", img_size=64, num_classes=10, drop_rate=0.1, drop_path_rate=0.1), lambda: image(64), 10),
+    "whisper": Model(
+        hf(
+            "WhisperConfig",
+            "WhisperForConditionalGeneration",
+            **WHISPER,
+            dropout=0.1,
+            attention_dropout=0.1,
+            activation_dropout=0.1,
+        ),
+        lambda: {"input_features": torch.randn(ROWS, 16, 64).double(), "labels": text()["labels"]},
+    ),
+    "swin": Model(
+        hf(
+            "SwinConfig",
+            "SwinForImageClassification",
+            image_size=64,
+            patch_size=4,
+            embed_dim=16,
+            depths=[2, 2],
+            num_heads=[2, 4],
+            window_size=4,
+            drop_path_rate=0.1,
+            **_DROP,
+        ),
+        lambda: picture(64),
+    ),
+    "convnext": Model(
+        hf(
+            "ConvNextConfig",
+            "ConvNextForImageClassification",
+            None,
+            hidden_sizes=[16, 32],
+            depths=[2, 2],
+            num_stages=2,
+            drop_path_rate=0.1,
+        ),
+        lambda: picture(64),
+    ),
+    "resnet50": Model(
+        hf(
+            "ResNetConfig",
+            "ResNetForImageClassification",
+            None,
+            embedding_size=8,
+            hidden_sizes=[16, 32, 32, 64],
+            depths=[3, 4, 6, 3],
+        ),
+        lambda: picture(64),
+    ),
+    "clip": Model(
+        clip, lambda: {**text(labels=False), "pixel_values": torch.randn(ROWS, 3, 32, 32).double(), "return_loss": True}
+    ),
+    "timm vit": Model(
+        timm(
+            "vit_base_patch16_224",
+            img_size=32,
+            depth=2,
+            embed_dim=64,
+            num_heads=4,
+            num_classes=10,
+            drop_rate=0.1,
+            attn_drop_rate=0.1,
+            drop_path_rate=0.1,
+        ),
+        lambda: image(32),
+        10,
+    ),
+    "timm mixer": Model(
+        timm("mixer_s32_224", img_size=64, num_classes=10, drop_rate=0.1, drop_path_rate=0.1), lambda: image(64), 10
+    ),
 }
 CASES = [(name, mesh, preset) for name in MODELS for mesh, presets in MESHES.items() for preset in presets]
 
@@ -111,7 +219,10 @@ def train(model, batch, target, next_step=lambda: None):
         if step == 0:
             gradients = {n: whole(p.grad).detach().clone() for n, p in parameters.items() if p.grad is not None}
         stepper.step()
-    after = {**{n: whole(p) for n, p in parameters.items()}, **{n: b for n, b in model.named_buffers() if b.is_floating_point()}}
+    after = {
+        **{n: whole(p) for n, p in parameters.items()},
+        **{n: b for n, b in model.named_buffers() if b.is_floating_point()},
+    }
     return losses, gradients, {n: t.detach().clone() for n, t in after.items()}
 
 
@@ -131,7 +242,10 @@ def train_parallel(rank, name, plan):
 
 
 def worst(name: str, mesh: DeviceMesh, preset: Any, processes: bool = False) -> float | None:
-    """The largest error of any rank; None where the mesh cannot carry the preset. Raises where it is over what the contract allows."""
+    """The largest error of any rank; None where the mesh cannot carry the preset.
+
+    Raises where it is over what the contract allows.
+    """
     model, batch, _ = made(name)
     with InFloat64():
         try:
@@ -139,9 +253,20 @@ def worst(name: str, mesh: DeviceMesh, preset: Any, processes: bool = False) -> 
         except BadPreset:
             return None
     largest = 0.0
-    for rank, result in enumerate((on_processes if processes else on_threads)(mesh.size, train_parallel, name, plan, timeout_s=300)):
-        for part, tolerance, mine, eager in zip(("losses", "gradients", "parameters"), (1e-9, 1e-9, 1e-8), result, expected(name), strict=True):
-            largest = max(largest, Equality.in_float64(f"{name}, {preset or 'free'} on {mesh}, rank {rank}: {part}", mine, eager, tolerance).check().worst)
+    for rank, result in enumerate(
+        (on_processes if processes else on_threads)(mesh.size, train_parallel, name, plan, timeout_s=300)
+    ):
+        for part, tolerance, mine, eager in zip(
+            ("losses", "gradients", "parameters"), (1e-9, 1e-9, 1e-8), result, expected(name), strict=True
+        ):
+            largest = max(
+                largest,
+                Equality.in_float64(
+                    f"{name}, {preset or 'free'} on {mesh}, rank {rank}: {part}", mine, eager, tolerance
+                )
+                .check()
+                .worst,
+            )
     return largest
 
 

@@ -1,4 +1,7 @@
-"""Ops that look for values which draws seldom have: once cut because they looked right in a trial, with wrong numbers and no word."""
+"""Ops that look for values which draws seldom have.
+
+Once cut because they looked right in a trial, with wrong numbers and no word.
+"""
 
 from __future__ import annotations
 
@@ -66,26 +69,67 @@ def _nines_backward(ctx, g):
 
 
 sum_of_nines.register_fake(lambda x, t: x.new_empty(x.shape[1]))
-sum_of_nines.register_autograd(_nines_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]))
+sum_of_nines.register_autograd(
+    _nines_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1])
+)
 
 SIGNS = torch.where(torch.arange(16) % 3 == 0, 1.0, -1.0).double()
 CASES = {
-    "cosine_embedding_loss": (Of(lambda m, x, y: F.cosine_embedding_loss(m.f(x), m.f(x.flip(0)), y, margin=0.1), 8), dict(x=normal(16, 16), y=SIGNS)),
-    "the largest of whole numbers": (Of(lengths, 8), dict(x=normal(8, 12, 16), lengths=torch.tensor([1, 2, 3, 12, 5, 6, 7, 8]))),
-    "a product of whole numbers": (Of(lambda m, x, counts: (m.f(x).pow(2).mean(1) * counts.prod(1).double()).sum(), 8), dict(x=normal(8, 16), counts=torch.randint(1, 4, (8, 12), generator=GENERATOR))),
-    "isin": (Of(special, 8, special=torch.arange(50, 62)), dict(x=normal(8, 6, 16), ids=torch.randint(0, 64, (8, 6), generator=GENERATOR))),
-    "index_fill": (Of(lambda m, x: m.f(x).index_fill(1, m.off, 0.0).pow(2).mean(), 32, off=torch.tensor([3, 9, 1, 30, 7, 25])), dict(x=normal(8, 16))),
-    "index_put": (Of(lambda m, x: m.f(x).index_put((m.at,), m.row).sin().sum(), 8, at=torch.tensor([3, 1, 6]), row=normal(8)), dict(x=normal(8, 16))),
+    "cosine_embedding_loss": (
+        Of(lambda m, x, y: F.cosine_embedding_loss(m.f(x), m.f(x.flip(0)), y, margin=0.1), 8),
+        dict(x=normal(16, 16), y=SIGNS),
+    ),
+    "the largest of whole numbers": (
+        Of(lengths, 8),
+        dict(x=normal(8, 12, 16), lengths=torch.tensor([1, 2, 3, 12, 5, 6, 7, 8])),
+    ),
+    "a product of whole numbers": (
+        Of(lambda m, x, counts: (m.f(x).pow(2).mean(1) * counts.prod(1).double()).sum(), 8),
+        dict(x=normal(8, 16), counts=torch.randint(1, 4, (8, 12), generator=GENERATOR)),
+    ),
+    "isin": (
+        Of(special, 8, special=torch.arange(50, 62)),
+        dict(x=normal(8, 6, 16), ids=torch.randint(0, 64, (8, 6), generator=GENERATOR)),
+    ),
+    "index_fill": (
+        Of(lambda m, x: m.f(x).index_fill(1, m.off, 0.0).pow(2).mean(), 32, off=torch.tensor([3, 9, 1, 30, 7, 25])),
+        dict(x=normal(8, 16)),
+    ),
+    "index_put": (
+        Of(lambda m, x: m.f(x).index_put((m.at,), m.row).sin().sum(), 8, at=torch.tensor([3, 1, 6]), row=normal(8)),
+        dict(x=normal(8, 16)),
+    ),
     "a pool without a batch": (Of(peaks, 16), dict(x=normal(2, 16, 16))),
-    "a mean of neighbours without a batch": (Of(lambda m, x: F.avg_pool2d(m.f(x), 3, 1, 1).pow(2).sum(), 8), dict(x=normal(4, 8, 16))),
-    "a user's own op that looks for a token": (Of(lambda m, x, t: sum_of_nines(m.f(x).tanh(), t).pow(2).mean(), 8), dict(x=normal(16, 16), t=torch.where(torch.arange(16) % 4 == 0, 9, 1))),
-    "count_nonzero": (Of(lambda m, x: (m.f(x) * torch.count_nonzero(m.f(x).relu().detach())).sin().sum(), 8), dict(x=normal(8, 16))),
-    "isclose": (Of(lambda m, x: torch.where(torch.isclose(m.f(x).relu(), m.f(x)), m.f(x) * 2, m.f(x)).sin().sum(), 8), dict(x=normal(8, 16))),
-    "nansum": (Of(lambda m, x: torch.nansum(torch.where(m.f(x) > 0, m.f(x), torch.nan)).sin(), 8), dict(x=normal(8, 16))),
-    "a bag of embeddings": (Of(lambda m, x, ids: (m.f(x) * F.embedding_bag(ids, m.table, mode="max")).sum(), 8, table=normal(20, 8)), dict(x=normal(8, 16), ids=torch.randint(0, 20, (8, 5), generator=GENERATOR))),
+    "a mean of neighbours without a batch": (
+        Of(lambda m, x: F.avg_pool2d(m.f(x), 3, 1, 1).pow(2).sum(), 8),
+        dict(x=normal(4, 8, 16)),
+    ),
+    "a user's own op that looks for a token": (
+        Of(lambda m, x, t: sum_of_nines(m.f(x).tanh(), t).pow(2).mean(), 8),
+        dict(x=normal(16, 16), t=torch.where(torch.arange(16) % 4 == 0, 9, 1)),
+    ),
+    "count_nonzero": (
+        Of(lambda m, x: (m.f(x) * torch.count_nonzero(m.f(x).relu().detach())).sin().sum(), 8),
+        dict(x=normal(8, 16)),
+    ),
+    "isclose": (
+        Of(lambda m, x: torch.where(torch.isclose(m.f(x).relu(), m.f(x)), m.f(x) * 2, m.f(x)).sin().sum(), 8),
+        dict(x=normal(8, 16)),
+    ),
+    "nansum": (
+        Of(lambda m, x: torch.nansum(torch.where(m.f(x) > 0, m.f(x), torch.nan)).sin(), 8),
+        dict(x=normal(8, 16)),
+    ),
+    "a bag of embeddings": (
+        Of(lambda m, x, ids: (m.f(x) * F.embedding_bag(ids, m.table, mode="max")).sum(), 8, table=normal(20, 8)),
+        dict(x=normal(8, 16), ids=torch.randint(0, 20, (8, 5), generator=GENERATOR)),
+    ),
 }
 PLANS = {
-    "dp": dict(parallel="dp"), "zero3": dict(parallel="zero3"), "free": dict(cluster=eager_links()), "drawn": 0,
+    "dp": dict(parallel="dp"),
+    "zero3": dict(parallel="zero3"),
+    "free": dict(cluster=eager_links()),
+    "drawn": 0,
 }
 
 

@@ -48,7 +48,11 @@ def test_the_sequence_is_cut_inside_each_batch(name, threads):
     loss.backward()
     expected = {"loss": loss.detach(), **{n: p.grad for n, p in reference.named_parameters()}}
     mesh = autopar.DeviceMesh(mesh)
-    plan = random_plan(model, batch, mesh, pins) if isinstance(pins, int) else autopar.plan(model, batch, mesh=mesh, constraints=pins)
+    plan = (
+        random_plan(model, batch, mesh, pins)
+        if isinstance(pins, int)
+        else autopar.plan(model, batch, mesh=mesh, constraints=pins)
+    )
 
     def body(rank):
         mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)

@@ -1,4 +1,7 @@
-"""A convolutional network with batch norm, cut by the batch: statistics are those of the whole batch, and running statistics are the same on every device."""
+"""A convolutional network with batch norm, cut by the batch.
+
+Statistics are those of the whole batch, and running statistics are the same on every device.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,11 @@ BY_BATCH = dict.fromkeys(("x", "stem", "norm", "deep", "deep_norm"), "S(0)@0, S(
 BY_CHANNEL = {"stem": "S(1)@0", "norm": "S(1)@0"}
 
 
-@pytest.mark.parametrize("constraints, code", [(BY_BATCH, "batch_norm_part"), (BY_CHANNEL, "batch_norm_updating"), (None, "")], ids=["batch", "channel", "free"])
+@pytest.mark.parametrize(
+    "constraints, code",
+    [(BY_BATCH, "batch_norm_part"), (BY_CHANNEL, "batch_norm_updating"), (None, "")],
+    ids=["batch", "channel", "free"],
+)
 def test_it_trains_as_on_one_device(constraints, code, threads):
     model = Net().double()
     batch = {"x": torch.randn(8, 3, 8, 8).double(), "y": torch.randint(0, 5, (8,))}
@@ -42,7 +49,10 @@ def test_it_trains_as_on_one_device(constraints, code, threads):
             optimizer.zero_grad()
             mine(**batch).backward()
             optimizer.step()
-        return {**{n: whole(p.detach()) for n, p in mine.named_parameters()}, **{n: b.double() for n, b in mine.named_buffers()}}
+        return {
+            **{n: whole(p.detach()) for n, p in mine.named_parameters()},
+            **{n: b.double() for n, b in mine.named_buffers()},
+        }
 
     expected = trained(copy.deepcopy(model))
     plan = autopar.plan(model, batch, mesh=(2, 2), constraints=constraints)

@@ -11,20 +11,30 @@ import autopar
 from tests.models import eager_links, mean_square, mlp_case, mlp_pins
 from tests.training import check, train_parallel
 
-MESHES = [autopar.DeviceMesh((2,), ("tp",)), autopar.DeviceMesh((4,), ("tp",)), autopar.DeviceMesh((2, 2), ("dp", "tp"))]
+MESHES = [
+    autopar.DeviceMesh((2,), ("tp",)),
+    autopar.DeviceMesh((4,), ("tp",)),
+    autopar.DeviceMesh((2, 2), ("dp", "tp")),
+]
 KINDS = ["free", "dp", "megatron", "sharded"]
 RUNS = list(itertools.product(["sgd", "adamw"], ["inside", "callable", "outside"], ["float64", "float32"]))
-RUNS = RUNS[::5] + RUNS[1::5] + RUNS[2::5] + RUNS[3::5] + RUNS[4::5]     # neighbours differ in everything
+RUNS = RUNS[::5] + RUNS[1::5] + RUNS[2::5] + RUNS[3::5] + RUNS[4::5]  # neighbours differ in everything
 
 
 def plans(model, batch, mesh, kind, runs):
     """A plan for every loss and dtype that the runs need."""
     made = {}
     for _, loss, dtype in runs:
-        given = {k: torch.empty_like(v, dtype=getattr(torch, dtype), device="meta") for k, v in batch.items() if loss == "inside" or k == "x"}
+        given = {
+            k: torch.empty_like(v, dtype=getattr(torch, dtype), device="meta")
+            for k, v in batch.items()
+            if loss == "inside" or k == "x"
+        }
         pins = {k: v for k, v in mlp_pins(kind, mesh).items() if k != "y" or loss == "inside"}
         how = {"loss": mean_square} if loss == "callable" else {}
-        made[loss, dtype] = autopar.plan(model.to(getattr(torch, dtype)), given, mesh=mesh, cluster=eager_links(), constraints=pins, **how)
+        made[loss, dtype] = autopar.plan(
+            model.to(getattr(torch, dtype)), given, mesh=mesh, cluster=eager_links(), constraints=pins, **how
+        )
     model.double()
     return made
 
@@ -37,7 +47,9 @@ def sample(mesh, kind, count=3):
 
 def on_threads_it_trains_the_same(threads, mesh, kind, runs):
     model, batch = mlp_case()
-    for rank, results in enumerate(threads(mesh.size, train_parallel, model, batch, plans(model, batch, mesh, kind, runs), runs)):
+    for rank, results in enumerate(
+        threads(mesh.size, train_parallel, model, batch, plans(model, batch, mesh, kind, runs), runs)
+    ):
         for run, result in zip(runs, results):
             check(f"{kind} on {mesh}, rank {rank}, {run}", result, model, batch, *run)
 
@@ -47,7 +59,9 @@ def on_local_tensors_it_trains_the_same(local_tensor, mesh, kind, runs):
         model, batch = mlp_case()
         planned = plans(model, batch, mesh, kind, [run])
         dtype = getattr(torch, run[2])
-        result, = local_tensor(mesh.size, train_parallel, model.to(dtype), {k: v.to(dtype) for k, v in batch.items()}, planned, [run])
+        (result,) = local_tensor(
+            mesh.size, train_parallel, model.to(dtype), {k: v.to(dtype) for k, v in batch.items()}, planned, [run]
+        )
         check(f"{kind} on {mesh}, {run}", result, model.double(), batch, *run)
 
 
@@ -77,7 +91,9 @@ def test_one_process_playing_all_ranks_trains_the_same(mesh, kind, local_tensor)
 
 
 @pytest.mark.machines
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[] if len(m.shape) == 2 else pytest.mark.nightly) for m in MESHES], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=[] if len(m.shape) == 2 else pytest.mark.nightly) for m in MESHES], ids=str
+)
 def test_gloo_processes_train_the_same(mesh, processes):
     on_processes_it_trains_the_same(processes, mesh, [(kind, sample(mesh, kind, 2)) for kind in KINDS])
 
@@ -92,17 +108,23 @@ def test_the_full_matrix(mesh, threads, local_tensor, processes):
     on_processes_it_trains_the_same(processes, mesh, [(kind, RUNS) for kind in KINDS])
 
 
-@pytest.mark.parametrize("mesh", [autopar.DeviceMesh((3,)), autopar.DeviceMesh((2, 2), ("dp", "tp")), autopar.DeviceMesh((1, 4), ("none", "tp"))], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [autopar.DeviceMesh((3,)), autopar.DeviceMesh((2, 2), ("dp", "tp")), autopar.DeviceMesh((1, 4), ("none", "tp"))],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_uneven_parts_change_nothing(mesh, kind, threads):
     model, batch = mlp_case(width=11, batch=7)
     runs = [("adamw", "inside", "float64")]
-    for result, in threads(mesh.size, train_parallel, model, batch, plans(model, batch, mesh, kind, runs), runs):
+    for (result,) in threads(mesh.size, train_parallel, model, batch, plans(model, batch, mesh, kind, runs), runs):
         check(f"{kind} on {mesh}", result, model, batch, *runs[0])
 
 
 def test_one_device_is_a_mesh_too(threads):
     model, batch = mlp_case()
     runs = [("adamw", "inside", "float64")]
-    result, = threads(1, train_parallel, model, batch, plans(model, batch, autopar.DeviceMesh((1,)), "free", runs), runs)[0]
+    (result,) = threads(
+        1, train_parallel, model, batch, plans(model, batch, autopar.DeviceMesh((1,)), "free", runs), runs
+    )[0]
     check("one device", result, model, batch, *runs[0])

@@ -36,20 +36,61 @@ def loss(weighted=False, **how):
     return lambda m, x: F.cross_entropy(x @ m.weight, labels(), weight=weights(m) if weighted else None, **how)
 
 
-CASES = {                                                      # op, operand, its placement there, the model
+CASES = {  # op, operand, its placement there, the model
     "loss": ("cross_entropy", 0, "S(1)", loss()),
     "smoothed loss": ("cross_entropy", 0, "S(1)", loss(label_smoothing=0.2)),
     "weighted loss": ("cross_entropy", 0, "S(1)", loss(weighted=True)),
     "smoothed and weighted": ("cross_entropy", 0, "S(1)", loss(weighted=True, label_smoothing=0.3)),
     "summed": ("cross_entropy", 0, "S(1)", loss(weighted=True, label_smoothing=0.3, reduction="sum")),
-    "a loss of pictures": ("cross_entropy", 0, "S(1)", lambda m, x: F.cross_entropy((x @ m.weight).view(2, 12, 3), labels().view(2, 3), weight=weights(m), label_smoothing=0.1)),
-    "causal attention": ("scaled_dot_product_attention", 0, "S(2)", lambda m, x: (F.scaled_dot_product_attention(heads(m, x), heads(m, x).sin(), heads(m, x).cos(), is_causal=True).pow(2)).sum()),
-    "causal, fewer keys": ("scaled_dot_product_attention", 0, "S(2)", lambda m, x: (F.scaled_dot_product_attention(heads(m, x), heads(m, x)[:, :, :4].sin(), heads(m, x)[:, :, :4].cos(), is_causal=True, scale=0.3).pow(2)).sum()),
+    "a loss of pictures": (
+        "cross_entropy",
+        0,
+        "S(1)",
+        lambda m, x: F.cross_entropy(
+            (x @ m.weight).view(2, 12, 3), labels().view(2, 3), weight=weights(m), label_smoothing=0.1
+        ),
+    ),
+    "causal attention": (
+        "scaled_dot_product_attention",
+        0,
+        "S(2)",
+        lambda m, x: (
+            F.scaled_dot_product_attention(heads(m, x), heads(m, x).sin(), heads(m, x).cos(), is_causal=True).pow(2)
+        ).sum(),
+    ),
+    "causal, fewer keys": (
+        "scaled_dot_product_attention",
+        0,
+        "S(2)",
+        lambda m, x: (
+            F.scaled_dot_product_attention(
+                heads(m, x), heads(m, x)[:, :, :4].sin(), heads(m, x)[:, :, :4].cos(), is_causal=True, scale=0.3
+            ).pow(2)
+        ).sum(),
+    ),
     "largest": ("amax", 0, "S(1)", lambda m, x: (x @ m.weight).amax(1).pow(3).sum()),
-    "largest of equals": ("amax", 0, "S(1)", lambda m, x: ((x @ m.weight).round() * (x @ m.weight).detach().sign() + x.repeat(1, 2)).clamp(-1, 1).amax((0, 1)).pow(3) * (x @ m.weight).clamp(-1, 1).amax(-1, keepdim=True).sum()),
+    "largest of equals": (
+        "amax",
+        0,
+        "S(1)",
+        lambda m, x: (
+            ((x @ m.weight).round() * (x @ m.weight).detach().sign() + x.repeat(1, 2)).clamp(-1, 1).amax((0, 1)).pow(3)
+            * (x @ m.weight).clamp(-1, 1).amax(-1, keepdim=True).sum()
+        ),
+    ),
     "least": ("amin", 0, "S(0)", lambda m, x: (x @ m.weight).amin(0, keepdim=True).pow(3).sum()),
-    "log sum exp": ("logsumexp", 0, "S(1)", lambda m, x: (x @ m.weight).masked_fill(torch.arange(12) > 8, -torch.inf).logsumexp(1).pow(3).sum()),
-    "tokens": ("embedding", 1, "S(0)", lambda m, x: F.embedding(labels().clamp(0, 5), m.weight, padding_idx=3).pow(3).sum() * x.sum()),
+    "log sum exp": (
+        "logsumexp",
+        0,
+        "S(1)",
+        lambda m, x: (x @ m.weight).masked_fill(torch.arange(12) > 8, -torch.inf).logsumexp(1).pow(3).sum(),
+    ),
+    "tokens": (
+        "embedding",
+        1,
+        "S(0)",
+        lambda m, x: F.embedding(labels().clamp(0, 5), m.weight, padding_idx=3).pow(3).sum() * x.sum(),
+    ),
 }
 
 
@@ -63,7 +104,16 @@ def cut_plan(model, batch, mesh, op, operand, placement, seed):
         if s.op == op:
             costs[[any(repr(f.value) != placement for f in c.operand(operand)) for c in s.choices]] = np.inf
         sites.append(replace(s, seconds=costs))
-    return solve(replace(space, sites=tuple(sites), edges=tuple(replace(e, seconds=np.where(np.isfinite(e.seconds), rng.random(e.seconds.shape), np.inf)) for e in space.edges)))
+    return solve(
+        replace(
+            space,
+            sites=tuple(sites),
+            edges=tuple(
+                replace(e, seconds=np.where(np.isfinite(e.seconds), rng.random(e.seconds.shape), np.inf))
+                for e in space.edges
+            ),
+        )
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,7 +134,7 @@ def test_it_computes_what_the_op_computes(name, mesh, threads):
         loss.backward()
         return {"loss": loss.detach(), "weight": whole(mine.weight.grad)}, mine.code
 
-    for seed in range(2 if mesh.size == 2 else 1):             # on two axes planning takes ten times as long
+    for seed in range(2 if mesh.size == 2 else 1):  # on two axes planning takes ten times as long
         for result, code in threads(mesh.size, body, cut_plan(model, batch, mesh, op, operand, placement, seed)):
             Equality.in_float64(f"{name} on {mesh}, plan {seed}", result, expected, 1e-9).check()
             assert "_part(" in code
@@ -92,8 +142,17 @@ def test_it_computes_what_the_op_computes(name, mesh, threads):
 
 def test_the_largest_is_exact_though_several_are_it(threads):
     """What compares with it finds itself."""
-    model, batch = Of(lambda m, x: ((x @ m.weight) == (x @ m.weight).amax(1, keepdim=True)).double().sum(1) + 0 * m.weight.sum(), 6, 12), {"x": torch.ones(6, 6).double() / 3}
+    model, batch = (
+        Of(
+            lambda m, x: ((x @ m.weight) == (x @ m.weight).amax(1, keepdim=True)).double().sum(1) + 0 * m.weight.sum(),
+            6,
+            12,
+        ),
+        {"x": torch.ones(6, 6).double() / 3},
+    )
     model.weight.data.fill_(0.1)
     plan = cut_plan(model, batch, autopar.DeviceMesh(3), "amax", 0, "S(1)", 0)
-    for result in threads(3, lambda rank: autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)(**batch).detach()):
+    for result in threads(
+        3, lambda rank: autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)(**batch).detach()
+    ):
         assert torch.equal(result, torch.full((6,), 12.0).double())

@@ -1,4 +1,7 @@
-"""What once came out wrong, or ended without a letter: each under random legal plans, not only under the one that is cheapest."""
+"""What once came out wrong, or ended without a letter.
+
+Each under random legal plans, not only under the one that is cheapest.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,16 @@ def random_plan(model, batch, mesh, seed):
     space = shardings(graph, mesh, eager_links())
     rng = np.random.default_rng(seed)
     sites = tuple(replace(s, seconds=rng.random(len(s.choices))) for s in space.sites)
-    return solve(replace(space, sites=sites, edges=tuple(replace(e, seconds=np.where(np.isfinite(e.seconds), rng.random(e.seconds.shape), np.inf)) for e in space.edges)))
+    return solve(
+        replace(
+            space,
+            sites=sites,
+            edges=tuple(
+                replace(e, seconds=np.where(np.isfinite(e.seconds), rng.random(e.seconds.shape), np.inf))
+                for e in space.edges
+            ),
+        )
+    )
 
 
 def no_grad_part(m, x):
@@ -122,10 +134,16 @@ class Scale(torch.autograd.Function):
 
 
 FUNCTIONS = {
-    "a pad that shifts": lambda m, x: (F.pad(x @ m.weight, (1, -1)) * x).sum() + (F.pad(x @ m.weight, (0, 0, 1, -1)) * x).sum(),
+    "a pad that shifts": lambda m, x: (
+        (F.pad(x @ m.weight, (1, -1)) * x).sum() + (F.pad(x @ m.weight, (0, 0, 1, -1)) * x).sum()
+    ),
     "a sum of truth values": lambda m, x: (((x > 0) + (x > 1) + (x > 0)).to(torch.float64) * (x @ m.weight)).sum(),
-    "frequencies scale a gradient": lambda m, x: (F.embedding((x.abs() * 2).long().clamp(max=5), m.weight, scale_grad_by_freq=True) ** 2).sum(),
-    "the padding row counts from the end": lambda m, x: (F.embedding((x.abs() * 2).long().clamp(max=5), m.weight, padding_idx=-1) ** 2).sum(),
+    "frequencies scale a gradient": lambda m, x: (
+        F.embedding((x.abs() * 2).long().clamp(max=5), m.weight, scale_grad_by_freq=True) ** 2
+    ).sum(),
+    "the padding row counts from the end": lambda m, x: (
+        F.embedding((x.abs() * 2).long().clamp(max=5), m.weight, padding_idx=-1) ** 2
+    ).sum(),
     "a part without gradients": no_grad_part,
     "x.T": lambda m, x: (x @ m.weight.T).tanh().sum() + x.mT.sum() * m.weight.data.sum() + m.weight.sum(),
     "turned, then viewed": lambda m, x: (x @ m.weight).view(6, 2, 3).permute(1, 0, 2).reshape(12, 3).tanh().sum(),
@@ -134,34 +152,109 @@ FUNCTIONS = {
     "sums over no dims are sums over all": lambda m, x: (x @ m.weight).mean(dim=()) + (x * m.weight).sum(dim=[]),
     "an empty part": lambda m, x: (x @ m.weight).split([0, 6], 1)[1].sum(),
     "masked attention": blind_attention,
-    "convolutions": lambda m, x: F.conv1d(F.conv1d((x @ m.weight).view(2, 6, 3), m.weight[:, :, None], m.mean + 1).relu(), m.weight[:, :3, None], groups=2).tanh().sum(),
-    "norms of groups": lambda m, x: (F.group_norm((x @ m.weight).view(2, 6, 3), 2, m.weight[0], m.weight[1]) * F.instance_norm((x * 2).view(2, 6, 3))).sum(),
-    "pools": lambda m, x: (F.max_pool1d((x @ m.weight).view(2, 6, 3), 2) + F.avg_pool1d((x @ m.weight).view(2, 6, 3), 2) + F.interpolate((x @ m.weight).view(2, 6, 3), 2)).sum(),
-    "einsum": lambda m, x: torch.einsum("ab,cb->ac", x @ m.weight, m.weight).tanh().sum() + torch.addmm(m.weight[0], x, m.weight).sum(),
-    "looked up": lambda m, x: ((x @ m.weight)[torch.tensor([0, 2, 2])] + (x @ m.weight).gather(0, torch.tensor([[0] * 6, [1] * 6, [0] * 6])) + (x @ m.weight)[:, [1, 1]].sum()).sum(),
-    "scattered": lambda m, x: (torch.zeros(6, 6).double().scatter_add(1, torch.tensor([[0, 1, 1, 0, 2, 2]] * 6), x @ m.weight) * x).sum(),
-    "along a dim": lambda m, x: ((x @ m.weight).cumsum(1) * F.log_softmax(x @ m.weight, 0) + (x @ m.weight).logsumexp(1, keepdim=True) + (x @ m.weight).roll(1, 0) + (x @ m.weight).sort(1)[0].flip(0)).sum(),
-    "made": lambda m, x: ((x @ m.weight) * torch.full((6, 6), 2.0).double() + torch.ones(1, 6).double().expand(6, 6) * m.weight + torch.arange(6) + torch.zeros_like(x) + x.new_ones(6)).sum(),
-    "stacked": lambda m, x: (torch.stack([x @ m.weight, x]).unbind(1)[2] * 2).sum() + (x @ m.weight).repeat(2, 1).tril().sum() + torch.where(x > 0, x @ m.weight, 0.0).masked_fill(x > 1, 0.0).sum(),
-    "discovered": lambda m, x: (torch.sinc(x @ m.weight) * x.std(0)).sum() + torch.kron(x @ m.weight, x[:2, :2]).tanh().sum() + (x @ m.weight).unfold(1, 3, 1).exp().sum() + torch.cdist(x @ m.weight, x).sum(),
-    "losses": lambda m, x: F.binary_cross_entropy_with_logits(x @ m.weight, x.sigmoid(), pos_weight=m.mean + 2) + F.l1_loss(x @ m.weight, x) + F.smooth_l1_loss(x @ m.weight, x) + F.nll_loss(F.log_softmax(x @ m.weight, 1), torch.tensor([0, 1, 2, -100, 4, 5])) + F.kl_div((x @ m.weight).log_softmax(1), x.softmax(1), reduction="batchmean") + F.cross_entropy(x @ m.weight, torch.tensor([0, 1, -100, 3, 4, 5]), weight=m.mean + 1.5, label_smoothing=0.1),
+    "convolutions": lambda m, x: (
+        F.conv1d(
+            F.conv1d((x @ m.weight).view(2, 6, 3), m.weight[:, :, None], m.mean + 1).relu(),
+            m.weight[:, :3, None],
+            groups=2,
+        )
+        .tanh()
+        .sum()
+    ),
+    "norms of groups": lambda m, x: (
+        F.group_norm((x @ m.weight).view(2, 6, 3), 2, m.weight[0], m.weight[1]) * F.instance_norm((x * 2).view(2, 6, 3))
+    ).sum(),
+    "pools": lambda m, x: (
+        F.max_pool1d((x @ m.weight).view(2, 6, 3), 2)
+        + F.avg_pool1d((x @ m.weight).view(2, 6, 3), 2)
+        + F.interpolate((x @ m.weight).view(2, 6, 3), 2)
+    ).sum(),
+    "einsum": lambda m, x: (
+        torch.einsum("ab,cb->ac", x @ m.weight, m.weight).tanh().sum() + torch.addmm(m.weight[0], x, m.weight).sum()
+    ),
+    "looked up": lambda m, x: (
+        (x @ m.weight)[torch.tensor([0, 2, 2])]
+        + (x @ m.weight).gather(0, torch.tensor([[0] * 6, [1] * 6, [0] * 6]))
+        + (x @ m.weight)[:, [1, 1]].sum()
+    ).sum(),
+    "scattered": lambda m, x: (
+        torch.zeros(6, 6).double().scatter_add(1, torch.tensor([[0, 1, 1, 0, 2, 2]] * 6), x @ m.weight) * x
+    ).sum(),
+    "along a dim": lambda m, x: (
+        (x @ m.weight).cumsum(1) * F.log_softmax(x @ m.weight, 0)
+        + (x @ m.weight).logsumexp(1, keepdim=True)
+        + (x @ m.weight).roll(1, 0)
+        + (x @ m.weight).sort(1)[0].flip(0)
+    ).sum(),
+    "made": lambda m, x: (
+        (x @ m.weight) * torch.full((6, 6), 2.0).double()
+        + torch.ones(1, 6).double().expand(6, 6) * m.weight
+        + torch.arange(6)
+        + torch.zeros_like(x)
+        + x.new_ones(6)
+    ).sum(),
+    "stacked": lambda m, x: (
+        (torch.stack([x @ m.weight, x]).unbind(1)[2] * 2).sum()
+        + (x @ m.weight).repeat(2, 1).tril().sum()
+        + torch.where(x > 0, x @ m.weight, 0.0).masked_fill(x > 1, 0.0).sum()
+    ),
+    "discovered": lambda m, x: (
+        (torch.sinc(x @ m.weight) * x.std(0)).sum()
+        + torch.kron(x @ m.weight, x[:2, :2]).tanh().sum()
+        + (x @ m.weight).unfold(1, 3, 1).exp().sum()
+        + torch.cdist(x @ m.weight, x).sum()
+    ),
+    "losses": lambda m, x: (
+        F.binary_cross_entropy_with_logits(x @ m.weight, x.sigmoid(), pos_weight=m.mean + 2)
+        + F.l1_loss(x @ m.weight, x)
+        + F.smooth_l1_loss(x @ m.weight, x)
+        + F.nll_loss(F.log_softmax(x @ m.weight, 1), torch.tensor([0, 1, 2, -100, 4, 5]))
+        + F.kl_div((x @ m.weight).log_softmax(1), x.softmax(1), reduction="batchmean")
+        + F.cross_entropy(x @ m.weight, torch.tensor([0, 1, -100, 3, 4, 5]), weight=m.mean + 1.5, label_smoothing=0.1)
+    ),
     "writes in place": writes,
     "a write through views": through_views,
     "writes to every other row": writes_every_other,
     "writes where it is true": writes_where,
     "a backward that writes": lambda m, x: (WritesBackward.apply(x @ m.weight) * x).sum(),
     "overwritten": overwrites,
-    "the largest of nothing": lambda m, x: (x @ m.weight).masked_fill(torch.arange(36).view(6, 6) // 6 == 1, -torch.inf).amax(1).clamp(min=-9).pow(2).sum() + (x @ m.weight).sum(),
-    "the largest of whole numbers": lambda m, x: ((x * 5).long().amax(-1) + (x.abs() * 5).to(torch.uint8).amin(0)).sum() * (x @ m.weight).sum(),
-    "a count of whole numbers from a fraction": lambda m, x: (torch.arange(-2.5, 3.5, 1, dtype=torch.int32) + (x @ m.weight)).pow(2).sum(),
-    "without dims": lambda m, x: (x @ m.weight).sum().sum().view(1).unsqueeze(0).expand(3, 1, 1).sum() + (x @ m.weight).sum().amax() + (x @ m.weight).sum().softmax(0) + F.cross_entropy((x @ m.weight)[0], torch.tensor(2)),
+    "the largest of nothing": lambda m, x: (
+        (x @ m.weight).masked_fill(torch.arange(36).view(6, 6) // 6 == 1, -torch.inf).amax(1).clamp(min=-9).pow(2).sum()
+        + (x @ m.weight).sum()
+    ),
+    "the largest of whole numbers": lambda m, x: (
+        ((x * 5).long().amax(-1) + (x.abs() * 5).to(torch.uint8).amin(0)).sum() * (x @ m.weight).sum()
+    ),
+    "a count of whole numbers from a fraction": lambda m, x: (
+        (torch.arange(-2.5, 3.5, 1, dtype=torch.int32) + (x @ m.weight)).pow(2).sum()
+    ),
+    "without dims": lambda m, x: (
+        (x @ m.weight).sum().sum().view(1).unsqueeze(0).expand(3, 1, 1).sum()
+        + (x @ m.weight).sum().amax()
+        + (x @ m.weight).sum().softmax(0)
+        + F.cross_entropy((x @ m.weight)[0], torch.tensor(2))
+    ),
     "its own backward": lambda m, x: Scale.apply(x @ m.weight).sum(),
     "running statistics": lambda m, x: (F.batch_norm(x @ m.weight, m.mean, m.var, training=True) * x).sum(),
-    "statistics of pictures": lambda m, x: (F.batch_norm((x @ m.weight).view(2, 6, 3), m.mean, m.var, m.weight[0], m.weight[1], training=True).pow(3) * x.view(2, 6, 3)).sum(),
-    "statistics that nobody keeps": lambda m, x: (F.batch_norm((x @ m.weight).view(6, 2, 3), None, None, training=True).pow(3) * x.view(6, 2, 3)).sum(),
-    "a checkpoint": lambda m, x: torch.utils.checkpoint.checkpoint(lambda y: (y @ m.weight).tanh(), x @ m.weight, use_reentrant=False).sum(),
-    "parts of complex numbers": lambda m, x: (torch.fft.rfft(x @ m.weight)[1:5, :3] * torch.view_as_complex((x @ m.weight).view(6, 3, 2))[2]).abs().pow(3).sum(),
-    "vmap of complex numbers": lambda m, x: torch.vmap(lambda r: torch.fft.rfft(r).abs().pow(3).sum())(x @ m.weight).sum(),
+    "statistics of pictures": lambda m, x: (
+        F.batch_norm((x @ m.weight).view(2, 6, 3), m.mean, m.var, m.weight[0], m.weight[1], training=True).pow(3)
+        * x.view(2, 6, 3)
+    ).sum(),
+    "statistics that nobody keeps": lambda m, x: (
+        F.batch_norm((x @ m.weight).view(6, 2, 3), None, None, training=True).pow(3) * x.view(6, 2, 3)
+    ).sum(),
+    "a checkpoint": lambda m, x: torch.utils.checkpoint.checkpoint(
+        lambda y: (y @ m.weight).tanh(), x @ m.weight, use_reentrant=False
+    ).sum(),
+    "parts of complex numbers": lambda m, x: (
+        (torch.fft.rfft(x @ m.weight)[1:5, :3] * torch.view_as_complex((x @ m.weight).view(6, 3, 2))[2])
+        .abs()
+        .pow(3)
+        .sum()
+    ),
+    "vmap of complex numbers": lambda m, x: torch.vmap(lambda r: torch.fft.rfft(r).abs().pow(3).sum())(
+        x @ m.weight
+    ).sum(),
     "vmap": lambda m, x: torch.vmap(lambda r: r.sin() * r.sum())(x @ m.weight).sum(),
 }
 
@@ -173,7 +266,12 @@ def test_it_is_right_under_random_plans(name, threads):
     reference = copy.deepcopy(model)
     loss = reference(**batch)
     loss.backward()
-    expected = {"loss": loss.detach(), "weight": reference.weight.grad, "mean": reference.mean + 1, "var": reference.var}
+    expected = {
+        "loss": loss.detach(),
+        "weight": reference.weight.grad,
+        "mean": reference.mean + 1,
+        "var": reference.var,
+    }
 
     def body(rank, plan):
         mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
@@ -193,7 +291,9 @@ def test_attention_that_sees_nothing_attends_to_nothing():
     q = torch.randn(1, 1, 3, 4).double().requires_grad_()
     mask = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
     expected = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-    found = attention_by_position(q, q, q, torch.tensor(7), 0, (1, 1, 3, 3), [(), (), (), ()], attn_mask=mask, dropout_p=1e-9)
+    found = attention_by_position(
+        q, q, q, torch.tensor(7), 0, (1, 1, 3, 3), [(), (), (), ()], attn_mask=mask, dropout_p=1e-9
+    )
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found.sum(), q), torch.autograd.grad(expected.sum(), q))
 
@@ -231,7 +331,9 @@ def test_a_detached_twin_of_the_loss_is_an_output_too(threads):
         mine = autopar.autoparallelize(copy.deepcopy(model), (x,), mesh=2, cluster=eager_links())
         result = mine(x)
         result["loss"].backward()
-        assert not result["log"].requires_grad and result["log"].item() == result["again"].item() == result["loss"].item()
+        assert (
+            not result["log"].requires_grad and result["log"].item() == result["again"].item() == result["loss"].item()
+        )
         return whole(mine.weight.grad)
 
     for gradient in threads(2, body):

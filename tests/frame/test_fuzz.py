@@ -1,4 +1,7 @@
-"""Random modules under random legal plans: two hundred here, two thousand nightly; and the two hundred notice each broken compiler."""
+"""Random modules under random legal plans: two hundred here, two thousand nightly.
+
+And the two hundred notice each broken compiler.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,23 @@ def test_two_thousand_of_all_of_torch_compute_the_same(first):
         fuzz(seed, of_all=True)
 
 
-KILLED_BY = {                                                  # python -m tests.frame.fuzz mutants: the first of the two hundred that notices it
-    "a reduction is dropped": 0, "a reduce-scatter forgets to reduce": 0, "an axis is swapped": 68, "a mean is divided by the local count": 0, "a bias is added once per device": 0,
-    "a reduction's gradient is reduced again": 1, "a lodged value is kept by every rank": 0, "gathered parts are out of order": 0, "the vocabulary is not masked": 9, "every device counts the log-sum": 5,
-    "the sum of exponentials is not reduced": 5, "ignored targets count": 5, "draws go by the place in the part": 0, "every random op draws the same": 1, "a fused weight is cut straight through": 0,
-}                                                              # not by any of them: a buffer handed out twice, gelu called linear; tests/frame/test_mutants.py notices those
+KILLED_BY = {  # python -m tests.frame.fuzz mutants: the first of the two hundred that notices it
+    "a reduction is dropped": 0,
+    "a reduce-scatter forgets to reduce": 0,
+    "an axis is swapped": 68,
+    "a mean is divided by the local count": 0,
+    "a bias is added once per device": 0,
+    "a reduction's gradient is reduced again": 1,
+    "a lodged value is kept by every rank": 0,
+    "gathered parts are out of order": 0,
+    "the vocabulary is not masked": 9,
+    "every device counts the log-sum": 5,
+    "the sum of exponentials is not reduced": 5,
+    "ignored targets count": 5,
+    "draws go by the place in the part": 0,
+    "every random op draws the same": 1,
+    "a fused weight is cut straight through": 0,
+}  # not by any of them: a buffer handed out twice, gelu called linear; tests/frame/test_mutants.py notices those
 
 
 @pytest.mark.parametrize("name", KILLED_BY)

@@ -19,15 +19,30 @@ from tests.training import OPTIMIZERS, whole
 
 transformers = pytest.importorskip("transformers")
 
-MESHES = [autopar.DeviceMesh((1,), ("tp",)), autopar.DeviceMesh((2,), ("tp",)), autopar.DeviceMesh((4,), ("tp",)), autopar.DeviceMesh((2, 2), ("dp", "tp"))]
+MESHES = [
+    autopar.DeviceMesh((1,), ("tp",)),
+    autopar.DeviceMesh((2,), ("tp",)),
+    autopar.DeviceMesh((4,), ("tp",)),
+    autopar.DeviceMesh((2, 2), ("dp", "tp")),
+]
 KINDS = ["free", "dp", "megatron", "sharded"]
 STEPS = 3
 
 
 def gpt2(dropout: float, dtype: str = "float64", layers: int = 2):
     """A tiny GPT-2; 101 tokens are cut unevenly, as 50257 are. Targets are ignored in unequal numbers in every row."""
-    config = transformers.GPT2Config(n_layer=layers, n_embd=32, n_head=4, vocab_size=101, n_positions=32, bos_token_id=0, eos_token_id=0,
-                                     resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+    config = transformers.GPT2Config(
+        n_layer=layers,
+        n_embd=32,
+        n_head=4,
+        vocab_size=101,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.GPT2LMHeadModel(config)
@@ -48,9 +63,18 @@ def pins(kind, mesh):
         "free": {},
         "dp": {"input_ids": everywhere, "labels": everywhere, "*.weight": "R", "*.bias": "R"},
         "megatron": {
-            "input_ids": rows, "labels": rows, "*wte.weight": f"S(0)@{inner}", "*wpe.weight": "R", "*.ln_*": "R",
-            "*.c_attn.weight": f"S(1, {heads})@{inner}", "*.c_attn.bias": f"S(0, {heads})@{inner}", "*.attn.c_proj.weight": f"S(0)@{inner}",
-            "*.c_fc.weight": f"S(1)@{inner}", "*.c_fc.bias": f"S(0)@{inner}", "*.mlp.c_proj.weight": f"S(0)@{inner}", "*.c_proj.bias": f"R; P(sum)@{inner}",
+            "input_ids": rows,
+            "labels": rows,
+            "*wte.weight": f"S(0)@{inner}",
+            "*wpe.weight": "R",
+            "*.ln_*": "R",
+            "*.c_attn.weight": f"S(1, {heads})@{inner}",
+            "*.c_attn.bias": f"S(0, {heads})@{inner}",
+            "*.attn.c_proj.weight": f"S(0)@{inner}",
+            "*.c_fc.weight": f"S(1)@{inner}",
+            "*.c_fc.bias": f"S(0)@{inner}",
+            "*.mlp.c_proj.weight": f"S(0)@{inner}",
+            "*.c_proj.bias": f"R; P(sum)@{inner}",
         },
         "sharded": {"input_ids": everywhere, "labels": everywhere, "*": f"{everywhere}; R; regathered"},
     }[kind]
@@ -68,7 +92,9 @@ def planned(kind, mesh, dropout, dtype):
     if key not in _PLANS:
         model, batch = gpt2(dropout, dtype)
         with modes(dtype):
-            _PLANS[key] = autopar.plan(model, batch, mesh=mesh, cluster=eager_links(), constraints=pins(kind, mesh) if mesh.size > 1 else None)
+            _PLANS[key] = autopar.plan(
+                model, batch, mesh=mesh, cluster=eager_links(), constraints=pins(kind, mesh) if mesh.size > 1 else None
+            )
     return _PLANS[key]
 
 
@@ -97,7 +123,11 @@ def train_parallel(rank, model, batch, plan, optimizer, dtype):
 
 def eager(dropout, optimizer, dtype, permuted=None):
     model, batch = gpt2(dropout, dtype)
-    with modes(dtype), contextlib.nullcontext() if permuted is None else PermutedSums(permuted), ByPosition(1234567) as random:
+    with (
+        modes(dtype),
+        contextlib.nullcontext() if permuted is None else PermutedSums(permuted),
+        ByPosition(1234567) as random,
+    ):
         return train(model, batch, optimizer, random.next_step)
 
 
@@ -114,14 +144,18 @@ def check(what, actual, dropout, optimizer, dtype):
     expected = _eager(dropout, optimizer, "float64")
     if dtype == "float64":
         for part, tolerance, a, e in zip(("losses", "gradients", "parameters"), (1e-9, 1e-9, 1e-8), actual, expected):
-            if part == "parameters" and optimizer == "adamw":  # key biases have no gradient but rounding noise, of which AdamW makes steps
+            if (
+                part == "parameters" and optimizer == "adamw"
+            ):  # key biases have no gradient but rounding noise, of which AdamW makes steps
                 a, e = ({n: _without_key_bias(n, t) for n, t in side.items()} for side in (a, e))
             Equality.in_float64(f"{what}: {part}", a, e, tolerance).check()
         return
     own = _eager(dropout, optimizer, "float32")
     permuted = [_eager(dropout, optimizer, "float32", seed)[2] for seed in range(5)] if optimizer == "adamw" else []
     for i, part in enumerate(("losses", "gradients", "parameters")):
-        Equality.in_float32(f"{what}: {part}", actual[i], own[i], expected[i], permuted if part == "parameters" else ()).check()
+        Equality.in_float32(
+            f"{what}: {part}", actual[i], own[i], expected[i], permuted if part == "parameters" else ()
+        ).check()
 
 
 def _without_key_bias(name, tensor):
@@ -131,7 +165,12 @@ def _without_key_bias(name, tensor):
     return torch.cat([q, v])
 
 
-RUNS = [(dropout, optimizer, dtype) for dropout in (0.0, 0.1) for optimizer in ("sgd", "adamw") for dtype in ("float64", "float32")]
+RUNS = [
+    (dropout, optimizer, dtype)
+    for dropout in (0.0, 0.1)
+    for optimizer in ("sgd", "adamw")
+    for dtype in ("float64", "float32")
+]
 CASES = [(mesh, kind) for mesh in MESHES for kind in KINDS if mesh.size > 1 or kind == "free"]
 
 
@@ -145,8 +184,16 @@ def sample(mesh, kind):
 def test_it_trains_what_one_device_trains(mesh, kind, threads):
     for dropout, optimizer, dtype in sample(mesh, kind):
         model, batch = gpt2(dropout, dtype)
-        for rank, result in enumerate(threads(mesh.size, train_parallel, model, batch, planned(kind, mesh, dropout, dtype), optimizer, dtype)):
-            check(f"{kind} on {mesh}, rank {rank}, dropout {dropout}, {optimizer}, {dtype}", result, dropout, optimizer, dtype)
+        for rank, result in enumerate(
+            threads(mesh.size, train_parallel, model, batch, planned(kind, mesh, dropout, dtype), optimizer, dtype)
+        ):
+            check(
+                f"{kind} on {mesh}, rank {rank}, dropout {dropout}, {optimizer}, {dtype}",
+                result,
+                dropout,
+                optimizer,
+                dtype,
+            )
 
 
 def train_many(rank, work):
@@ -156,7 +203,10 @@ def train_many(rank, work):
 @pytest.mark.nightly
 @pytest.mark.parametrize("mesh, kind", CASES, ids=str)
 def test_the_full_gpt2_matrix(mesh, kind, threads, processes):
-    work = [(*gpt2(dropout, dtype), planned(kind, mesh, dropout, dtype), optimizer, dtype) for dropout, optimizer, dtype in RUNS]
+    work = [
+        (*gpt2(dropout, dtype), planned(kind, mesh, dropout, dtype), optimizer, dtype)
+        for dropout, optimizer, dtype in RUNS
+    ]
     for ranks in (threads, processes):
         for rank, results in enumerate(ranks(mesh.size, train_many, work, timeout_s=600)):
             for run, result in zip(RUNS, results):
@@ -225,7 +275,7 @@ def test_the_bits_look_random():
     found = bits(torch.tensor(12345), 0, (1000, 1000), [(), ()], (1000, 1000))
     ones = torch.stack([(found >> i) & 1 for i in range(32)]).double()
     assert ((ones.mean((1, 2)) - 0.5).abs() < 5 * 0.5 / 1000).all()
-    for axis in (1, 2):                                        # no correlation with the neighbour
+    for axis in (1, 2):  # no correlation with the neighbour
         a, b = ones.narrow(axis, 0, 999) - 0.5, ones.narrow(axis, 1, 999) - 0.5
         assert ((a * b).mean((1, 2)).abs() < 5 * 0.25 / 1000).all()
     others = bits(torch.tensor(12345), 1, (1000, 1000), [(), ()], (1000, 1000))

@@ -1,4 +1,7 @@
-"""Unmodified models x presets and the free plan x meshes against eager, dropout on: every case nightly, here some of each model, plan and mesh."""
+"""Unmodified models x presets and the free plan x meshes against eager, dropout on.
+
+Every case nightly, here some of each model, plan and mesh.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ import pytest
 from tests.frame.matrix import CASES, MESHES, MODELS, worst
 from tests.zoo.families import has_extras
 
-SLOW = ("swin", "resnet50", "convnext")                        # many small ops: in the sample once
+SLOW = ("swin", "resnet50", "convnext")  # many small ops: in the sample once
 
 
 def sample():
     """Cases that hold each model, each (mesh, plan) and most pairs of model and plan, the models in turn."""
     kinds = [(mesh, preset) for mesh, presets in MESHES.items() for preset in presets]
     quick = [m for m in MODELS if m not in SLOW]
-    return [(quick[i % len(quick)], *kind) for i, kind in enumerate(kinds)] + [(name, *kinds[(7 * i + 3) % len(kinds)]) for i, name in enumerate(SLOW)]
+    return [(quick[i % len(quick)], *kind) for i, kind in enumerate(kinds)] + [
+        (name, *kinds[(7 * i + 3) % len(kinds)]) for i, name in enumerate(SLOW)
+    ]
 
 
 SAMPLE = sample()
@@ -38,7 +43,9 @@ def test_every_model_and_plan_trains_as_one_device(name, mesh, preset):
 
 
 @pytest.mark.machines
-@pytest.mark.parametrize("name, mesh, preset", [("llama", list(MESHES)[1], dict(tensor=2, data=dict(size=2, zero=3)))], ids=str)
+@pytest.mark.parametrize(
+    "name, mesh, preset", [("llama", list(MESHES)[1], dict(tensor=2, data=dict(size=2, zero=3)))], ids=str
+)
 def test_on_processes(name, mesh, preset):
     checked(name, mesh, preset, processes=True)
 

@@ -1,4 +1,7 @@
-"""Unmodified models under random legal plans: loss and every gradient as eager's. Costs that mean nothing make plans that nobody would choose, and those must be right too."""
+"""Unmodified models under random legal plans: loss and every gradient as eager's.
+
+Costs that mean nothing make plans that nobody would choose, and those must be right too.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,29 @@ from tests.zoo.replay import as_call
 from tests.zoo.tables import ZOO
 
 SAMPLE = ("hf_bert_cls", "hf_resnet", "hf_vit", "hf_phi3", "hf_t5", "hf_bloom_eager", "plain_user")
-NIGHTLY = ("hf_llama", "hf_qwen3", "hf_convnext", "hf_bart", "hf_whisper", "hf_clip", "hf_gptneox", "hf_falcon", "hf_opt", "hf_mistral", "hf_gemma3", "hf_deit", "hf_albert", "hf_gptj_eager",
-           "hf_deepseekv3_batched_mm", "hf_mixtral_batched_mm", "hf_mamba_eager", "hf_electra", "hf_gpt2_eager", "hf_olmo2", "hf_roberta")
+NIGHTLY = (
+    "hf_llama",
+    "hf_qwen3",
+    "hf_convnext",
+    "hf_bart",
+    "hf_whisper",
+    "hf_clip",
+    "hf_gptneox",
+    "hf_falcon",
+    "hf_opt",
+    "hf_mistral",
+    "hf_gemma3",
+    "hf_deit",
+    "hf_albert",
+    "hf_gptj_eager",
+    "hf_deepseekv3_batched_mm",
+    "hf_mixtral_batched_mm",
+    "hf_mamba_eager",
+    "hf_electra",
+    "hf_gpt2_eager",
+    "hf_olmo2",
+    "hf_roberta",
+)
 
 
 @pytest.mark.parametrize("name", [*SAMPLE, *(pytest.param(n, marks=pytest.mark.nightly) for n in NIGHTLY)])
@@ -36,9 +60,11 @@ def test_it_computes_the_same_under_random_plans(name, threads):
         loss.backward()
         return {"loss": loss.detach(), **{n: whole(p.grad) for n, p in mine.named_parameters() if p.grad is not None}}
 
-    for seed, mesh in enumerate((autopar.DeviceMesh((2,)), autopar.DeviceMesh((2, 2), ("dp", "tp")))[: 1 if name in SAMPLE else 2]):
+    for seed, mesh in enumerate(
+        (autopar.DeviceMesh((2,)), autopar.DeviceMesh((2, 2), ("dp", "tp")))[: 1 if name in SAMPLE else 2]
+    ):
         for result in threads(mesh.size, body, random_plan(model, batch, mesh, seed)):
-            Equality.in_float64(f"{name} on {mesh}", result, expected, 1e-4).check()      # float32: summed in another order
+            Equality.in_float64(f"{name} on {mesh}", result, expected, 1e-4).check()  # float32: summed in another order
 
 
 def loss_of(outputs):

@@ -54,7 +54,10 @@ def suite(threads):
         try:
             plan = autopar.plan(model, batch, mesh=MESH, cluster=eager_links(), constraints=pins)
         except autopar.letters.BadConstraint:
-            assert kind in ("through gelu", "megatron")            # gelu of a P(sum) is no point of a sound space; a broken one may have it, and lack another
+            assert kind in (
+                "through gelu",
+                "megatron",
+            )  # gelu of a P(sum) is no point of a sound space; a broken one may have it, and lack another
             continue
         for result in threads(4, one_step, model, batch, plan):
             Equality.in_float64(f"{kind}: losses", result[0], expected[0], 1e-9).check()

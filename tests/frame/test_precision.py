@@ -1,4 +1,6 @@
-"""Mixed precision: the parallel program is the single-device program on casts of its parameters, gradients are reduced in the dtype that is said, and the plan is cheaper where bytes are."""
+"""Mixed precision: the parallel program is the single-device program on casts of its parameters, gradients are reduced
+in the dtype that is said, and the plan is cheaper where bytes are.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,18 @@ def still(name):
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    return model, {k: torch.randint(0, 250, v.shape) if not v.is_floating_point() else torch.randn(v.shape) for k, v in batch.items()}
+    return model, {
+        k: torch.randint(0, 250, v.shape) if not v.is_floating_point() else torch.randn(v.shape)
+        for k, v in batch.items()
+    }
 
 
 @pytest.mark.parametrize("parallel", [None, "zero3", "megatron"])
 @pytest.mark.parametrize("reduce", ["float32", "float64"])
 def test_it_trains_as_the_single_device_program_on_casts(parallel, reduce, threads):
-    """Computing in float64 what is stored in float32 leaves no rounding to hide behind but that of the stored gradients."""
+    """Computing in float64 what is stored in float32 leaves no rounding to hide behind but that of the stored
+    gradients.
+    """
     model, batch = still("gpt2")
     precision = Precision("float64", reduce)
     plan = autopar.plan(model, batch, mesh=DeviceMesh((2, 2), ("dp", "tp")), parallel=parallel, precision=precision)
@@ -48,7 +55,12 @@ def test_it_trains_as_the_single_device_program_on_casts(parallel, reduce, threa
 
     for result in threads(4, body):
         assert result["loss"].dtype == expected["loss"].dtype
-        Equality.in_float64(f"{parallel}, reduced in {reduce}", {k: v.double() for k, v in result.items()}, {k: v.double() for k, v in expected.items()}, 2e-6).check()
+        Equality.in_float64(
+            f"{parallel}, reduced in {reduce}",
+            {k: v.double() for k, v in result.items()},
+            {k: v.double() for k, v in expected.items()},
+            2e-6,
+        ).check()
 
 
 def test_a_step_in_bfloat16_is_the_references(threads):
@@ -67,35 +79,68 @@ def test_a_step_in_bfloat16_is_the_references(threads):
     for result in threads(2, body):
         for n, p in own.named_parameters():
             assert result[n].dtype == torch.float32
-            assert (result[n] - p.grad).norm() <= 0.05 * p.grad.norm() + 1e-6      # a few roundings to eight bits
+            assert (result[n] - p.grad).norm() <= 0.05 * p.grad.norm() + 1e-6  # a few roundings to eight bits
 
 
 @pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
 def test_gradients_are_reduced_in_the_dtype_that_is_said(reduce):
     with torch.device("meta"):
         model, x = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3))), torch.empty(2**17, 512)
-    plan = autopar.plan(model, (x,), mesh=4, parallel="dp", precision=Precision("bfloat16", reduce), loss=lambda out, inputs: out.square().mean())
+    plan = autopar.plan(
+        model,
+        (x,),
+        mesh=4,
+        parallel="dp",
+        precision=Precision("bfloat16", reduce),
+        loss=lambda out, inputs: out.square().mean(),
+    )
     casts = {n for n, d in plan.decisions.items() if d.op == "to" and "weight" not in n}
-    ends = [c.target for c in plan.conversions if any(s.kind == "all_reduce" for s in c.backward) and plan.decisions[c.source].kind == "parameter"]
-    inside = [c.source for c in plan.conversions if any(s.kind == "all_reduce" for s in c.backward) and c.source in casts]
+    ends = [
+        c.target
+        for c in plan.conversions
+        if any(s.kind == "all_reduce" for s in c.backward) and plan.decisions[c.source].kind == "parameter"
+    ]
+    inside = [
+        c.source for c in plan.conversions if any(s.kind == "all_reduce" for s in c.backward) and c.source in casts
+    ]
     assert (len(ends), len(inside)) == ((6, 0) if reduce == "float32" else (0, 6))
 
 
 def test_a_cast_stands_before_its_first_use_and_once_for_what_is_tied():
     model, batch = still("gpt2")
     graph = ColoTracer().trace(model, batch, precision=Precision())
-    casts = [n for n in graph.nodes if info(n).kind == "op" and op_name(n) == "to" and info(n.all_input_nodes[0]).kind == "parameter"]
+    casts = [
+        n
+        for n in graph.nodes
+        if info(n).kind == "op" and op_name(n) == "to" and info(n.all_input_nodes[0]).kind == "parameter"
+    ]
     assert len(casts) == len(graph.parameters)
     order = {n: i for i, n in enumerate(graph.nodes)}
-    assert all(min(order[u] for u in n.users) - order[n] <= 4 for n in casts)      # the casts of one call's operands stand together
+    assert all(
+        min(order[u] for u in n.users) - order[n] <= 4 for n in casts
+    )  # the casts of one call's operands stand together
 
 
 def test_half_the_bytes_move_and_the_plan_says_so():
     with torch.device("meta"):
         model, x = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(4))), torch.empty(64, 4096)
-    full, half = (autopar.plan(model, (x,), mesh=4, parallel="zero3", precision=p, cluster="h100-4x1", loss=lambda out, inputs: out.square().mean()) for p in (None, Precision("bfloat16", "bfloat16")))
+    full, half = (
+        autopar.plan(
+            model,
+            (x,),
+            mesh=4,
+            parallel="zero3",
+            precision=p,
+            cluster="h100-4x1",
+            loss=lambda out, inputs: out.square().mean(),
+        )
+        for p in (None, Precision("bfloat16", "bfloat16"))
+    )
     assert 0.4 < half.beside_s / full.beside_s < 0.6 and "computes in bfloat16, reduces in bfloat16" in str(half)
-    assert half.memory["optimizer states"] == full.memory["optimizer states"] and half.memory["gathered parameters"] < 0.6 * full.memory["gathered parameters"]
+    assert (
+        half.memory["optimizer states"] == full.memory["optimizer states"]
+        and half.memory["gathered parameters"] < 0.6 * full.memory["gathered parameters"]
+    )
     assert autopar.Plan.from_dict(half.to_dict()) == half
 
 
@@ -116,4 +161,7 @@ def test_a_gradient_that_never_has_the_dtype_of_reduction_is_a_letter():
     model, batch = mlp_case()
     with pytest.raises(Letter, match="stored in bfloat16 and computes in bfloat16"):
         autopar.plan(model.bfloat16(), batch, mesh=2, precision=Precision())
-    assert autopar.plan(model.requires_grad_(False), batch, mesh=2, precision=Precision()).precision == ("bfloat16", "float32")
+    assert autopar.plan(model.requires_grad_(False), batch, mesh=2, precision=Precision()).precision == (
+        "bfloat16",
+        "float32",
+    )

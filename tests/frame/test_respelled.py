@@ -16,7 +16,11 @@ from autopar.tracer import ColoTracer
 from tests.frame.test_found import Of, random_plan
 from tests.training import whole
 
-TARGETS, READ, WANTED = [[1, 2, 3], [4, 5, 0], [3, 3, 0], [1, 2, 4], [5, 5, 5], [2, 0, 0]], (7, 7, 6, 7, 5, 4), (3, 2, 2, 3, 3, 1)
+TARGETS, READ, WANTED = (
+    [[1, 2, 3], [4, 5, 0], [3, 3, 0], [1, 2, 4], [5, 5, 5], [2, 0, 0]],
+    (7, 7, 6, 7, 5, 4),
+    (3, 2, 2, 3, 3, 1),
+)
 
 
 def log_probs(m, x):
@@ -28,20 +32,36 @@ def ctc(m, x):
     lengths = torch.tensor(READ), torch.tensor(WANTED)
     end_to_end = torch.tensor([t for row, n in zip(TARGETS, WANTED) for t in row[:n]])
     given = log_probs(m, x)
-    impossible = nn.CTCLoss(zero_infinity=True, reduction="sum")(given, torch.tensor(TARGETS), (*READ[:4], 2, 4), WANTED)     # six letters do not go into two times
-    return F.ctc_loss(given, torch.tensor(TARGETS), *lengths) + F.ctc_loss(given, end_to_end, READ, WANTED, reduction="sum") + impossible \
+    impossible = nn.CTCLoss(zero_infinity=True, reduction="sum")(
+        given, torch.tensor(TARGETS), (*READ[:4], 2, 4), WANTED
+    )  # six letters do not go into two times
+    return (
+        F.ctc_loss(given, torch.tensor(TARGETS), *lengths)
+        + F.ctc_loss(given, end_to_end, READ, WANTED, reduction="sum")
+        + impossible
         + F.ctc_loss(given[:, 0], torch.tensor(TARGETS[0]), (7,), (3,), reduction="none").sum()
+    )
 
 
 def together(m, x):
     h = x @ m.weight
-    return torch.cov(h).pow(2).sum() + torch.cov(h, correction=0, aweights=x[0].abs()).sum() + h.cov(fweights=torch.arange(1, 7), aweights=x[1].abs()).sum() \
-        + torch.cov(h[0]) + torch.corrcoef(h).pow(3).sum() + torch.corrcoef(h[0])
+    return (
+        torch.cov(h).pow(2).sum()
+        + torch.cov(h, correction=0, aweights=x[0].abs()).sum()
+        + h.cov(fweights=torch.arange(1, 7), aweights=x[1].abs()).sum()
+        + torch.cov(h[0])
+        + torch.corrcoef(h).pow(3).sum()
+        + torch.corrcoef(h[0])
+    )
 
 
 def choices(m, x):
     h = (x @ m.weight)[0]
-    return torch.combinations(h).prod(1).sum() + torch.combinations(h, 3).sin().sum() + torch.combinations(h, with_replacement=True).prod(1).pow(2).sum()
+    return (
+        torch.combinations(h).prod(1).sum()
+        + torch.combinations(h, 3).sin().sum()
+        + torch.combinations(h, with_replacement=True).prod(1).pow(2).sum()
+    )
 
 
 class OneLength(nn.Module):
@@ -66,7 +86,13 @@ class Averaged(nn.Module):
         return self.norm(x @ self.weight).pow(3).mean()
 
 
-MODELS = {"ctc": lambda: Of(ctc, 6, 6), "cov": lambda: Of(together, 6, 6), "combinations": lambda: Of(choices, 6, 6), "weight_norm of one length": OneLength, "batch norm of all batches": Averaged}
+MODELS = {
+    "ctc": lambda: Of(ctc, 6, 6),
+    "cov": lambda: Of(together, 6, 6),
+    "combinations": lambda: Of(choices, 6, 6),
+    "weight_norm of one length": OneLength,
+    "batch norm of all batches": Averaged,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -87,25 +113,37 @@ def test_it_is_eager(name, threads):
         return {"loss": torch.stack(values).detach(), **held, **{n: whole(p.grad) for n, p in mine.named_parameters()}}
 
     pair, square = autopar.DeviceMesh((2,)), autopar.DeviceMesh((2, 2), ("dp", "tp"))
-    for plan in (autopar.plan(model, batches[0], mesh=pair, parallel="dp"), random_plan(model, batches[0], pair, 0), random_plan(model, batches[0], square, 1)):
+    for plan in (
+        autopar.plan(model, batches[0], mesh=pair, parallel="dp"),
+        random_plan(model, batches[0], pair, 0),
+        random_plan(model, batches[0], square, 1),
+    ):
         for result in threads(plan.mesh.size, body, plan):
             Equality.in_float64(f"{name} on {plan.mesh}", result, expected, 1e-9).check()
 
 
 def test_a_loss_of_sequences_is_cut_by_sequences(threads):
     """CTC under data parallelism: lengths that are inputs are cut with their rows."""
+
     class Speech(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.randn(6, 6).double())
 
         def forward(self, x, targets, read, wanted):
-            return F.ctc_loss((x @ self.weight).log_softmax(-1).transpose(0, 1), targets, read, wanted, zero_infinity=True)
+            return F.ctc_loss(
+                (x @ self.weight).log_softmax(-1).transpose(0, 1), targets, read, wanted, zero_infinity=True
+            )
 
     model = Speech()
-    batch = {"x": torch.randn(6, 7, 6).double(), "targets": torch.tensor(TARGETS), "read": torch.tensor(READ), "wanted": torch.tensor(WANTED)}
+    batch = {
+        "x": torch.randn(6, 7, 6).double(),
+        "targets": torch.tensor(TARGETS),
+        "read": torch.tensor(READ),
+        "wanted": torch.tensor(WANTED),
+    }
     plan = autopar.plan(model, batch, mesh=2, parallel="dp")
-    cut, = (str(d.choice) for key, d in plan.decisions.items() if key.endswith("/ctc_loss"))
+    (cut,) = (str(d.choice) for key, d in plan.decisions.items() if key.endswith("/ctc_loss"))
     assert "S(1)" in cut
     reference = copy.deepcopy(model)
     reference(**batch).backward()
@@ -121,7 +159,9 @@ def test_a_loss_of_sequences_is_cut_by_sequences(threads):
 
 def draws_in_layers(m, x):
     h = x @ m.weight
-    out, _ = torch.gru(h[None], h.new_zeros(4, 6, 3), [p for k in range(4) for p in _weights(h)], True, 2, 0.5, True, True, False)
+    out, _ = torch.gru(
+        h[None], h.new_zeros(4, 6, 3), [p for k in range(4) for p in _weights(h)], True, 2, 0.5, True, True, False
+    )
     return out.sum()
 
 
@@ -129,11 +169,22 @@ def _weights(h):
     return [h.new_ones(9, 6) / 7, h.new_ones(9, 3) / 5, h.new_ones(9) / 3, h.new_ones(9) / 2]
 
 
-@pytest.mark.parametrize("function", [
-    draws_in_layers, lambda m, x: torch.normal(x @ m.weight, 2.0).sum() + torch.normal(1.0, 2.0, (3,)).sum() + (x @ m.weight).sum(),
-    lambda m, x: ((x @ m.weight) * torch.randint(3, (6, 6)) * torch.randint(low=1, high=4, size=(6, 1)) * torch.randint_like(x, 2, 9))[torch.randperm(6)].sum(),
-    lambda m, x: (torch.poisson(x.abs()) * F.rrelu(x @ m.weight, training=True)).sum(), lambda m, x: torch.distributions.Beta(x.exp(), (x @ m.weight).exp()).rsample().sum(),
-], ids=["layers", "normal", "whole numbers", "counts and slopes", "beta"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        draws_in_layers,
+        lambda m, x: torch.normal(x @ m.weight, 2.0).sum() + torch.normal(1.0, 2.0, (3,)).sum() + (x @ m.weight).sum(),
+        lambda m, x: (
+            (x @ m.weight)
+            * torch.randint(3, (6, 6))
+            * torch.randint(low=1, high=4, size=(6, 1))
+            * torch.randint_like(x, 2, 9)
+        )[torch.randperm(6)].sum(),
+        lambda m, x: (torch.poisson(x.abs()) * F.rrelu(x @ m.weight, training=True)).sum(),
+        lambda m, x: torch.distributions.Beta(x.exp(), (x @ m.weight).exp()).rsample().sum(),
+    ],
+    ids=["layers", "normal", "whole numbers", "counts and slopes", "beta"],
+)
 def test_a_graph_draws_as_the_model_does(function):
     """Replayed, it takes the same numbers from torch's generator in the same order."""
     model, x = Of(function, 6, 6), torch.randn(6, 6).double()
@@ -144,7 +195,9 @@ def test_a_graph_draws_as_the_model_does(function):
     torch.testing.assert_close(replay(x=x), expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("draw", [lambda h: torch.normal(h, h.exp()), torch.bernoulli, torch.poisson], ids=["normal", "bernoulli", "poisson"])
+@pytest.mark.parametrize(
+    "draw", [lambda h: torch.normal(h, h.exp()), torch.bernoulli, torch.poisson], ids=["normal", "bernoulli", "poisson"]
+)
 def test_what_a_draw_depends_on_has_a_gradient_of_zeros(draw):
     """As in eager, where AdamW then decays it; None would leave it as it is."""
     model, batch = Of(lambda m, x: (draw((x @ m.weight).sigmoid()) * x).sum(), 6, 6), {"x": torch.randn(6, 6).double()}
@@ -154,8 +207,13 @@ def test_what_a_draw_depends_on_has_a_gradient_of_zeros(draw):
         assert not whole(one.weight.grad).any()
 
 
-@pytest.mark.parametrize("function, advice", [(lambda m, x: torch.binomial(torch.full_like(x, 5), x.sigmoid()) * (x @ m.weight), "torch.bernoulli"),
-                                              (lambda m, x: torch.feature_dropout((x @ m.weight)[:, :, None], 0.3, True), "dropout2d")])
+@pytest.mark.parametrize(
+    "function, advice",
+    [
+        (lambda m, x: torch.binomial(torch.full_like(x, 5), x.sigmoid()) * (x @ m.weight), "torch.bernoulli"),
+        (lambda m, x: torch.feature_dropout((x @ m.weight)[:, :, None], 0.3, True), "dropout2d"),
+    ],
+)
 def test_what_has_no_form_is_a_letter_that_says_what_has_one(function, advice):
     with pytest.raises(Letter, match=advice):
         autopar.autoparallelize(Of(function, 6, 6), {"x": torch.randn(6, 6).double()}, mesh=1)

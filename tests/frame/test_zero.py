@@ -1,4 +1,7 @@
-"""The preset zero3 is ZeRO-3 as torch's FSDP2 runs it: the same collectives, dtypes and bytes, counted on four ranks, and the gradients of the single-device program."""
+"""The preset zero3 is ZeRO-3 as torch's FSDP2 runs it.
+
+The same collectives, dtypes and bytes, counted on four ranks, and the gradients of the single-device program.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ class Layer(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.l1, self.l2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.o, self.a, self.b = (nn.Linear(n * width, m * width, bias=False) for n, m in ((1, 3), (1, 1), (1, 4), (4, 1)))
+        self.qkv, self.o, self.a, self.b = (
+            nn.Linear(n * width, m * width, bias=False) for n, m in ((1, 3), (1, 1), (1, 4), (4, 1))
+        )
 
     def forward(self, x):
         q, k, v = (t.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for t in self.qkv(self.l1(x)).split(x.shape[-1], 2))
@@ -49,11 +54,16 @@ class Words(nn.Module):
 
 def words(**how):
     vocabulary = how.get("vocabulary", VOCABULARY)
-    return Words(**how), {"x": torch.randint(0, vocabulary, (BATCH, LENGTH)), "target": torch.randint(0, vocabulary, (BATCH, LENGTH))}
+    return Words(**how), {
+        "x": torch.randint(0, vocabulary, (BATCH, LENGTH)),
+        "target": torch.randint(0, vocabulary, (BATCH, LENGTH)),
+    }
 
 
 class Counted(TorchDispatchMode):
-    """Of each kind of collective and dtype the messages and the elements of the whole, but for sums of single numbers (of the loss and its count) and what compares batches."""
+    """Of each kind of collective and dtype the messages and the elements of the whole, but for sums of single numbers
+    (of the loss and its count) and what compares batches.
+    """
 
     KINDS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
 
@@ -74,8 +84,14 @@ class Counted(TorchDispatchMode):
 
 
 def fsdp(model):
-    """Each block by itself; what stands before and after them too. What backward does not read again, or reads at once, stays."""
-    how = dict(mesh=init_device_mesh("cpu", (4,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    """Each block by itself; what stands before and after them too.
+
+    What backward does not read again, or reads at once, stays.
+    """
+    how = dict(
+        mesh=init_device_mesh("cpu", (4,)),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
     fully_shard([model.te, model.pe], reshard_after_forward=False, **how)
     for block in model.blocks:
         fully_shard(block, **how)
@@ -92,8 +108,17 @@ def step(model, batch):
 def both(rank, model, batch, plan):
     ours, theirs = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan), fsdp(copy.deepcopy(model))
     mine, twin = step(ours, batch), step(theirs, {name: t.chunk(4)[rank] for name, t in batch.items()})
-    shards = {name: p.to_local().shape for name, p in ours.named_parameters()}, {name: p.to_local().shape for name, p in theirs.named_parameters()}
-    return mine, twin, shards, {n: whole(p.grad) for n, p in ours.named_parameters()}, {n: whole(p.grad) for n, p in theirs.named_parameters()}
+    shards = (
+        {name: p.to_local().shape for name, p in ours.named_parameters()},
+        {name: p.to_local().shape for name, p in theirs.named_parameters()},
+    )
+    return (
+        mine,
+        twin,
+        shards,
+        {n: whole(p.grad) for n, p in ours.named_parameters()},
+        {n: whole(p.grad) for n, p in theirs.named_parameters()},
+    )
 
 
 @pytest.mark.parametrize("vocabulary", [VOCABULARY])
@@ -106,10 +131,15 @@ def test_zero3_moves_what_fsdp2_moves(vocabulary, processes):
 
     for mine, twin, (shards, same), ours, theirs in processes(4, both, model, batch, plan):
         (messages, elements), (their_messages, their_elements) = mine, twin
-        assert elements == their_elements and set(elements) == {("all_gather", "bfloat16"), ("reduce_scatter", "float32")}
+        assert elements == their_elements and set(elements) == {
+            ("all_gather", "bfloat16"),
+            ("reduce_scatter", "float32"),
+        }
         assert messages["all_gather", "bfloat16"] == their_messages["all_gather", "bfloat16"]
-        assert messages["reduce_scatter", "float32"] <= their_messages["reduce_scatter", "float32"]      # small blocks share a bucket
+        assert (
+            messages["reduce_scatter", "float32"] <= their_messages["reduce_scatter", "float32"]
+        )  # small blocks share a bucket
         assert shards == same
-        for name, p in exact.named_parameters():               # a few roundings to eight bits
+        for name, p in exact.named_parameters():  # a few roundings to eight bits
             assert ours[name].dtype == torch.float32
             assert all((found[name] - p.grad).norm() <= 0.05 * p.grad.norm() + 1e-6 for found in (ours, theirs)), name

@@ -1,4 +1,7 @@
-"""What one rank does otherwise than the others: it makes no difference, or is a letter on every rank at once. Real processes over gloo."""
+"""What one rank does otherwise than the others: it makes no difference, or is a letter on every rank at once.
+
+Real processes over gloo.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from autopar.testing import Equality, on_processes
 from tests.models import eager_links, mlp_case
 from tests.training import whole
 
-CALLS = 3                                                      # before, so that no values are compared any longer
+CALLS = 3  # before, so that no values are compared any longer
 
 
 class Scaled(nn.Module):
@@ -65,13 +68,25 @@ def copies_alone(mine, batch):
     copy.deepcopy(mine).eval()(**batch)
 
 
-ALONE = {"evaluates": (evaluates, "train and eval"), "says otherwise": (says_otherwise, "attributes or hooks"), "hooks": (hooks, "attributes or hooks"), "other rows": (passes_rows, r"float64\[4, 16\]"),
-         "autocast": (casts, "autocast"), "freezes": (freezes, "parameters that train"), "evaluates a copy": (copies_alone, "for the first time")}
+ALONE = {
+    "evaluates": (evaluates, "train and eval"),
+    "says otherwise": (says_otherwise, "attributes or hooks"),
+    "hooks": (hooks, "attributes or hooks"),
+    "other rows": (passes_rows, r"float64\[4, 16\]"),
+    "autocast": (casts, "autocast"),
+    "freezes": (freezes, "parameters that train"),
+    "evaluates a copy": (copies_alone, "for the first time"),
+}
 
 
 def one_alone(rank, model, batch, who, parallel, names):
-    """Rank `who` does each alone, the others train on; what was said, and after how long. Ranks part ways for good: each in a world of its own."""
-    mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel=parallel, cluster=eager_links(), timeout_s=30.0)
+    """Rank `who` does each alone, the others train on; what was said, and after how long.
+
+    Ranks part ways for good: each in a world of its own.
+    """
+    mine = autopar.autoparallelize(
+        copy.deepcopy(model), batch, mesh=2, parallel=parallel, cluster=eager_links(), timeout_s=30.0
+    )
     for _ in range(CALLS):
         mine(**batch).backward()
     start, said = time.monotonic(), ["nothing"]
@@ -83,22 +98,37 @@ def one_alone(rank, model, batch, who, parallel, names):
         except Letter as letter:
             said = [f"{type(letter).__name__}: {letter}"]
             raise
-    with contextlib.suppress(Letter):                          # and it stays so
+    with contextlib.suppress(Letter):  # and it stays so
         mine(**batch).backward()
         said.append("went on")
     return said, time.monotonic() - start
 
 
-CASES = [pytest.param(who, parallel, name, marks=[] if name in ("evaluates", "says otherwise", "other rows") and who == (name == "evaluates") else pytest.mark.nightly, id=f"{name}-{who}-{parallel}")
-         for name in ALONE for who, parallel in ((0, "dp"), (1, "zero3"))]
+CASES = [
+    pytest.param(
+        who,
+        parallel,
+        name,
+        marks=[]
+        if name in ("evaluates", "says otherwise", "other rows") and who == (name == "evaluates")
+        else pytest.mark.nightly,
+        id=f"{name}-{who}-{parallel}",
+    )
+    for name in ALONE
+    for who, parallel in ((0, "dp"), (1, "zero3"))
+]
 
 
 @pytest.mark.parametrize("who, parallel, name", CASES)
 def test_what_one_rank_does_alone_is_a_letter_on_all_at_once(who, parallel, name):
     batch = mlp_case()[1]
     for said, seconds in on_processes(2, one_alone, Scaled(), batch, who, parallel, name, timeout_s=60):
-        assert len(said) == 1 and said[0].startswith("Disagreement") and re.search(rf"rank {who} calls Scaled.*{ALONE[name][1]}", said[0]), said
-        assert seconds < 25                                    # timeout_s is 30
+        assert (
+            len(said) == 1
+            and said[0].startswith("Disagreement")
+            and re.search(rf"rank {who} calls Scaled.*{ALONE[name][1]}", said[0])
+        ), said
+        assert seconds < 25  # timeout_s is 30
 
 
 def all_together(rank, model, batch, parallel):
@@ -129,18 +159,31 @@ def test_ranks_that_switch_together_go_on():
     expected = steps(copy.deepcopy(model), batch)
     for found, programs in on_processes(2, all_together, model, batch, "zero3"):
         Equality.in_float64("switched together", found, expected, 1e-8).check()
-        assert programs == 5                                   # train, eval, and six rows; the first two with the other scale
+        assert programs == 5  # train, eval, and six rows; the first two with the other scale
 
 
 def gpt2_case():
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=40, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=1,
+            n_embd=16,
+            n_head=2,
+            vocab_size=40,
+            n_positions=16,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    ).double()
     return model, {"input_ids": (ids := torch.randint(0, 40, (4, 8))), "labels": ids}
 
 
 def trains_and_saves(rank, model, batch, folder):
     """Saved in mid-training: by all, then by rank 0 alone, of what all have gathered."""
-    mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="zero3", cluster=eager_links(), timeout_s=30.0)
+    mine = autopar.autoparallelize(
+        copy.deepcopy(model), batch, mesh=2, parallel="zero3", cluster=eager_links(), timeout_s=30.0
+    )
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
     for step in range(4):
         mine(**batch).loss.backward()
@@ -153,7 +196,11 @@ def trains_and_saves(rank, model, batch, folder):
             if rank == 0:
                 mine.save_pretrained(f"{folder}/one", state_dict=full)
                 mine.config.name_or_path = "elsewhere"
-    return {n: whole(p).detach().clone() for n, p in mine.named_parameters()}, len(mine._autopar.programs), mine.config.architectures
+    return (
+        {n: whole(p).detach().clone() for n, p in mine.named_parameters()},
+        len(mine._autopar.programs),
+        mine.config.architectures,
+    )
 
 
 def trained(model, batch, steps):
@@ -177,11 +224,15 @@ def test_saving_in_mid_training_changes_nothing(tmp_path):
     assert results[0][2] == ["GPT2LMHeadModel"]
     for folder, done in (("all", 2), ("one", 3)):
         read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / folder, dtype=torch.float64)
-        Equality.in_float64(folder, dict(read.named_parameters()), trained(copy.deepcopy(model), batch, done), 1e-8).check()
+        Equality.in_float64(
+            folder, dict(read.named_parameters()), trained(copy.deepcopy(model), batch, done), 1e-8
+        ).check()
 
 
 def saves_alone(rank, model, batch):
-    mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="zero3", cluster=eager_links(), timeout_s=30.0)
+    mine = autopar.autoparallelize(
+        copy.deepcopy(model), batch, mesh=2, parallel="zero3", cluster=eager_links(), timeout_s=30.0
+    )
     for _ in range(CALLS):
         mine(**batch).loss.backward()
     try:
@@ -196,7 +247,9 @@ def saves_alone(rank, model, batch):
 @pytest.mark.filterwarnings("ignore")
 def test_saving_by_one_rank_of_what_all_hold_is_a_letter_on_all():
     for said in on_processes(2, saves_alone, *gpt2_case(), timeout_s=60):
-        assert said.startswith("Disagreement") and "rank 0 calls save_pretrained" in said and "state_dict=" in said, said
+        assert said.startswith("Disagreement") and "rank 0 calls save_pretrained" in said and "state_dict=" in said, (
+            said
+        )
 
 
 class Config:
@@ -234,8 +287,14 @@ class Below(Config):
         return held["width"] if name == "size" else held[name] if name in held else super().__getattribute__(name)
 
 
-READS = {"by its name": lambda c: c.width, "by another": lambda c: c.size, "in a property": lambda c: c.hidden, "all of it": lambda c: vars(c)["width"], "of a copy": lambda c: copy.copy(c).width,
-         "of those that are there": lambda c: sum(c.__dict__[k] for k in ("width", "_hidden"))}
+READS = {
+    "by its name": lambda c: c.width,
+    "by another": lambda c: c.size,
+    "in a property": lambda c: c.hidden,
+    "all of it": lambda c: vars(c)["width"],
+    "of a copy": lambda c: copy.copy(c).width,
+    "of those that are there": lambda c: sum(c.__dict__[k] for k in ("width", "_hidden")),
+}
 
 
 @pytest.mark.parametrize("name", READS)
@@ -256,7 +315,7 @@ def test_what_a_forward_reads_of_settings_is_seen_and_nothing_else(config, name)
         model.config.note = "saved"
         torch.testing.assert_close(mine(x), first)
         if config is not Below and name in ("by its name", "by another", "in a property"):
-            assert len(mine._autopar.programs) == 1            # not looked at again
+            assert len(mine._autopar.programs) == 1  # not looked at again
         model.config.width, model.config._hidden = 4.0, 6.0
         torch.testing.assert_close(mine(x), first * 2)
         assert "__getattribute__" not in vars(Config) and not {"__reduce_ex__", "width"} & set(vars(config))

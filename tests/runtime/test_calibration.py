@@ -31,8 +31,17 @@ from tests.models import eager_links, mlp_case
 def test_a_fit_finds_what_the_times_were_made_of(kind):
     rng = np.random.default_rng(0)
     for n, latency, wire in ((2, 1e-5, 1e9), (8, 3e-4, 2e11)):
-        volume = {"all_gather": lambda w: (n - 1) / n * w, "reduce_scatter": lambda w: (n - 1) / n * w, "all_reduce": lambda w: 2 * (n - 1) / n * w, "all_to_all": lambda w: (n - 1) / n * w / n}[kind]
-        times = {4**k * 4096: ((2 if kind == "all_reduce" else 1) * latency + volume(4**k * 4096) / wire) * (1 + 0.02 * rng.standard_normal()) for k in range(11)}
+        volume = {
+            "all_gather": lambda w: (n - 1) / n * w,
+            "reduce_scatter": lambda w: (n - 1) / n * w,
+            "all_reduce": lambda w: 2 * (n - 1) / n * w,
+            "all_to_all": lambda w: (n - 1) / n * w / n,
+        }[kind]
+        times = {
+            4**k * 4096: ((2 if kind == "all_reduce" else 1) * latency + volume(4**k * 4096) / wire)
+            * (1 + 0.02 * rng.standard_normal())
+            for k in range(11)
+        }
         assert fit(kind, n, times) == pytest.approx((latency, wire), rel=0.1)
 
 
@@ -42,16 +51,28 @@ def test_latency_that_does_not_show_is_not_negative():
 
 
 def measured(rank):
-    return calibrate(DeviceMesh((2, 2)), "cpu", "here", sizes=(4096, 65536), repetitions=3, workloads=[w for w in WORKLOADS if w.name == "relu"])
+    return calibrate(
+        DeviceMesh((2, 2)),
+        "cpu",
+        "here",
+        sizes=(4096, 65536),
+        repetitions=3,
+        workloads=[w for w in WORKLOADS if w.name == "relu"],
+    )
 
 
 def test_every_axis_and_collective_is_measured_and_all_ranks_agree(processes):
     everyone = processes(4, measured)
     assert all(c == everyone[0] for c in everyone)
-    assert {(m.kind, m.size, m.stride) for m in everyone[0].measured} == {(kind, 2, stride) for kind in COLLECTIVES for stride in (1, 2)}
+    assert {(m.kind, m.size, m.stride) for m in everyone[0].measured} == {
+        (kind, 2, stride) for kind in COLLECTIVES for stride in (1, 2)
+    }
     assert everyone[0].device.kernels == "cpu" and everyone[0].devices_per_node == 4
     assert [t.op for t in everyone[0].timed] == ["relu", *(f"optimizer {name}" for name in OPTIMIZERS)]
-    assert all(seconds > 0 for t in everyone[0].timed for _, seconds in (*t.forward, *t.backward)) and 0 <= everyone[0].hidden <= 1
+    assert (
+        all(seconds > 0 for t in everyone[0].timed for _, seconds in (*t.forward, *t.backward))
+        and 0 <= everyone[0].hidden <= 1
+    )
 
 
 def test_a_slow_collective_shows(processes, monkeypatch):
@@ -64,7 +85,7 @@ def slow_gather(rank):
     swift = STEPS["all_gather"]
 
     def slow(*args):
-        if rank == 1:                                          # the others wait for the slowest
+        if rank == 1:  # the others wait for the slowest
             time.sleep(0.06)
         return swift(*args)
 
@@ -79,11 +100,14 @@ def test_the_command_writes_a_profile_that_plans_use(tmp_path, capsys):
     assert "all_to_all" in said and "fastest links innermost: mesh (2,)" in said
     cluster = Cluster.of(str(path))
     assert json.loads(path.read_text())["measured"] and cluster.name == "mine"
-    gather, = (m for m in cluster.measured if m.kind == "all_gather")
+    (gather,) = (m for m in cluster.measured if m.kind == "all_gather")
     (few, soon), (many, late) = gather.times[0], gather.times[-1]
-    of_bytes = [step_seconds("all_gather", cluster.levels(DeviceMesh(2), 0, "all_gather"), n, cluster.device) for n in (1, few, many, 10 * many)]
+    of_bytes = [
+        step_seconds("all_gather", cluster.levels(DeviceMesh(2), 0, "all_gather"), n, cluster.device)
+        for n in (1, few, many, 10 * many)
+    ]
     assert of_bytes == pytest.approx([soon, soon, late, 10 * late])
-    assert cluster.levels(DeviceMesh(4), 0, "all_gather")[0][1] == cluster.links[0]      # nobody measured four
+    assert cluster.levels(DeviceMesh(4), 0, "all_gather")[0][1] == cluster.links[0]  # nobody measured four
     model, batch = mlp_case()
     assert autopar.plan(model, batch, mesh=2, cluster=str(path)).cluster == "mine (CPU rank, 2 a node)"
 
@@ -95,11 +119,13 @@ def test_a_shape_that_cannot_be_read_is_a_letter(capsys):
 
 def busy(seconds):
     """A call that keeps its core so long."""
+
     def call(x):
         end = time.process_time() + seconds
         while time.process_time() < end:
             pass
         return x + 1
+
     return call
 
 
@@ -118,10 +144,12 @@ def test_a_rank_that_waits_for_its_core_is_not_slower_itself(processes):
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
 def test_a_workload_is_the_call_and_its_gradients(workload):
     """Beside eager and its autograd: what is timed is all of it, and nothing else."""
-    assert list(workload.sizes) == sorted(workload.sizes) and sorted(map(workload.amount, workload.sizes)) == [workload.amount(s) for s in workload.sizes]
+    assert list(workload.sizes) == sorted(workload.sizes) and sorted(map(workload.amount, workload.sizes)) == [
+        workload.amount(s) for s in workload.sizes
+    ]
     function, operands = workload.call(workload.sizes[1])
     xs = [x.clone().requires_grad_(x.is_floating_point()) for x in operands]
-    if workload.name.endswith(" cut") and "cross" in workload.name:          # the exchanges of an axis of one device
+    if workload.name.endswith(" cut") and "cross" in workload.name:  # the exchanges of an axis of one device
         expected = nn.functional.cross_entropy(*xs, reduction="sum")
     elif workload.name == "dropout":
         pytest.skip("draws of its own")
@@ -154,13 +182,22 @@ class Two(nn.Module):
 
 
 def test_what_was_measured_is_what_is_priced():
-    """By hand: every op by its table, of a product one gradient an operand, of a bias a sum, of two uses an addition."""
-    timed = (flat("linear", 5.0, 7.0), flat("relu", 11.0, 13.0), flat("add", 17.0, 19.0), flat("sum", 23.0, 29.0), flat("sum over rows", 31.0), flat("optimizer adamw", 37.0), flat("clone", 1.0), flat("copy turned", 1.0))
+    """By hand: an op by its table, of a product a gradient an operand, of a bias a sum, of two uses an addition."""
+    timed = (
+        flat("linear", 5.0, 7.0),
+        flat("relu", 11.0, 13.0),
+        flat("add", 17.0, 19.0),
+        flat("sum", 23.0, 29.0),
+        flat("sum over rows", 31.0),
+        flat("optimizer adamw", 37.0),
+        flat("clone", 1.0),
+        flat("copy turned", 1.0),
+    )
     model, batch = Two(), {"x": torch.randn(4, 8)}
     cluster = replace(eager_links(), name="measured", timed=timed, hidden=0.0)
     plan = autopar.plan(model, batch, mesh=1, cluster=cluster, memory_budget="inf")
     seconds = {name: d.seconds for name, d in plan.decisions.items() if d.seconds}
-    assert seconds.pop("up/linear") == pytest.approx(5 + 7 + 31)              # the input has no gradient
+    assert seconds.pop("up/linear") == pytest.approx(5 + 7 + 31)  # the input has no gradient
     assert seconds.pop("down/linear") == pytest.approx(5 + 2 * 7)
     assert sum(v for k, v in seconds.items() if "/linear:shared" in k) == pytest.approx(17)
     assert sum(d.seconds for d in plan.decisions.values() if d.op == "add") == pytest.approx(17 + 2 * 19)
@@ -169,29 +206,52 @@ def test_what_was_measured_is_what_is_priced():
 
 
 class Calls(nn.Module):
-    """One call of a workload as a model: its first operand is the input, of the others those of floating point are parameters."""
+    """One call of a workload as a model.
+
+    Its first operand is the input, of the others those of floating point are parameters.
+    """
 
     def __init__(self, function, operands):
         super().__init__()
         self.function, self.count = function, len(operands)
         for i, x in enumerate(operands[1:], 1):
-            self.register_parameter(f"p{i}", nn.Parameter(x)) if x.is_floating_point() else self.register_buffer(f"p{i}", x)
+            self.register_parameter(f"p{i}", nn.Parameter(x)) if x.is_floating_point() else self.register_buffer(
+                f"p{i}", x
+            )
 
     def forward(self, x):
         return self.function(x, *(getattr(self, f"p{i}") for i in range(1, self.count)))
 
 
-@pytest.mark.parametrize("name", ["linear", "matmul", "scaled_dot_product_attention causal", "conv2d", "tanh", "add", "layer_norm", "softmax", "cat"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear",
+        "matmul",
+        "scaled_dot_product_attention causal",
+        "conv2d",
+        "tanh",
+        "add",
+        "layer_norm",
+        "softmax",
+        "cat",
+    ],
+)
 def test_an_op_is_priced_by_the_amount_by_which_it_was_measured(name):
     """On a machine that takes a second for each unit of an amount, forward takes what the workload says that it is."""
-    workload, = (w for w in WORKLOADS if w.name == name)
+    (workload,) = (w for w in WORKLOADS if w.name == name)
     size = workload.sizes[1]
     second = ((1.0, 1.0), (1e15, 1e15))
-    timed = tuple(Timed(op, "float32", second if op == name else ((1.0, 1e-12),), ((1.0, 1e-12),)) for op in {name, "add", "sum", "sum over rows", "clone", "copy turned"})
+    timed = tuple(
+        Timed(op, "float32", second if op == name else ((1.0, 1e-12),), ((1.0, 1e-12),))
+        for op in {name, "add", "sum", "sum over rows", "clone", "copy turned"}
+    )
     function, operands = workload.call(size)
     graph = ColoTracer().trace(Calls(function, operands), (operands[0],))
     space = shardings(graph, DeviceMesh(1), replace(eager_links(), timed=timed))
-    assert sum(float(s.seconds[0]) for s in space.sites if s.op == name.split()[0] and s.seconds[0] > 1e-3) == pytest.approx(workload.amount(size), rel=1e-6)
+    assert sum(
+        float(s.seconds[0]) for s in space.sites if s.op == name.split()[0] and s.seconds[0] > 1e-3
+    ) == pytest.approx(workload.amount(size), rel=1e-6)
 
 
 def test_a_step_of_adamw_is_priced_by_its_own_table_alone():
@@ -200,35 +260,83 @@ def test_a_step_of_adamw_is_priced_by_its_own_table_alone():
     graph = ColoTracer().trace(model.float(), {k: v.float() for k, v in batch.items()})
     parameters = [s for s in shardings(graph, DeviceMesh(1), cluster, optimizer="adamw").sites if s.kind == "parameter"]
     assert all(s.seconds == pytest.approx(3.0) for s in parameters)
-    before = [s.seconds for s in shardings(graph, DeviceMesh(1), eager_links(), optimizer="sgd").sites if s.kind == "parameter"]
-    assert all((a.seconds == b).all() for a, b in zip((s for s in shardings(graph, DeviceMesh(1), cluster, optimizer="sgd").sites if s.kind == "parameter"), before))
+    before = [
+        s.seconds
+        for s in shardings(graph, DeviceMesh(1), eager_links(), optimizer="sgd").sites
+        if s.kind == "parameter"
+    ]
+    assert all(
+        (a.seconds == b).all()
+        for a, b in zip(
+            (s for s in shardings(graph, DeviceMesh(1), cluster, optimizer="sgd").sites if s.kind == "parameter"),
+            before,
+        )
+    )
 
 
 @pytest.mark.parametrize("hidden", [0.0, 0.25, 1.0])
 def test_only_the_measured_share_is_hidden(hidden):
     """The same plan of several windows on two machines."""
     with torch.device("meta"):
-        model, x = nn.Sequential(*(nn.Sequential(nn.Linear(2600, 2600), nn.ReLU()) for _ in range(3))), torch.zeros(512, 2600)
+        model, x = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(2600, 2600), nn.ReLU()) for _ in range(3))),
+            torch.zeros(512, 2600),
+        )
     graph = ColoTracer().trace(model, (x,))
-    full, part = (shardings(graph, DeviceMesh(4), replace(Cluster.of("l4-4x1"), hidden=h), preset=dict.fromkeys(graph.parameters, "S(0); R")) for h in (1.0, hidden))
+    full, part = (
+        shardings(
+            graph,
+            DeviceMesh(4),
+            replace(Cluster.of("l4-4x1"), hidden=h),
+            preset=dict.fromkeys(graph.parameters, "S(0); R"),
+        )
+        for h in (1.0, hidden)
+    )
     plan = solve(full)
     picked = [s.choices.index(plan.decisions[s.name].choice) for s in full.sites]
     assert full.hidden(picked) > 1e-6
-    assert plan_of(part, picked, 0.0).step_time_s == pytest.approx(plan.step_time_s + (1 - hidden) * full.hidden(picked))
+    assert plan_of(part, picked, 0.0).step_time_s == pytest.approx(
+        plan.step_time_s + (1 - hidden) * full.hidden(picked)
+    )
     assert part.hidden(picked) == pytest.approx(hidden * full.hidden(picked))
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
-    cluster = replace(eager_links(), name="kept", timed=(Timed("relu", "float32", ((1.0, 2.0), (3.0, 4.0)), ((1.0, 5.0),)),), hidden=0.5, measured=(Measured("all_gather", 2, 1, 1e-3, 1e9, ((8.0, 1e-3), (64.0, 2e-3))),))
+    cluster = replace(
+        eager_links(),
+        name="kept",
+        timed=(Timed("relu", "float32", ((1.0, 2.0), (3.0, 4.0)), ((1.0, 5.0),)),),
+        hidden=0.5,
+        measured=(Measured("all_gather", 2, 1, 1e-3, 1e9, ((8.0, 1e-3), (64.0, 2e-3))),),
+    )
     cluster.save(tmp_path / "kept.json")
     assert Cluster.of(tmp_path / "kept.json") == cluster
 
 
 def test_a_gradient_takes_the_way_that_it_is_priced_by():
-    """Where small messages are dear, a gradient alone would be scattered and gathered; with others in a bucket it is reduced at once."""
-    curves = {"all_reduce": ((8.0, 10.0), (2.0**20, 10.0)), "reduce_scatter": ((8.0, 5.0), (2.0**20, 5.0)), "all_gather": ((8.0, 1.0), (2.0**20, 1.0))}
-    cluster = replace(eager_links(), timed=(flat("linear", 1e-6),), measured=tuple(Measured(kind, 2, 1, 1e-3, 1e9, curve) for kind, curve in curves.items()))
+    """Where small messages are dear, a gradient alone would be scattered and gathered.
+
+    With others in a bucket it is reduced at once.
+    """
+    curves = {
+        "all_reduce": ((8.0, 10.0), (2.0**20, 10.0)),
+        "reduce_scatter": ((8.0, 5.0), (2.0**20, 5.0)),
+        "all_gather": ((8.0, 1.0), (2.0**20, 1.0)),
+    }
+    cluster = replace(
+        eager_links(),
+        timed=(flat("linear", 1e-6),),
+        measured=tuple(Measured(kind, 2, 1, 1e-3, 1e9, curve) for kind, curve in curves.items()),
+    )
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    plan = autopar.plan(model, (torch.randn(8, 64),), mesh=2, cluster=cluster, parallel="dp", memory_budget="inf", loss=lambda out, x: out.sum())
+    plan = autopar.plan(
+        model,
+        (torch.randn(8, 64),),
+        mesh=2,
+        cluster=cluster,
+        parallel="dp",
+        memory_budget="inf",
+        loss=lambda out, x: out.sum(),
+    )
     backward = {c.source: [s.kind for s in c.backward] for c in plan.conversions if c.source in plan.parameters}
-    assert backward["0.bias"] == backward["2.bias"] == ["all_reduce"]      # a small share of a bucket
+    assert backward["0.bias"] == backward["2.bias"] == ["all_reduce"]  # a small share of a bucket

@@ -1,4 +1,6 @@
-"""Checkpoints: saved on one mesh, loaded on another or by a model that knows nothing of autopar, also where a dim is cut by blocks; and weights of Hugging Face's files, in and out."""
+"""Checkpoints: saved on one mesh, loaded on another or by a model that knows nothing of autopar, also where a dim is
+cut by blocks; and weights of Hugging Face's files, in and out.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,28 @@ from tests.training import whole
 
 def gpt2(dropout=0.1):
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=61, n_positions=16, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)).train()
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=2,
+            n_embd=32,
+            n_head=4,
+            vocab_size=61,
+            n_positions=16,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+        )
+    ).train()
     ids = torch.randint(0, 61, (4, 8))
     return model, {"input_ids": ids, "labels": ids}
 
 
-PARALLEL = {(2, 2): dict(constraints={"*.c_attn.weight": "S(1, blocks=(32, 32, 32))@tp, S(0)@dp; *"}), (4,): dict(parallel="zero3"), (1,): {}, (2,): dict(parallel="megatron")}
+PARALLEL = {
+    (2, 2): dict(constraints={"*.c_attn.weight": "S(1, blocks=(32, 32, 32))@tp, S(0)@dp; *"}),
+    (4,): dict(parallel="zero3"),
+    (1,): {},
+    (2,): dict(parallel="megatron"),
+}
 
 
 def losses(rank, shape, path, first, last, save_at=None, dies_at=None):
@@ -59,11 +77,19 @@ def losses(rank, shape, path, first, last, save_at=None, dies_at=None):
         loss.backward()
         optimizer.step()
         found.append(loss.item())
-    return found, {n: whole(p).detach().clone() for n, p in mine.named_parameters()}, [str(p.placements) for n, p in mine.named_parameters() if "c_attn.weight" in n], at_two
+    return (
+        found,
+        {n: whole(p).detach().clone() for n, p in mine.named_parameters()},
+        [str(p.placements) for n, p in mine.named_parameters() if "c_attn.weight" in n],
+        at_two,
+    )
 
 
 def test_a_run_goes_on_from_where_it_was_lost(tmp_path):
-    """Saved on (2, 2) with a fused weight cut by blocks, dropout on; a rank dies; it goes on on (4,), on one process, and in a model that knows nothing of this."""
+    """Saved on (2, 2) with a fused weight cut by blocks, dropout on; a rank dies.
+
+    It goes on on (4,), on one process, and in a model that knows nothing of this.
+    """
     path = str(tmp_path / "at 2")
     (expected, parameters, placements, at_two), *_ = on_processes(4, losses, (2, 2), path, 0, 5)
     assert "Strided" in placements[0]
@@ -86,7 +112,10 @@ def test_a_run_goes_on_from_where_it_was_lost(tmp_path):
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_rectangles_are_the_parts_that_blocks_leave(data):
-    """On (2, 2): what all ranks hold, put in its places, is the whole; checked against chunks of the numbers of places."""
+    """On (2, 2): what all ranks hold, put in its places, is the whole.
+
+    Checked against chunks of the numbers of places.
+    """
     cuts = [data.draw(st.sampled_from([None, (0, 1), (1, 1), (0, 2), (1, 3), (0, 3)])) for _ in range(2)]
     if cuts[0] and cuts[1] and cuts[0][0] == cuts[1][0] and (cuts[0][1] > 1 or cuts[1][1] > 1):
         cuts[1] = None
@@ -94,7 +123,10 @@ def test_rectangles_are_the_parts_that_blocks_leave(data):
 
     def body(rank):
         mesh = DeviceMesh((2, 2), ("a", "b")).to_torch("cpu")
-        placements = [Replicate() if c is None else Shard(c[0]) if c[1] == 1 else StridedShard(c[0], split_factor=c[1]) for c in cuts]
+        placements = [
+            Replicate() if c is None else Shard(c[0]) if c[1] == 1 else StridedShard(c[0], split_factor=c[1])
+            for c in cuts
+        ]
         table = torch.arange(shape[0] * shape[1]).view(shape)
         local = table
         for axis, cut in enumerate(cuts):
@@ -102,7 +134,9 @@ def test_rectangles_are_the_parts_that_blocks_leave(data):
                 pieces = [block.chunk(2, cut[0]) for block in local.chunk(cut[1], cut[0])]
                 at = mesh.get_coordinate()[axis]
                 local = torch.cat([p[at] for p in pieces if at < len(p)], cut[0])
-        tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+        tensor = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+        )
         for offsets, sizes, where in rectangles(tensor):
             assert torch.equal(local[where], table[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))])
         return sum(torch.Size(sizes).numel() for _, sizes, _ in rectangles(tensor)) == local.numel()
@@ -110,7 +144,14 @@ def test_rectangles_are_the_parts_that_blocks_leave(data):
     assert all(on_threads(4, body))
 
 
-@pytest.mark.parametrize("kind, parallel", [pytest.param(k, p, marks=[] if (k == "whole") == (p == "megatron") else pytest.mark.nightly) for k in ("whole", "without its head", "in many files") for p in ("zero3", "megatron")])
+@pytest.mark.parametrize(
+    "kind, parallel",
+    [
+        pytest.param(k, p, marks=[] if (k == "whole") == (p == "megatron") else pytest.mark.nightly)
+        for k in ("whole", "without its head", "in many files")
+        for p in ("zero3", "megatron")
+    ],
+)
 def test_weights_come_from_files_and_go_to_files(kind, parallel, tmp_path):
     model, batch = gpt2(dropout=0.0)
     source = model.transformer if kind == "without its head" else model
@@ -121,7 +162,9 @@ def test_weights_come_from_files_and_go_to_files(kind, parallel, tmp_path):
     def body(rank):
         with torch.device("meta"):
             empty = transformers.GPT2LMHeadModel(model.config).train()
-        mine = autopar.autoparallelize(empty, batch, mesh=2, parallel=parallel, cluster=eager_links(), weights=str(tmp_path / "in"))
+        mine = autopar.autoparallelize(
+            empty, batch, mesh=2, parallel=parallel, cluster=eager_links(), weights=str(tmp_path / "in")
+        )
         loss = mine(**batch).loss
         loss.backward()
         torch.optim.SGD(mine.parameters(), lr=0.1).step()
@@ -132,7 +175,9 @@ def test_weights_come_from_files_and_go_to_files(kind, parallel, tmp_path):
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     assert again.config.architectures == ["GPT2LMHeadModel"]
     for loss, parameters in results:
-        assert loss == pytest.approx(expected, rel=1e-5) and all(torch.equal(p, parameters[n]) for n, p in again.named_parameters())
+        assert loss == pytest.approx(expected, rel=1e-5) and all(
+            torch.equal(p, parameters[n]) for n, p in again.named_parameters()
+        )
 
 
 def wrong_files(tmp_path, what):
@@ -155,9 +200,17 @@ def wrong_files(tmp_path, what):
     return path
 
 
-@pytest.mark.parametrize("what", ["not there", "an empty directory", "no safetensors", "another shape", "a tensor is missing"])
+@pytest.mark.parametrize(
+    "what", ["not there", "an empty directory", "no safetensors", "another shape", "a tensor is missing"]
+)
 def test_wrong_weights_are_a_letter(what, tmp_path):
     with torch.device("meta"):
         model = torch.nn.Linear(4, 4)
     with pytest.raises(BadWeights):
-        autopar.autoparallelize(copy.deepcopy(model), (torch.zeros(2, 4),), mesh=1, loss=lambda out, inputs: out.sum(), weights=str(wrong_files(tmp_path, what)))
+        autopar.autoparallelize(
+            copy.deepcopy(model),
+            (torch.zeros(2, 4),),
+            mesh=1,
+            loss=lambda out, inputs: out.sum(),
+            weights=str(wrong_files(tmp_path, what)),
+        )

@@ -1,4 +1,7 @@
-"""Steps of conversions on tensors that are no floating numbers: what is taken apart and put together again is what it was."""
+"""Steps of conversions on tensors that are no floating numbers.
+
+What is taken apart and put together again is what it was.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,12 @@ from autopar.runtime.collectives import bind_axes
 from autopar.sharding.mesh import DeviceMesh
 from autopar.testing import on_processes, on_threads
 
-VALUES = {"bool": torch.arange(24).view(4, 6) % 3 == 0, "int64": torch.arange(24).view(4, 6) * 2**40, "uint8": torch.arange(24, dtype=torch.uint8).view(4, 6), "float64": torch.randn(4, 6, dtype=torch.float64)}
+VALUES = {
+    "bool": torch.arange(24).view(4, 6) % 3 == 0,
+    "int64": torch.arange(24).view(4, 6) * 2**40,
+    "uint8": torch.arange(24, dtype=torch.uint8).view(4, 6),
+    "float64": torch.randn(4, 6, dtype=torch.float64),
+}
 
 
 def there_and_back(rank, values):
@@ -18,8 +26,13 @@ def there_and_back(rank, values):
     for x in values.values():
         lodged = c.lodge(x, axis)
         part = c.slice(x, axis, 1, 6)
-        ways = {"all_reduce": c.all_reduce(lodged, axis), "reduce_scatter": c.all_gather(c.reduce_scatter(lodged, axis, 1, 6), axis, 1, 6), "slice": c.all_gather(part, axis, 1, 6),
-                "all_to_all": c.all_gather(c.all_to_all(part, axis, 1, 6, (), 0, 4, ()), axis, 0, 4), "buckets": c.all_reduce_bucket([lodged, lodged[:1].contiguous()], axis)[0]}
+        ways = {
+            "all_reduce": c.all_reduce(lodged, axis),
+            "reduce_scatter": c.all_gather(c.reduce_scatter(lodged, axis, 1, 6), axis, 1, 6),
+            "slice": c.all_gather(part, axis, 1, 6),
+            "all_to_all": c.all_gather(c.all_to_all(part, axis, 1, 6, (), 0, 4, ()), axis, 0, 4),
+            "buckets": c.all_reduce_bucket([lodged, lodged[:1].contiguous()], axis)[0],
+        }
         for way, found in ways.items():
             assert found.dtype == x.dtype and torch.equal(found, x), (way, x.dtype, found.dtype)
     return True

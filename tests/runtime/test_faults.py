@@ -22,7 +22,9 @@ from tests.models import eager_links, mlp_case
 
 def faulty(rank, model, batch, fault):
     """Rank 1 of three fails in its second step; what the others say, and after how long."""
-    mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=3, parallel="dp", cluster=eager_links(), timeout_s=4.0)
+    mine = autopar.autoparallelize(
+        copy.deepcopy(model), batch, mesh=3, parallel="dp", cluster=eager_links(), timeout_s=4.0
+    )
     mine(**batch).backward()
     mine(**batch).backward()
     start = time.monotonic()
@@ -45,14 +47,16 @@ def faulty(rank, model, batch, fault):
         for _ in range(3):
             mine(**batch).backward()
     except (Letter, ValueError) as e:
-        time.sleep(0 if rank != 1 else 2)                      # the test sees what the others say
+        time.sleep(0 if rank != 1 else 2)  # the test sees what the others say
         return type(e).__name__, str(e), time.monotonic() - start
     return "nothing", "", time.monotonic() - start
 
 
 def rank_of_three(rank, folder, fault):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=60)
+    )
     model, batch = mlp_case(batch=6)
     said = faulty(rank, model, batch, fault)
     pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(said))
@@ -75,13 +79,24 @@ def outcome(fault, folder):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 2) if (folder / f"{rank}.json").is_file()]
 
 
-@pytest.mark.parametrize("fault, match", [
-    ("ends", "rank 1 did not come"), pytest.param("is killed", "rank 1 did not come", marks=pytest.mark.nightly), ("hangs", "rank 1 did not come"), pytest.param("raises outside", "rank 1 did not come", marks=pytest.mark.nightly),
-    ("raises inside", "rank 1 raised BadInput"), pytest.param("is called with a shape that cannot be", "rank 1 calls MLP with other", marks=pytest.mark.nightly), ("is called with another shape", "rank 1 calls MLP with other"),
-])
+@pytest.mark.parametrize(
+    "fault, match",
+    [
+        ("ends", "rank 1 did not come"),
+        pytest.param("is killed", "rank 1 did not come", marks=pytest.mark.nightly),
+        ("hangs", "rank 1 did not come"),
+        pytest.param("raises outside", "rank 1 did not come", marks=pytest.mark.nightly),
+        ("raises inside", "rank 1 raised BadInput"),
+        pytest.param("is called with a shape that cannot be", "rank 1 calls MLP with other", marks=pytest.mark.nightly),
+        ("is called with another shape", "rank 1 calls MLP with other"),
+    ],
+)
 def test_the_others_end_in_time_and_say_who_it_was(fault, match, tmp_path):
     said = outcome(fault, tmp_path)
-    assert said and all(kind == ("Disagreement" if "called" in fault else "Lost") and match in text and seconds < 20 for kind, text, seconds in said), said
+    assert said and all(
+        kind == ("Disagreement" if "called" in fault else "Lost") and match in text and seconds < 20
+        for kind, text, seconds in said
+    ), said
 
 
 @pytest.mark.parametrize("wrong", [0, -1, "10", True, float("nan")])
@@ -105,7 +120,9 @@ def test_on_one_rank_errors_stay_what_they_are():
 def caught_and_lost(rank, folder):
     """Rank 1 makes a wrong call, catches the letter, goes on, and ends later."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=60)
+    )
     model, batch = mlp_case(batch=6)
     mine = autopar.autoparallelize(model, batch, mesh=3, parallel="dp", cluster=eager_links(), timeout_s=4.0)
     if rank == 1:

@@ -1,4 +1,7 @@
-"""A model that was built on meta: its values are those of its own recipes on one device, under every plan, and no rank ever holds it in full."""
+"""A model that was built on meta.
+
+Its values are those of its own recipes on one device, under every plan, and no rank ever holds it in full.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,32 @@ from tests.training import whole
 def text(kind, **how):
     small = dict(vocab_size=61, **how)
     if kind == "gpt2":
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=32, **small))
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=32, **small)
+        )
     if kind == "bert":
-        return transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=64, max_position_embeddings=32, **small))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, pad_token_id=3, **small))
+        return transformers.BertForMaskedLM(
+            transformers.BertConfig(
+                num_hidden_layers=1,
+                hidden_size=32,
+                num_attention_heads=4,
+                intermediate_size=64,
+                max_position_embeddings=32,
+                **small,
+            )
+        )
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            num_hidden_layers=2,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            pad_token_id=3,
+            **small,
+        )
+    )
 
 
 class Net(nn.Module):
@@ -55,15 +80,31 @@ def by_hand(model):
         above = getattr(module, "_init_weights", None) or above
         for child in module.children():
             walk(child, above)
-        for step in (getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None), above and (lambda: above(module))):
+        for step in (
+            getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None),
+            above and (lambda: above(module)),
+        ):
             if step:
                 step()
+
     walk(model, None)
     return {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
 
 
-@pytest.mark.parametrize("kind, parallel", [pytest.param(k, p, marks=[] if (k, p) in (("gpt2", None), ("llama", "zero3"), ("bert", "megatron"), ("net", "zero3")) else pytest.mark.nightly)
-                                            for k in ("gpt2", "llama", "bert", "net") for p in ("zero3", "megatron", None)])
+@pytest.mark.parametrize(
+    "kind, parallel",
+    [
+        pytest.param(
+            k,
+            p,
+            marks=[]
+            if (k, p) in (("gpt2", None), ("llama", "zero3"), ("bert", "megatron"), ("net", "zero3"))
+            else pytest.mark.nightly,
+        )
+        for k in ("gpt2", "llama", "bert", "net")
+        for p in ("zero3", "megatron", None)
+    ],
+)
 def test_values_are_those_of_the_recipes_on_one_device(kind, parallel):
     if kind == "net" and parallel == "megatron":
         parallel = "dp"
@@ -83,7 +124,11 @@ def test_values_are_those_of_the_recipes_on_one_device(kind, parallel):
 
     for found, loss in on_threads(2, body):
         assert loss == loss and set(found) == set(expected)
-        assert all(torch.equal(found[n], expected[n]) for n in expected if not n.endswith(("running_mean", "running_var", "num_batches_tracked")))
+        assert all(
+            torch.equal(found[n], expected[n])
+            for n in expected
+            if not n.endswith(("running_mean", "running_var", "num_batches_tracked"))
+        )
 
 
 def test_draws_by_position_are_the_same_under_every_plan():
@@ -93,8 +138,17 @@ def test_draws_by_position_are_the_same_under_every_plan():
         batch = batch_for(kind)
 
         def body(rank, size, parallel, model=model, batch=batch):
-            mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=DeviceMesh(size), parallel=parallel, cluster=eager_links(), init="counter")
-            return {n: whole(t).detach().clone() for n, t in mine.named_parameters()}, sum(p.to_local().numel() for p in mine.parameters())
+            mine = autopar.autoparallelize(
+                copy.deepcopy(model),
+                batch,
+                mesh=DeviceMesh(size),
+                parallel=parallel,
+                cluster=eager_links(),
+                init="counter",
+            )
+            return {n: whole(t).detach().clone() for n, t in mine.named_parameters()}, sum(
+                p.to_local().numel() for p in mine.parameters()
+            )
 
         runs = []
         for size, parallel in (((1,), "dp"), ((2,), "zero3"), ((2,), "megatron"), ((2, 2), "zero3")):
@@ -128,7 +182,9 @@ def peak_of(rank):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(10)))
     with Sizes() as sizes:
-        mine = autopar.autoparallelize(model, (torch.zeros(4, 64),), mesh=2, parallel="zero3", loss=lambda out, inputs: out.sum())
+        mine = autopar.autoparallelize(
+            model, (torch.zeros(4, 64),), mesh=2, parallel="zero3", loss=lambda out, inputs: out.sum()
+        )
     return sizes.most, sum(p.to_local().numel() for p in mine.parameters())
 
 
@@ -161,8 +217,16 @@ class Held(nn.Linear):
         return (super().forward(x) + self.table).sum()
 
 
-@pytest.mark.parametrize("make, how, match", [(Bare, {}, "neither reset_parameters"), (Partly, {}, "in part only"), (Held, {}, "neither parameter nor buffer"), (Bare, dict(init="counter"), "neither reset_parameters"),
-                                              (Bare, dict(init="zeros"), "init=")])
+@pytest.mark.parametrize(
+    "make, how, match",
+    [
+        (Bare, {}, "neither reset_parameters"),
+        (Partly, {}, "in part only"),
+        (Held, {}, "neither parameter nor buffer"),
+        (Bare, dict(init="counter"), "neither reset_parameters"),
+        (Bare, dict(init="zeros"), "init="),
+    ],
+)
 def test_what_nothing_gives_values_is_a_letter(make, how, match):
     with torch.device("meta"):
         model = make()

@@ -1,4 +1,6 @@
-"""What users' loops are made of - loss scaling, clipping, schedules, optimizers of every form, LoRA - on parameters that are DTensors, as they are."""
+"""What users' loops are made of - loss scaling, clipping, schedules, optimizers of every form, LoRA - on parameters
+that are DTensors, as they are.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from tests.models import eager_links, mlp_case
 from tests.training import whole
 
 FORMS = {
-    "adamw in a loop": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False), "adamw at once": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True), "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "adam with amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True), "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01), "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "adamw in a loop": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "adamw at once": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adam with amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
 }
 
 
@@ -30,25 +36,35 @@ def loop(model, form, scaled):
         optimizer.zero_grad()
         loss = model(**batch_of(8, seed=step))
         scaler.scale(loss).backward()
-        if scaled and step == 2:                               # an overflow in one element, which only one rank holds
+        if scaled and step == 2:  # an overflow in one element, which only one rank holds
             with torch.no_grad():
                 spoiled = torch.zeros(64, 16, dtype=torch.float64)
                 spoiled[-1, -1] = float("inf")
                 gradient = model.blocks[0].up.weight.grad
-                gradient += spoiled if not hasattr(gradient, "to_local") else torch.distributed.tensor.distribute_tensor(spoiled, gradient.device_mesh, gradient.placements)
+                gradient += (
+                    spoiled
+                    if not hasattr(gradient, "to_local")
+                    else torch.distributed.tensor.distribute_tensor(spoiled, gradient.device_mesh, gradient.placements)
+                )
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         scaler.step(optimizer)
         scaler.update()
         schedule.step()
-    return {"norm": whole(norm.detach()) if step != 2 else torch.zeros(()), "scale": torch.tensor(scaler.get_scale()), **{n: whole(p).detach().clone() for n, p in model.named_parameters()}}
+    return {
+        "norm": whole(norm.detach()) if step != 2 else torch.zeros(()),
+        "scale": torch.tensor(scaler.get_scale()),
+        **{n: whole(p).detach().clone() for n, p in model.named_parameters()},
+    }
 
 
 def on_ranks(rank, model, batch, parallel, mesh):
     found = {}
     for form in FORMS:
         for scaled in (False, True):
-            mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=DeviceMesh(mesh), parallel=parallel, cluster=eager_links())
+            mine = autopar.autoparallelize(
+                copy.deepcopy(model), batch, mesh=DeviceMesh(mesh), parallel=parallel, cluster=eager_links()
+            )
             found[form, scaled] = loop(mine, form, scaled)
     return found
 
@@ -72,7 +88,10 @@ class LoRA(nn.Module):
     def __init__(self, base, rank=2):
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.a, self.b = nn.Parameter(torch.randn(rank, base.in_features, dtype=torch.float64) * 0.1), nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float64))
+        self.a, self.b = (
+            nn.Parameter(torch.randn(rank, base.in_features, dtype=torch.float64) * 0.1),
+            nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float64)),
+        )
 
     def forward(self, x):
         return self.base(x) + x @ self.a.t() @ self.b.t()
@@ -93,13 +112,19 @@ def lora_steps(model, batch):
         optimizer.zero_grad()
         model(**batch).backward()
         optimizer.step()
-    assert all((p.grad is not None) == p.requires_grad for p in model.parameters()) and len(optimizer.state) == len(trains) == 8
+    assert (
+        all((p.grad is not None) == p.requires_grad for p in model.parameters())
+        and len(optimizer.state) == len(trains) == 8
+    )
     return {n: whole(p).detach().clone() for n, p in model.named_parameters()}
 
 
 def lora_on_ranks(rank, model, batch, parallel):
     mine = autopar.autoparallelize(model, batch, mesh=2, parallel=parallel, cluster=eager_links())
-    assert mine.plan.memory["optimizer states"] <= 2 * 8 * sum(p.numel() for p in mine.parameters() if p.requires_grad) + 64
+    assert (
+        mine.plan.memory["optimizer states"]
+        <= 2 * 8 * sum(p.numel() for p in mine.parameters() if p.requires_grad) + 64
+    )
     return lora_steps(mine, batch)
 
 

@@ -1,4 +1,7 @@
-"""Every optimizer of torch, and what stands around optimizers, on parameters that are cut: the step that one device would make of the same parameters and gradients, or a letter."""
+"""Every optimizer of torch, and what stands around optimizers, on parameters that are cut.
+
+The step that one device would make of the same parameters and gradients, or a letter.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +38,26 @@ FORMS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.1),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1),
     "SparseAdam": lambda p: torch.optim.SparseAdam(p, lr=0.1),
-    **{name: lambda p, name=name: getattr(torch.optim, name)(p, lr=0.1, foreach=False)                # type: ignore[misc]
-       for name in ("Adafactor", "Rprop", "ASGD", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop")},
-    **{f"{name} foreach": lambda p, name=name: getattr(torch.optim, name)(p, lr=0.1, foreach=True)    # type: ignore[misc]
-       for name in ("Adafactor", "Rprop", "ASGD", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop")},
+    **{
+        name: lambda p, name=name: getattr(torch.optim, name)(p, lr=0.1, foreach=False)
+        for name in ("Adafactor", "Rprop", "ASGD", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop")
+    },
+    **{
+        f"{name} foreach": lambda p, name=name: getattr(torch.optim, name)(p, lr=0.1, foreach=True)
+        for name in ("Adafactor", "Rprop", "ASGD", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop")
+    },
     "RMSprop centered": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.9),
     "NAdam decoupled": lambda p: torch.optim.NAdam(p, lr=0.1, decoupled_weight_decay=True, weight_decay=0.1),
 }
-LETTERS = {"Adafactor": "AdamW", "Adafactor foreach": "AdamW", "Rprop": "RMSprop", "Rprop foreach": "RMSprop", "LBFGS": 'parallel="dp"',
-           "SGD fused": "foreach=True", "Adagrad fused": "foreach=True"}
+LETTERS = {
+    "Adafactor": "AdamW",
+    "Adafactor foreach": "AdamW",
+    "Rprop": "RMSprop",
+    "Rprop foreach": "RMSprop",
+    "LBFGS": 'parallel="dp"',
+    "SGD fused": "foreach=True",
+    "Adagrad fused": "foreach=True",
+}
 AS_TORCH = {"SparseAdam": "does not support dense gradients"}  # on one device, too
 
 
@@ -84,10 +98,15 @@ def clipped(parameters: list[Any], kind: float, foreach: bool | None = None) -> 
 
 
 AROUND: dict[str, Callable[[list[Any]], list[torch.Tensor] | None]] = {
-    "clip by norm": lambda p: clipped(p, 2.0), "clip by norm in a loop": lambda p: clipped(p, 2.0, False),
-    "clip by the largest": lambda p: clipped(p, float("inf")), "clip by the sum": lambda p: clipped(p, 1.0),
-    "clip by value": lambda p: torch.nn.utils.clip_grad_value_(p, 0.01),                              # type: ignore[func-returns-value]
-    "loss scaling": scaled, "schedules": scheduled, "an average": lambda p: averaged(p, None), "a running average": lambda p: averaged(p, 0.9),
+    "clip by norm": lambda p: clipped(p, 2.0),
+    "clip by norm in a loop": lambda p: clipped(p, 2.0, False),
+    "clip by the largest": lambda p: clipped(p, float("inf")),
+    "clip by the sum": lambda p: clipped(p, 1.0),
+    "clip by value": lambda p: torch.nn.utils.clip_grad_value_(p, 0.01),
+    "loss scaling": scaled,
+    "schedules": scheduled,
+    "an average": lambda p: averaged(p, None),
+    "a running average": lambda p: averaged(p, 0.9),
 }
 
 
@@ -96,14 +115,25 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.head, self.gain = nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 12), nn.Parameter(torch.tensor(1.5))
+        self.first, self.norm, self.head, self.gain = (
+            nn.Linear(6, 5),
+            nn.LayerNorm(5),
+            nn.Linear(5, 12),
+            nn.Parameter(torch.tensor(1.5)),
+        )
 
     def forward(self, x):
         q, k, v = self.head(self.norm(torch.tanh(self.first(x)))).split(4, -1)
         return (q.softmax(-1) * k * self.gain + v).pow(2).mean()
 
 
-STORED = {"first.weight": "S(0); *", "first.bias": "S(0); *", "head.weight": "S(0, blocks=(4,4,4)); *", "head.bias": "S(0); *", "norm.weight": "S(0); *"}
+STORED = {
+    "first.weight": "S(0); *",
+    "first.bias": "S(0); *",
+    "head.weight": "S(0, blocks=(4,4,4)); *",
+    "head.bias": "S(0); *",
+    "norm.weight": "S(0); *",
+}
 
 
 def parameters_after(parameters: dict[str, Any], form: str, before: Callable[[], None]) -> dict[str, torch.Tensor]:
@@ -111,7 +141,10 @@ def parameters_after(parameters: dict[str, Any], form: str, before: Callable[[],
     if form in AROUND:
         before()
         found = AROUND[form](given) or []
-        return {**{n: whole(p.detach()).clone() for n, p in parameters.items()}, **{str(i): t.detach() for i, t in enumerate(found)}}
+        return {
+            **{n: whole(p.detach()).clone() for n, p in parameters.items()},
+            **{str(i): t.detach() for i, t in enumerate(found)},
+        }
     optimizer = FORMS[form](given)
     for _ in range(3):
         before()
@@ -120,12 +153,23 @@ def parameters_after(parameters: dict[str, Any], form: str, before: Callable[[],
 
 
 def on_ranks(rank, model, x, dtype):
-    """Of every form what parameters become, and what one device makes of the same parameters and gradients; or the letter."""
-    mine = autopar.autoparallelize(copy.deepcopy(model).to(dtype), (x.to(dtype),), mesh=2, cluster=eager_links(), constraints=STORED)
+    """Of every form what parameters become, and what one device makes of the same parameters and gradients.
+
+    Or the letter.
+    """
+    mine = autopar.autoparallelize(
+        copy.deepcopy(model).to(dtype), (x.to(dtype),), mesh=2, cluster=eager_links(), constraints=STORED
+    )
     mine(x.to(dtype)).backward()
     parameters = dict(mine.named_parameters())
-    assert {str(p.placements) for p in parameters.values()} == {"(Replicate(),)", "(Shard(dim=0),)", "(_StridedShard(dim=0, sf=3),)"}
-    start, gradients = ({n: (p.grad if g else p).detach().clone() for n, p in parameters.items()} for g in (False, True))
+    assert {str(p.placements) for p in parameters.values()} == {
+        "(Replicate(),)",
+        "(Shard(dim=0),)",
+        "(_StridedShard(dim=0, sf=3),)",
+    }
+    start, gradients = (
+        {n: (p.grad if g else p).detach().clone() for n, p in parameters.items()} for g in (False, True)
+    )
     whole_start, whole_gradients = ({n: whole(t) for n, t in of.items()} for of in (start, gradients))
     results = {}
     for form in (*FORMS, *AROUND):
@@ -138,15 +182,15 @@ def on_ranks(rank, model, x, dtype):
                 p.grad = of[n].clone()
 
         alone = {n: nn.Parameter(t.clone()) for n, t in whole_start.items()}
-        rounds = torch.Tensor.bfloat16                         # Muon iterates in bfloat16, whose rounding hides much
-        torch.Tensor.bfloat16 = (lambda self: self) if dtype == torch.float64 else rounds              # type: ignore[assignment, method-assign]
+        rounds = torch.Tensor.bfloat16  # Muon iterates in bfloat16, whose rounding hides much
+        torch.Tensor.bfloat16 = (lambda self: self) if dtype == torch.float64 else rounds
         try:
-            found: Any = parameters_after(parameters, form, lambda give=give: give(parameters, gradients))            # type: ignore[misc]
-            results[form] = found, parameters_after(alone, form, lambda give=give, to=alone: give(to, whole_gradients))     # type: ignore[misc]
+            found: Any = parameters_after(parameters, form, lambda give=give: give(parameters, gradients))
+            results[form] = found, parameters_after(alone, form, lambda give=give, to=alone: give(to, whole_gradients))
         except Exception as e:
             same = all(torch.equal(p.detach().to_local(), start[n].to_local()) for n, p in parameters.items())
             results[form] = isinstance(e, Letter), f"{type(e).__name__}: {e}", same
-        torch.Tensor.bfloat16 = rounds                         # type: ignore[method-assign]
+        torch.Tensor.bfloat16 = rounds
     return results
 
 
@@ -172,7 +216,11 @@ def test_it_makes_the_step_of_one_device_or_is_a_letter(form, dtype):
 
 
 def test_every_optimizer_of_torch_is_tried():
-    classes = {name for name, cls in vars(torch.optim).items() if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)}
+    classes = {
+        name
+        for name, cls in vars(torch.optim).items()
+        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
+    }
     assert classes - {"Optimizer"} == {form.split()[0] for form in FORMS}
 
 
@@ -196,6 +244,8 @@ def test_where_parameters_are_whole_they_serve(build):
             for _ in range(3):
                 optimizer.step(closure)
         found = {n: p.detach().to_local() for n, p in mine.named_parameters()}
-        Equality.in_float64(build.__name__, found, {n: p.detach() for n, p in expected.named_parameters()}, 1e-8).check()
+        Equality.in_float64(
+            build.__name__, found, {n: p.detach() for n, p in expected.named_parameters()}, 1e-8
+        ).check()
     finally:
         torch.distributed.destroy_process_group()

@@ -61,7 +61,10 @@ def test_a_rank_that_hangs_or_dies_is_named_and_nothing_stays(processes):
 
 
 def test_equality_says_what_failed_and_by_how_much():
-    a, b = {"w": torch.ones(4).double(), "v": torch.zeros(2).double()}, {"w": torch.ones(4).double(), "v": torch.zeros(2).double()}
+    a, b = (
+        {"w": torch.ones(4).double(), "v": torch.zeros(2).double()},
+        {"w": torch.ones(4).double(), "v": torch.zeros(2).double()},
+    )
     assert Equality.in_float64("same", a, b, 0.0).check().worst == 0.0
     a["w"] = a["w"] * (1 + 1e-6)
     with pytest.raises(Unequal, match=r"w .*error 1.00e-06"):

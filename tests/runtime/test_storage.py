@@ -31,7 +31,7 @@ def read_back(rank, weight, shardings):
         torch.optim.SGD([parameter], lr=1.0).step()
         try:
             read = storage.take(weight, True).full_tensor()
-        except ValueError:                                     # torch before 2.13 cannot read blocks back, and says so
+        except ValueError:  # torch before 2.13 cannot read blocks back, and says so
             read = None
         left.append((read, norm.full_tensor(), whole(parameter.detach())))
     return left

@@ -1,9 +1,9 @@
 """Every function of torch, called as torch's own tests call it, and every strategy that plans may take of it.
 
-torch's table of operators (`op_db`) knows some 700 functions with some 19,000 calls: unbatched, without dims, empty, with
-either value of each flag. Each call is traced as a model of its own; every op of its graph then runs on parts under every
-choice that the space holds, and must give what the whole op gives, with its gradients. Where values may be drawn, they are
-drawn again with what breaks rules that look right: ties, zeros, ones, infinities, NaN.
+torch's table of operators (`op_db`) knows some 700 functions with some 19,000 calls: unbatched, without dims, empty,
+with either value of each flag. Each call is traced as a model of its own; every op of its graph then runs on parts
+under every choice that the space holds, and must give what the whole op gives, with its gradients. Where values may be
+drawn, they are drawn again with what breaks rules that look right: ties, zeros, ones, infinities, NaN.
 
     python -m tests.sharding.audit 3           # three calls of each function: what is wrong, raw, and without a rule
 """
@@ -55,8 +55,10 @@ class Findings:
 
     calls: int = 0
     proven: int = 0
-    functions: dict = field(default_factory=lambda: collections.defaultdict(set))      # name -> were all of its ops under a rule?
-    without_rule: dict = field(default_factory=lambda: collections.defaultdict(set))   # op -> functions that came to it
+    functions: dict = field(
+        default_factory=lambda: collections.defaultdict(set)
+    )  # name -> were all of its ops under a rule?
+    without_rule: dict = field(default_factory=lambda: collections.defaultdict(set))  # op -> functions that came to it
     letters: dict = field(default_factory=dict)
     raw: dict = field(default_factory=dict)
     wrong: dict = field(default_factory=dict)
@@ -79,7 +81,7 @@ def calls_of(entry, most: int, first: int = 0) -> Iterator[tuple[tuple, dict]]:
     torch.manual_seed(0)
     samples = list(entry.sample_inputs("cpu", dtype, requires_grad=entry.supports_autograd and dtype == torch.float64))
     step = max(1, len(samples) // most)
-    for sample in samples[first % step::step][:most]:
+    for sample in samples[first % step :: step][:most]:
         yield (sample.input, *sample.args), sample.kwargs
 
 
@@ -89,7 +91,9 @@ def audit(entries, most: int, first: int = 0, found: Findings | None = None) -> 
     for entry in entries:
         for arguments in calls_of(entry, most, first):
             tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
-            if any(t.layout is not torch.strided for t in tensors) or any(isinstance(v, str) and v == TENSOR for v in pytree.tree_leaves(arguments)):
+            if any(t.layout is not torch.strided for t in tensors) or any(
+                isinstance(v, str) and v == TENSOR for v in pytree.tree_leaves(arguments)
+            ):
                 continue
             model = Call(entry.op, pytree.tree_map_only(torch.Tensor, lambda t: TENSOR, arguments))
             try:
@@ -114,7 +118,7 @@ def _compare(name: str, model: Call, graph, tensors, found: Findings) -> None:
     for given in (tensors, with_numbers(tuple(tensors), FINITE) if "grid_sample" not in name else None):
         try:
             expected = _with_gradients(model, given) if given is not None else None
-        except Exception:                                      # the function does not take these numbers
+        except Exception:  # the function does not take these numbers
             expected = None
         if expected is None:
             continue
@@ -129,7 +133,11 @@ def _with_gradients(function, tensors):
     given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
     outputs = _tensors(function(*given))
     wanted, trained = [o for o in outputs if o.requires_grad], [t for t in given if t.requires_grad]
-    gradients = torch.autograd.grad(wanted, trained, [torch.ones_like(o) for o in wanted], materialize_grads=True) if wanted and trained else ()
+    gradients = (
+        torch.autograd.grad(wanted, trained, [torch.ones_like(o) for o in wanted], materialize_grads=True)
+        if wanted and trained
+        else ()
+    )
     return [o.detach() for o in outputs], list(gradients)
 
 
@@ -150,7 +158,7 @@ def _prove(name: str, graph, tensors, found: Findings) -> None:
             arguments = map_arg(node.kwargs, lambda n: values[n])
             try:
                 values[node] = run(node, values)
-            except Exception as e:                             # the op itself does not run on these
+            except Exception as e:  # the op itself does not run on these
                 found.letters[f"{name}: {op_name(node)} does not run: {e}"[:160]] = name
                 return
             if not spaces[2][about.key].has_rule:
@@ -160,58 +168,79 @@ def _prove(name: str, graph, tensors, found: Findings) -> None:
                     if any(not f.value.is_replicated for s in choice.strategies for f in (*s.operands, *s.outputs)):
                         found.wrong[f"{op_name(node)} in {name} is cut without a rule: {choice}"] = name
             elif about.random < 0:
-                arguments = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), dict(arguments))
+                arguments = pytree.tree_map_only(
+                    torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), dict(arguments)
+                )
                 _prove_op(name, node, arguments, spaces, found)
     found.functions[name].add(all_ruled)
 
 
 def _prove_op(name: str, node, arguments, spaces, found: Findings) -> None:
     rule = rule_of(op_name(node), {**typed(node.kwargs), "outputs": info(node).outputs})
-    if rule is None:                                           # it has no tensor operands: a literal
+    if rule is None:  # it has no tensor operands: a literal
         return
     with_form = rule.masked | rule.inside | (rule.made if op_name(node) == "arange" else frozenset())
-    if op_name(node).startswith(("empty", "new_empty")):       # what it holds is nobody's claim
+    if op_name(node).startswith(("empty", "new_empty")):  # what it holds is nobody's claim
         return
     draws = [(arguments, False)]
     for numbers in (FINITE, INFINITE) if op_name(node) not in READ_AS_PLACES else ():
         drawn = with_numbers(arguments, numbers)
         if drawn is not None and (finite := _is_finite(node.target, drawn)) is not None:
-            if not finite:                                     # there torch's own gradients depend on how numbers lie in memory
+            if not finite:  # there torch's own gradients depend on how numbers lie in memory
                 drawn = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, drawn)
             draws.append((drawn, not finite))
     for n, sites in spaces.items():
         for choice in sites[info(node).key].choices:
             strategy = choice.strategies[0]
             if strategy.cut is not None and with_form & set(strategy.cut.factors):
-                continue                                       # a local form computes it: tests of forms run those on ranks
+                continue  # a local form computes it: tests of forms run those on ranks
             floats = [t.is_floating_point() for t in _tensors(arguments)]
             if any(f.value.is_partial and not is_float for f, is_float in zip(strategy.operands, floats)):
-                continue                                       # truth values are parts of a sum on one device alone
+                continue  # truth values are parts of a sum on one device alone
             for values, is_infinite in draws:
-                if is_infinite and ("P" in repr(strategy) or "polynomial" in op_name(node)):      # parts of a sum of infinities are no numbers
+                if is_infinite and (
+                    "P" in repr(strategy) or "polynomial" in op_name(node)
+                ):  # parts of a sum of infinities are no numbers
                     continue
                 try:
                     prove(op_name(node), values, strategy, n)
                     found.proven += 1
                 except Exception as e:
-                    found.wrong[f"{op_name(node)} in {name}, {n} devices: {strategy}: {type(e).__name__}: {e}"[:300]] = name
+                    found.wrong[
+                        f"{op_name(node)} in {name}, {n} devices: {strategy}: {type(e).__name__}: {e}"[:300]
+                    ] = name
 
 
-READ_AS_PLACES = ("grid_sample", "grid_sampler_2d", "grid_sampler_3d")     # torch itself reads outside its memory at such coordinates
+READ_AS_PLACES = (
+    "grid_sample",
+    "grid_sampler_2d",
+    "grid_sampler_3d",
+)  # torch itself reads outside its memory at such coordinates
 FINITE = (0.0, 1.0, -1.0, 0.0, 2.0, 1.0, -100.0, 1e5, 0.5)
 INFINITE = (*FINITE, torch.inf, torch.nan, -torch.inf)
 
 
 def _is_finite(op, arguments) -> bool | None:
-    """Are the results and gradients finite? None where the op does not take these numbers: probabilities, say, lie between 0 and 1."""
+    """Are the results and gradients finite? None where the op does not take these numbers.
+
+    Probabilities, say, lie between 0 and 1.
+    """
     try:
         result = op.run(arguments)
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         wanted, given = ([t for t in side if t.requires_grad] for side in (outputs, _tensors(arguments)))
-        gradients = torch.autograd.grad(wanted, given, [torch.ones_like(t) for t in wanted], allow_unused=True) if wanted and given else ()
+        gradients = (
+            torch.autograd.grad(wanted, given, [torch.ones_like(t) for t in wanted], allow_unused=True)
+            if wanted and given
+            else ()
+        )
     except Exception:
         return None
-    return all(bool(torch.isfinite(t).all()) for t in (*outputs, *_tensors(arguments), *gradients) if t is not None and t.is_floating_point())
+    return all(
+        bool(torch.isfinite(t).all())
+        for t in (*outputs, *_tensors(arguments), *gradients)
+        if t is not None and t.is_floating_point()
+    )
 
 
 def _tensors(value):
@@ -239,7 +268,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     only = sys.argv[2].split(",") if len(sys.argv) > 2 else None
     found = audit([e for e in table() if only is None or e.name in only], int(sys.argv[1]))
-    print(f"{found.calls} calls of {len(found.functions)} functions, {sum(v == {True} for v in found.functions.values())} of them under rules throughout; {found.proven} strategies proven")
+    print(
+        f"{found.calls} calls of {len(found.functions)} functions, "
+        f"{sum(v == {True} for v in found.functions.values())} of them under rules throughout; {found.proven} "
+        "strategies proven"
+    )
     for title in ("without_rule", "letters", "raw", "wrong"):
         print(f"\n{title}: {len(getattr(found, title))}")
         for key in sorted(getattr(found, title)):

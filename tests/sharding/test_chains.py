@@ -57,9 +57,22 @@ def chains(draw):
 def strategy_of(op, arguments, operands, outputs, placements):
     types = tuple(TensorType.of(o) for o in outputs)
     named = {"tensors": [TensorType.of(t) for t in operands]} if op == "cat" else {"input": TensorType.of(operands[0])}
-    binding = rule_of(op, {**arguments, **named, "outputs": types}).bind([tuple(t.shape) for t in operands], [t.shape for t in types])
-    fitting = [s for s in strategies_on_one_axis(binding, [True] * len(operands), [True] * len(outputs)) if tuple(f.value for f in s.operands) == placements]
-    return next((s for s in fitting if s.cut is None or not s.cut.even or all(binding.sizes[f] % 2 == 0 for f in s.cut.factors)), None)
+    binding = rule_of(op, {**arguments, **named, "outputs": types}).bind(
+        [tuple(t.shape) for t in operands], [t.shape for t in types]
+    )
+    fitting = [
+        s
+        for s in strategies_on_one_axis(binding, [True] * len(operands), [True] * len(outputs))
+        if tuple(f.value for f in s.operands) == placements
+    ]
+    return next(
+        (
+            s
+            for s in fitting
+            if s.cut is None or not s.cut.even or all(binding.sizes[f] % 2 == 0 for f in s.cut.factors)
+        ),
+        None,
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -76,7 +89,7 @@ def test_a_shard_stays_a_shard_of_the_result(chain, summed):
         outputs = OPS[op].run({key: whole if op == "cat" else whole[0], **arguments})
         outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
         strategy = strategy_of(op, arguments, whole, outputs, tuple(placement))
-        if strategy is None:                                   # the rule does not carry this cut: a conversion would come here
+        if strategy is None:  # the rule does not carry this cut: a conversion would come here
             return
         flows = [f.value for f in strategy.outputs]
         made = []
@@ -85,7 +98,9 @@ def test_a_shard_stays_a_shard_of_the_result(chain, summed):
             if op == "view":
                 local["size"] = tuple(spread(outputs[0], flows[0], 2)[i].shape)
             if op == "split":
-                local["sections"] = tuple(spread(o, f, 2)[i].shape[arguments["dim"]] for o, f in zip(outputs, flows, strict=True))
+                local["sections"] = tuple(
+                    spread(o, f, 2)[i].shape[arguments["dim"]] for o, f in zip(outputs, flows, strict=True)
+                )
             result = OPS[op].run({key: parts[i] if op == "cat" else parts[i][0], **local})
             made.append(list(result) if isinstance(result, tuple) else [result])
         whole, placement, parts = outputs, flows, made

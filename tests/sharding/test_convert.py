@@ -1,4 +1,7 @@
-"""Conversions: every pair runs on ranks and gives the parts that torch.chunk gives; the found path is a cheapest one."""
+"""Conversions: every pair runs on ranks and gives the parts that torch.chunk gives.
+
+The found path is a cheapest one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ MESH = DeviceMesh((2, 2), ("dp", "tp"))
 
 def shardings(rank, mesh=MESH):
     placements = [R, P(), *(S(d) for d in range(rank))]
-    pairs = itertools.product(itertools.product(placements, repeat=len(mesh.shape)), itertools.permutations(range(len(mesh.shape))))
+    pairs = itertools.product(
+        itertools.product(placements, repeat=len(mesh.shape)), itertools.permutations(range(len(mesh.shape)))
+    )
     return sorted({Sharding(p, order) for p, order in pairs}, key=repr)
 
 
@@ -58,7 +63,7 @@ def run_all(rank, shape, work):
     for source, steps, parts in work:
         value = parts[tuple(here)]
         for step in localise(steps, shape, source, MESH, here)[0]:
-            step, = LocalStep.parse_all(repr(step))
+            (step,) = LocalStep.parse_all(repr(step))
             value = STEPS[step.kind](value, axes[step.axis], *(n for dim in step.dims for n in dim))
         left.append(value)
     return left
@@ -76,11 +81,15 @@ def test_every_pair_gives_the_right_parts_on_ranks(shape, threads):
         if not target.partial_axes:
             for where, expected in parts_of(whole, target, 0).items():
                 torch.testing.assert_close(left[where], expected, msg=lambda m, s=source, t=target: f"{s} to {t}\n{m}")
-        else:                                                  # parts of a sum are free, their sum is not
-            for where, expected in parts_of(whole, Sharding(tuple(R if p.is_partial else p for p in target.placements), target.order), 0).items():
+        else:  # parts of a sum are free, their sum is not
+            for where, expected in parts_of(
+                whole, Sharding(tuple(R if p.is_partial else p for p in target.placements), target.order), 0
+            ).items():
                 partial = target.partial_axes
                 group = [c for c in left if all(c[a] == where[a] for a in range(2) if a not in partial)]
-                torch.testing.assert_close(sum(left[c] for c in group), expected, msg=lambda m, s=source, t=target: f"{s} to {t}\n{m}")
+                torch.testing.assert_close(
+                    sum(left[c] for c in group), expected, msg=lambda m, s=source, t=target: f"{s} to {t}\n{m}"
+                )
 
 
 @pytest.mark.parametrize("text", ["all_gather(0)@dp", "all_to_all(0->1)@tp", "all_reduce@dp", "lodge@tp"])

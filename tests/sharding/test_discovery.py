@@ -19,7 +19,10 @@ def clipped(x: torch.Tensor) -> torch.Tensor:
 
 
 clipped.register_fake(torch.empty_like)
-clipped.register_autograd(lambda ctx, g: g * (ctx.saved_tensors[0].abs() < 100), setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]))
+clipped.register_autograd(
+    lambda ctx, g: g * (ctx.saved_tensors[0].abs() < 100),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
 
 
 @torch.library.custom_op("autopar_tests::every_second", mutates_args=())
@@ -58,7 +61,8 @@ CALLS = {
 }
 SUSPECTED = {
     "ops.autopar_tests.clipped.default": "a b -> a b",
-    "ops.autopar_tests.every_second.default": "",                # what depends on places is not as small on small parts: nothing is said
+    # what depends on places is not as small on small parts: nothing is said
+    "ops.autopar_tests.every_second.default": "",
     "ops.autopar_tests.the_rest.default": "",
     NINES: "w0_0! a, w1_0! -> a",
 }
@@ -73,7 +77,10 @@ def test_an_opaque_op_is_computed_whole_whatever_it_seems(op):
 
 @pytest.mark.parametrize("op", CALLS)
 def test_what_it_seems_is_a_line_for_its_owner(op):
-    """Sizes with parts odd and even, clips, and a token that stands in the op's own code are among what is drawn; sums are never suggested from looking."""
+    """Sizes with parts odd and even, clips, and a token that stands in the op's own code are among what is drawn.
+
+    Sums are never suggested from looking.
+    """
     assert site_of(CALLS[op], op).suspected == SUSPECTED[op]
 
 

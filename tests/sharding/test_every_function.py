@@ -20,7 +20,7 @@ def test_one_call_of_every_function(share):
     """Its strategies compute what it computes; what has no rule is computed whole on every device."""
     found = audit(table()[share::SHARES], most=1, first=share)
     held(found)
-    assert found.calls > 110 and len(found.functions) > 110    # four shares: more than 440 functions
+    assert found.calls > 110 and len(found.functions) > 110  # four shares: more than 440 functions
 
 
 @pytest.mark.nightly

@@ -1,7 +1,10 @@
-"""Conversions against a search that knows nothing of shardings: what each device holds, as arrays of element numbers, and what collectives do to that.
+"""Conversions against a search that knows nothing of shardings.
 
-A state is the contents of all devices, and over which axes they are parts of sums. A move acts on contents alone; where it leads is looked up among the contents of the shardings that numpy cuts. The
-cheapest way between any two is found by Dijkstra's algorithm over these states and must cost what the manager says.
+What each device holds, as arrays of element numbers, and what collectives do to that.
+
+A state is the contents of all devices, and over which axes they are parts of sums. A move acts on contents alone; where
+it leads is looked up among the contents of the shardings that numpy cuts. The cheapest way between any two is found by
+Dijkstra's algorithm over these states and must cost what the manager says.
 """
 
 from __future__ import annotations
@@ -35,10 +38,13 @@ def chunk(array, dim, n, i, blocks=()):
 
 
 def kept(size, cuts, where):
-    """The rows of a dim that a device keeps when axes cut it one after the other: each cuts, of each of its blocks, the rows that are still there. None where parts of blocks would be unequal."""
+    """The rows of a dim that a device keeps when axes cut it one after the other.
+
+    Each cuts, of each of its blocks, the rows that are still there. None where parts of blocks would be unequal.
+    """
     rows, blocked = np.arange(size), any(blocks for _, _, blocks in cuts)
     if any(len(set(blocks)) > 1 for _, _, blocks in cuts) and len({blocks for _, _, blocks in cuts}) > 1:
-        return None                                            # blocks of several sizes go with no other cut: what is left of them is not alike on all devices
+        return None  # blocks of several sizes go with no other cut: what is left of them is not alike on all devices
     for axis, n, blocks in cuts:
         pieces = [rows[(rows >= low) & (rows < high)] for low, high in edges_of(size, blocks)]
         pieces = [p for p in pieces if len(p)]
@@ -71,7 +77,15 @@ class World:
         for device in self.devices:
             mine = whole
             for dim, size in enumerate(self.shape):
-                rows = kept(size, [(a, self.mesh.shape[a], placements[a].blocks) for a in order if placements[a].is_shard and placements[a].dim == dim], device)
+                rows = kept(
+                    size,
+                    [
+                        (a, self.mesh.shape[a], placements[a].blocks)
+                        for a in order
+                        if placements[a].is_shard and placements[a].dim == dim
+                    ],
+                    device,
+                )
                 if rows is None or not len(rows):
                     return None
                 mine = np.take(mine, rows, axis=dim)
@@ -89,7 +103,7 @@ class World:
             gather_s, exchange_s = self.prices(axis, n)
 
             def group(d, axis=axis, n=n):
-                return [(*d[:axis], i, *d[axis + 1:]) for i in range(n)]
+                return [(*d[:axis], i, *d[axis + 1 :]) for i in range(n)]
 
             def result(made, new, seconds):
                 return self.key([made[d] for d in self.devices], new), seconds
@@ -119,27 +133,48 @@ class World:
                         yield result(made, partial, exchange_s(total / n))
 
     def prices(self, axis, n):
-        """Seconds of a gather to so many bytes, and of an exchange of so many held: first between nodes, then inside; all between them where groups lie unlike in nodes."""
-        stride = int(np.prod(self.mesh.shape[axis + 1:]))
-        counts = [np.unique([(first + i * stride) // CLUSTER.devices_per_node for i in range(n)], return_counts=True)[1] for first in range(self.mesh.size) if first // stride % n == 0]
+        """Seconds of a gather to so many bytes, and of an exchange of so many held: first between nodes, then inside.
+
+        All between them where groups lie unlike in nodes.
+        """
+        stride = int(np.prod(self.mesh.shape[axis + 1 :]))
+        counts = [
+            np.unique([(first + i * stride) // CLUSTER.devices_per_node for i in range(n)], return_counts=True)[1]
+            for first in range(self.mesh.size)
+            if first // stride % n == 0
+        ]
         alike = len({c for count in counts for c in count}) == 1
         here = int(counts[0][0]) if alike else 1
         levels = [(k, link) for k, link in ((here, CLUSTER.links[0]), (n // here, CLUSTER.links[1])) if k > 1]
 
         def gather_s(total):
             shares = [total, total / here] if here > 1 else [total]
-            return sum(link.latency_s + (k - 1) / k * share / link.bytes_per_s for (k, link), share in zip(levels, shares, strict=False))
+            return sum(
+                link.latency_s + (k - 1) / k * share / link.bytes_per_s
+                for (k, link), share in zip(levels, shares, strict=False)
+            )
 
         def exchange_s(held):
-            return sum(link.latency_s + (k - 1) / k * (held / (n // here) if link is CLUSTER.links[0] else held) / link.bytes_per_s for k, link in levels)
+            return sum(
+                link.latency_s
+                + (k - 1) / k * (held / (n // here) if link is CLUSTER.links[0] else held) / link.bytes_per_s
+                for k, link in levels
+            )
 
         return gather_s, exchange_s
 
     def runs(self, contents, n=1):
-        """Every dim, and the runs that a collective could put in order by itself on one device: equal ones, and what is left of the blocks."""
+        """Every dim, and the runs that a collective could put in order by itself on one device.
+
+        Equal ones, and what is left of the blocks.
+        """
         for dim in range(len(self.shape)):
             size = next(iter(contents.values())).shape[dim] * n
-            mine = {tuple(b * size // self.shape[dim] for b in blocks) for d, blocks in self.cuts if d == dim and blocks and all(b * size % self.shape[dim] == 0 for b in blocks)}
+            mine = {
+                tuple(b * size // self.shape[dim] for b in blocks)
+                for d, blocks in self.cuts
+                if d == dim and blocks and all(b * size % self.shape[dim] == 0 for b in blocks)
+            }
             equal = {(size // k,) * k for k in (2, 3, 4, 6, 8) if size % k == 0} if self.blocked else set()
             for blocks in [(), *sorted(mine | equal)]:
                 yield dim, blocks
@@ -154,12 +189,18 @@ class World:
         made = {}
         for d in contents:
             parts = [contents[g] for g in group(d)]
-            if any(p.shape[:dim] + p.shape[dim + 1:] != parts[0].shape[:dim] + parts[0].shape[dim + 1:] for p in parts):
+            if any(
+                p.shape[:dim] + p.shape[dim + 1 :] != parts[0].shape[:dim] + parts[0].shape[dim + 1 :] for p in parts
+            ):
                 return None
             if blocks:
                 if any(p.shape[dim] * n != sum(blocks) for p in parts) or any(b % n for b in blocks):
                     return None
-                pieces = [np.take(p, range(a, b), axis=dim) for a, b in edges_of(parts[0].shape[dim], [b // n for b in blocks]) for p in parts]
+                pieces = [
+                    np.take(p, range(a, b), axis=dim)
+                    for a, b in edges_of(parts[0].shape[dim], [b // n for b in blocks])
+                    for p in parts
+                ]
                 made[d] = np.concatenate(pieces, axis=dim)
             else:
                 made[d] = np.concatenate(parts, axis=dim)
@@ -191,13 +232,27 @@ def compare(mesh, shape, blocked=(), pairs=None):
     for a, b in everything if pairs is None else random.Random(0).sample(everything, pairs):
         source, target = world.states[a], world.states[b]
         if blocked and not any(p.blocks for s in (source, target) for p in s.placements):
-            continue                                           # the manager takes a way through blocks only where an end has them: a plain pair could win 0.03 % here
+            # the manager takes a way through blocks only where an end has them: a plain pair could win 0.03 % here
+            continue
         found = manager.path(shape, 4, source, target).seconds
         assert found == pytest.approx(costs[a, b], rel=1e-9), (source, target)
     return len(everything)
 
 
-@pytest.mark.parametrize("mesh, shape", [((2,), (64, 32)), ((3,), (63, 32, 9)), ((4,), (7, 64)), ((2, 2), (64, 48)), ((2, 3), (60, 36)), ((2, 4), (64, 32, 16)), ((2, 2), (7, 5)), ((2, 2), (9, 64, 3))], ids=str)
+@pytest.mark.parametrize(
+    "mesh, shape",
+    [
+        ((2,), (64, 32)),
+        ((3,), (63, 32, 9)),
+        ((4,), (7, 64)),
+        ((2, 2), (64, 48)),
+        ((2, 3), (60, 36)),
+        ((2, 4), (64, 32, 16)),
+        ((2, 2), (7, 5)),
+        ((2, 2), (9, 64, 3)),
+    ],
+    ids=str,
+)
 def test_every_pair_costs_what_the_cheapest_way_costs(mesh, shape):
     assert compare(DeviceMesh(mesh), shape) >= 16
 
@@ -211,6 +266,17 @@ def test_a_sample_of_blocks_on_three_axes(blocks):
     compare(DeviceMesh((2, 2, 2)), (32, 16), [(0, blocks)], pairs=1500)
 
 
-@pytest.mark.parametrize("mesh, blocks", [((2,), (32, 32)), ((2,), (32, 16, 16)), ((2, 2), (32, 32)), ((2, 2), (32, 16, 16)), ((2, 2), (16, 16, 16, 16)), ((4, 2), (16, 16, 16, 16))], ids=str)
+@pytest.mark.parametrize(
+    "mesh, blocks",
+    [
+        ((2,), (32, 32)),
+        ((2,), (32, 16, 16)),
+        ((2, 2), (32, 32)),
+        ((2, 2), (32, 16, 16)),
+        ((2, 2), (16, 16, 16, 16)),
+        ((4, 2), (16, 16, 16, 16)),
+    ],
+    ids=str,
+)
 def test_shards_by_blocks(mesh, blocks):
     compare(DeviceMesh(mesh), (64, 32), [(0, blocks)])

@@ -24,7 +24,9 @@ def test_ranks_are_row_major():
     assert [MESH.rank(MESH.coordinate(r)) for r in range(24)] == list(range(24)) and MESH.coordinate(17) == (1, 1, 1)
     grid = np.arange(24).reshape(2, 3, 4)
     for a, name in enumerate(MESH.axes):
-        assert sorted(MESH.groups(name)) == sorted(map(tuple, np.moveaxis(grid, a, -1).reshape(-1, grid.shape[a]).tolist()))
+        assert sorted(MESH.groups(name)) == sorted(
+            map(tuple, np.moveaxis(grid, a, -1).reshape(-1, grid.shape[a]).tolist())
+        )
 
 
 def test_parts_of_a_mesh_are_meshes():
@@ -40,7 +42,9 @@ def test_torchs_own_mesh_is_taken_as_it_is(fake_world):
     with fake_world(8):
         theirs = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         assert DeviceMesh.of(theirs) == DeviceMesh((2, 4), ("dp", "tp"))
-        turned = torch.distributed.device_mesh.DeviceMesh("cpu", torch.arange(8).view(2, 4).t().contiguous(), mesh_dim_names=("tp", "dp"))
+        turned = torch.distributed.device_mesh.DeviceMesh(
+            "cpu", torch.arange(8).view(2, 4).t().contiguous(), mesh_dim_names=("tp", "dp")
+        )
         ours = DeviceMesh.of(turned)
         assert ours.ranks == (0, 4, 1, 5, 2, 6, 3, 7) and ours.coordinate(5) == (1, 1)
         assert torch.equal(ours.to_torch("cpu").mesh, turned.mesh)
@@ -49,7 +53,9 @@ def test_torchs_own_mesh_is_taken_as_it_is(fake_world):
 def test_ranks_in_another_order_train_alike(threads):
     model, batch = mlp_case()
     mesh = DeviceMesh((2, 2), ("dp", "tp"), ranks=(0, 2, 1, 3))
-    plan = autopar.Plan.from_dict(autopar.plan(model, batch, mesh=mesh, constraints={"blocks.0.up.weight": "S(0)@dp, S(1)@tp"}).to_dict())
+    plan = autopar.Plan.from_dict(
+        autopar.plan(model, batch, mesh=mesh, constraints={"blocks.0.up.weight": "S(0)@dp, S(1)@tp"}).to_dict()
+    )
     assert plan.mesh == mesh
     expected = model(**batch)
 
@@ -68,7 +74,9 @@ def test_ranks_that_do_not_ascend_are_a_letter_at_run_time(fake_world):
         DeviceMesh((2, 2), None, (3, 0, 2, 1)).to_torch("cpu")
 
 
-@pytest.mark.parametrize("shape, axes, ranks", [(2.5, None, ()), (None, None, ()), ((2,), 5, ()), ((2,), None, 5), ((2,), None, (0.0, 1.0))])
+@pytest.mark.parametrize(
+    "shape, axes, ranks", [(2.5, None, ()), (None, None, ()), ((2,), 5, ()), ((2,), None, 5), ((2,), None, (0.0, 1.0))]
+)
 def test_what_is_no_mesh_is_a_letter(shape, axes, ranks):
     with pytest.raises(BadSharding):
         DeviceMesh(shape, axes, ranks)
@@ -86,17 +94,24 @@ def test_an_axis_of_size_one_is_no_axis():
 def test_an_axis_that_spans_nodes_is_priced_on_both_levels():
     cluster = Cluster.of("h100-8x4")
     inner, outer = cluster.links
-    assert cluster.levels(DeviceMesh((4, 8)), 1) == ((8, inner),) and cluster.levels(DeviceMesh((4, 8)), 0) == ((4, outer),)
+    assert cluster.levels(DeviceMesh((4, 8)), 1) == ((8, inner),) and cluster.levels(DeviceMesh((4, 8)), 0) == (
+        (4, outer),
+    )
     assert cluster.levels(DeviceMesh(32), 0) == cluster.levels(DeviceMesh((1, 32)), 1) == ((8, inner), (4, outer))
-    assert cluster.levels(DeviceMesh((16, 2)), 0) == ((4, inner), (4, outer)) and cluster.levels(DeviceMesh((8, 3)), 0) == ((8, outer),)
+    assert cluster.levels(DeviceMesh((16, 2)), 0) == ((4, inner), (4, outer)) and cluster.levels(
+        DeviceMesh((8, 3)), 0
+    ) == ((8, outer),)
     got = step_seconds("all_gather", cluster.levels(DeviceMesh(32), 0), 1e9, cluster.device)
-    assert got == pytest.approx(outer.latency_s + 3 / 4 * 1e9 / 8 / outer.bytes_per_s + inner.latency_s + 7 / 8 * 1e9 / inner.bytes_per_s)
+    assert got == pytest.approx(
+        outer.latency_s + 3 / 4 * 1e9 / 8 / outer.bytes_per_s + inner.latency_s + 7 / 8 * 1e9 / inner.bytes_per_s
+    )
     flat = outer.latency_s + 31 / 32 * 1e9 / outer.bytes_per_s
     assert got < flat / 4
     assert step_seconds("all_reduce", cluster.levels(DeviceMesh(32), 0), 1e9, cluster.device) == pytest.approx(2 * got)
 
 
 # -- a mesh from a table
+
 
 def tables(groups, inner, middle, outer, seed, noise=0.0):
     """Ranks shuffled into groups of groups; bandwidths by how far apart they stand."""
@@ -106,7 +121,13 @@ def tables(groups, inner, middle, outer, seed, noise=0.0):
     bandwidth = np.empty((n, n))
     for a, b in itertools.product(range(n), repeat=2):
         x, y = place[a], place[b]
-        near = inner if x // groups[2] == y // groups[2] else middle if x // (groups[1] * groups[2]) == y // (groups[1] * groups[2]) else outer
+        near = (
+            inner
+            if x // groups[2] == y // groups[2]
+            else middle
+            if x // (groups[1] * groups[2]) == y // (groups[1] * groups[2])
+            else outer
+        )
         bandwidth[a, b] = near * (1 + noise * rng.random())
     bandwidth = np.minimum(bandwidth, bandwidth.T)
     return np.full((n, n), 1e-6), bandwidth
@@ -115,10 +136,16 @@ def tables(groups, inner, middle, outer, seed, noise=0.0):
 def slowest(mesh, latency, bandwidth):
     """The slowest pair in a group of each axis, innermost first."""
     distance = latency + 2**24 / bandwidth
-    return tuple(max(distance[a, b] for group in mesh.groups(x) for a, b in itertools.combinations(group, 2)) for x in reversed(range(len(mesh.shape))))
+    return tuple(
+        max(distance[a, b] for group in mesh.groups(x) for a, b in itertools.combinations(group, 2))
+        for x in reversed(range(len(mesh.shape)))
+    )
 
 
-@pytest.mark.parametrize("groups, shape", [((1, 2, 4), (2, 4)), ((2, 2, 2), (2, 2, 2)), ((1, 4, 2), (4, 2)), ((2, 4, 4), (2, 4, 4)), ((4, 2, 8), (4, 2, 8))])
+@pytest.mark.parametrize(
+    "groups, shape",
+    [((1, 2, 4), (2, 4)), ((2, 2, 2), (2, 2, 2)), ((1, 4, 2), (4, 2)), ((2, 4, 4), (2, 4, 4)), ((4, 2, 8), (4, 2, 8))],
+)
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_shuffled_machines_are_found(groups, shape, noise):
     for seed in range(3):
@@ -139,12 +166,17 @@ def test_no_order_of_ranks_has_faster_links_inside(shape):
         bandwidth = (bandwidth + bandwidth.T) / 2
         latency = np.full((n, n), 1e-6)
         found = slowest(logical_mesh(latency, bandwidth, shape), latency, bandwidth)
-        best = min(slowest(DeviceMesh(shape, None, (0, *rest)), latency, bandwidth)[0] for rest in itertools.permutations(range(1, n)))
+        best = min(
+            slowest(DeviceMesh(shape, None, (0, *rest)), latency, bandwidth)[0]
+            for rest in itertools.permutations(range(1, n))
+        )
         assert found[0] == pytest.approx(best)
 
 
 def test_rails_stand_opposite_each_other():
-    """Two nodes of four: inside all is fast, between nodes each device has one partner that is near, and they are numbered at random."""
+    """Two nodes of four: inside all is fast, between nodes each device has one partner that is near, and they are
+    numbered at random.
+    """
     for seed in range(5):
         partner = np.random.default_rng(seed).permutation(4)
         bandwidth = np.full((8, 8), 1e9)
@@ -155,7 +187,15 @@ def test_rails_stand_opposite_each_other():
         assert slowest(mesh, np.full((8, 8), 1e-6), bandwidth)[1] == pytest.approx(1e-6 + 2**24 / 5e10)
 
 
-@pytest.mark.parametrize("latency, bandwidth, shape", [(np.ones((2, 3)), np.ones((2, 3)), None), (np.ones((2, 2)), np.zeros((2, 2)), None), (np.ones((4, 4)), np.ones((4, 4)), (3, 2)), (np.full((2, 2), np.nan), np.ones((2, 2)), None)])
+@pytest.mark.parametrize(
+    "latency, bandwidth, shape",
+    [
+        (np.ones((2, 3)), np.ones((2, 3)), None),
+        (np.ones((2, 2)), np.zeros((2, 2)), None),
+        (np.ones((4, 4)), np.ones((4, 4)), (3, 2)),
+        (np.full((2, 2), np.nan), np.ones((2, 2)), None),
+    ],
+)
 def test_a_table_that_cannot_be_is_a_letter(latency, bandwidth, shape):
     with pytest.raises(BadCluster):
         logical_mesh(latency, bandwidth, shape)

@@ -14,7 +14,9 @@ from autopar.sharding.placement import Flow, Sharding, every_part_holds_somethin
 MESH = DeviceMesh((2, 4), ("dp", "tp"))
 
 
-@pytest.mark.parametrize("text", ["R", "S(0)@dp", "S(1)@tp", "S(0)@dp, S(0)@tp", "S(0)@tp, S(0)@dp", "P(sum)@dp, S(2)@tp"])
+@pytest.mark.parametrize(
+    "text", ["R", "S(0)@dp", "S(1)@tp", "S(0)@dp, S(0)@tp", "S(0)@tp, S(0)@dp", "P(sum)@dp, S(2)@tp"]
+)
 def test_a_sharding_reads_what_it_writes(text):
     assert Sharding.parse(text, MESH).text(MESH.axes) == text
 
@@ -28,7 +30,9 @@ def test_on_one_axis_a_sharding_is_its_placement():
     assert Sharding((S(0),)) == S(0) and hash(Sharding((S(0),))) == hash(S(0)) and Sharding((S(0),)) != R
 
 
-@pytest.mark.parametrize("text, flow", [("R", Flow(R, R)), ("S(1)", Flow(S(1), S(1))), ("P(sum)", Flow(P(), R)), ("R/P(sum)", Flow(R, P()))])
+@pytest.mark.parametrize(
+    "text, flow", [("R", Flow(R, R)), ("S(1)", Flow(S(1), S(1))), ("P(sum)", Flow(P(), R)), ("R/P(sum)", Flow(R, P()))]
+)
 def test_a_placement_alone_stands_for_a_flow(text, flow):
     assert Flow.parse(text) == flow and repr(flow) == text
 
@@ -44,7 +48,7 @@ def test_parts_are_those_of_chunk(size, parts):
     pieces = torch.arange(size).chunk(parts)
     for i in range(parts):
         start, length = part(size, parts, i)
-        assert torch.arange(size)[start:start + length].tolist() == (pieces[i].tolist() if i < len(pieces) else [])
+        assert torch.arange(size)[start : start + length].tolist() == (pieces[i].tolist() if i < len(pieces) else [])
 
 
 @given(st.integers(1, 30), st.lists(st.integers(1, 4), min_size=1, max_size=3))
@@ -55,7 +59,9 @@ def test_no_part_is_empty_when_it_is_said_so(size, parts):
     assert every_part_holds_something(size, parts) == (smallest > 0)
 
 
-@pytest.mark.parametrize("shape, axes", [((0,), None), ((2, 2), ("a",)), ((2, 2), ("a", "a")), ((2,), ("a@b",)), ((), None), ((True,), None)])
+@pytest.mark.parametrize(
+    "shape, axes", [((0,), None), ((2, 2), ("a",)), ((2, 2), ("a", "a")), ((2,), ("a@b",)), ((), None), ((True,), None)]
+)
 def test_a_mesh_that_cannot_be_is_a_letter(shape, axes):
     with pytest.raises(BadSharding):
         DeviceMesh(shape, axes)
@@ -64,5 +70,9 @@ def test_a_mesh_that_cannot_be_is_a_letter(shape, axes):
 @pytest.mark.parametrize("name", ["generic", "a100", "h100", "h200", "l4", "rtx4090"])
 def test_a_cluster_file_says_where_its_figures_are_from(name):
     cluster = Cluster.of(f"{name}-4x2")
-    assert (cluster.devices_per_node, cluster.nodes, len(cluster.links)) == (4, 2, 2) and {n for n, _ in cluster.sources} == {"device", "links"}
-    assert cluster.links[0].bytes_per_s > cluster.links[1].bytes_per_s and cluster.device.rate("bfloat16") > cluster.device.rate("float32") >= cluster.device.rate("float64")
+    assert (cluster.devices_per_node, cluster.nodes, len(cluster.links)) == (4, 2, 2) and {
+        n for n, _ in cluster.sources
+    } == {"device", "links"}
+    assert cluster.links[0].bytes_per_s > cluster.links[1].bytes_per_s and cluster.device.rate(
+        "bfloat16"
+    ) > cluster.device.rate("float32") >= cluster.device.rate("float64")

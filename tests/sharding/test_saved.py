@@ -1,4 +1,6 @@
-"""The table of saved bytes: on a CPU against what autograd really packs, on a GPU against what its kernels are known not to keep."""
+"""The table of saved bytes: on a CPU against what autograd really packs, on a GPU against what its kernels are known
+not to keep.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,52 @@ from tests.zoo.replay import as_call
 from tests.zoo.tables import ZOO
 
 CPU = replace(Cluster.of("generic"), device=replace(Cluster.of("generic").device, kernels="cpu"))
-EXACT = ("hf_gpt2_eager", "hf_llama", "hf_llama_eager", "hf_mistral", "hf_qwen3", "hf_gemma2_eager", "hf_gemma3", "hf_phi3", "hf_gptneox", "hf_gptj_eager", "hf_bloom_eager", "hf_opt", "hf_olmo2",
-         "hf_mixtral_batched_mm", "hf_bert_eager", "hf_albert", "hf_bart", "hf_vit", "hf_convnext", "hf_clip", "hf_whisper")
-NEAR = ("hf_gpt2", "hf_bert", "hf_t5", "hf_swin", "hf_resnet", "hf_mamba_eager", "hf_detr", "hf_wav2vec2_nolabel")     # torch's plain attention with dropout on a CPU makes copies that are not in the table
+EXACT = (
+    "hf_gpt2_eager",
+    "hf_llama",
+    "hf_llama_eager",
+    "hf_mistral",
+    "hf_qwen3",
+    "hf_gemma2_eager",
+    "hf_gemma3",
+    "hf_phi3",
+    "hf_gptneox",
+    "hf_gptj_eager",
+    "hf_bloom_eager",
+    "hf_opt",
+    "hf_olmo2",
+    "hf_mixtral_batched_mm",
+    "hf_bert_eager",
+    "hf_albert",
+    "hf_bart",
+    "hf_vit",
+    "hf_convnext",
+    "hf_clip",
+    "hf_whisper",
+)
+NEAR = (
+    "hf_gpt2",
+    "hf_bert",
+    "hf_t5",
+    "hf_swin",
+    "hf_resnet",
+    "hf_mamba_eager",
+    "hf_detr",
+    "hf_wav2vec2_nolabel",
+)  # torch's plain attention with dropout on a CPU makes copies that are not in the table
 
 
 def packed(graph, model, args, kwargs) -> int:
     """Bytes that autograd packs in one forward, each memory once, without what is there anyway."""
-    there = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *args, *(v for v in kwargs.values() if isinstance(v, torch.Tensor)))}
+    there = {
+        t.untyped_storage()._cdata
+        for t in (
+            *model.parameters(),
+            *model.buffers(),
+            *args,
+            *(v for v in kwargs.values() if isinstance(v, torch.Tensor)),
+        )
+    }
     held = {}
 
     def pack(tensor):
@@ -38,7 +78,14 @@ def packed(graph, model, args, kwargs) -> int:
     return sum(s.nbytes() for s in held.values())
 
 
-@pytest.mark.parametrize("name, tolerance", [pytest.param(n, t, marks=[pytest.mark.nightly] if "mixtral" in n else []) for names, t in ((EXACT, 0.001), (NEAR, 0.14)) for n in names])
+@pytest.mark.parametrize(
+    "name, tolerance",
+    [
+        pytest.param(n, t, marks=[pytest.mark.nightly] if "mixtral" in n else [])
+        for names, t in ((EXACT, 0.001), (NEAR, 0.14))
+        for n in names
+    ],
+)
 def test_the_table_is_what_autograd_packs(name, tolerance):
     entry = ZOO[name]
     torch.manual_seed(0)
@@ -65,10 +112,14 @@ def test_a_plan_for_a_gpu_made_on_a_laptop_shows_no_square_of_the_sequence():
     assert any("no padding (declared), at masking_utils.py:" in a for a in graph.assumptions)
     table = saved(graph, "h100")
     assert not [row for row in table if row.shape and row.shape.count(length) > 1]
-    made = {row.node: row.nbytes for row in table if row.what.endswith("scaled_dot_product_attention") and row.shape is None}
-    assert set(made.values()) == {4 * 32 * length}             # one float32 a row of each of 32 heads
+    made = {
+        row.node: row.nbytes for row in table if row.what.endswith("scaled_dot_product_attention") and row.shape is None
+    }
+    assert set(made.values()) == {4 * 32 * length}  # one float32 a row of each of 32 heads
     with_masks = ColoTracer().trace(model, batch)
-    assert [n for n in with_masks.nodes for t in info(n).outputs if t.shape.count(length) > 1]     # what is not declared is not assumed
+    assert [
+        n for n in with_masks.nodes for t in info(n).outputs if t.shape.count(length) > 1
+    ]  # what is not declared is not assumed
 
 
 @pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama", "hf_qwen3", "hf_bert", "hf_bart", "hf_opt"])
@@ -78,5 +129,7 @@ def test_without_padding_the_declared_graph_computes_the_same(name):
     model = entry.build().eval()
     _, kwargs = as_call(entry.inputs())
     graph = ColoTracer().trace(model, kwargs, assume=Assume(no_padding=True))
-    assert not any(n.kwargs.get("attn_mask") is not None for n in graph.nodes if op_name(n) == "scaled_dot_product_attention")
+    assert not any(
+        n.kwargs.get("attn_mask") is not None for n in graph.nodes if op_name(n) == "scaled_dot_product_attention"
+    )
     torch.testing.assert_close(graph.module(model)(**kwargs).logits, model(**kwargs).logits, rtol=1e-5, atol=1e-6)

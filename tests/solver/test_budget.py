@@ -27,7 +27,7 @@ from tests.solver.test_program import spaces
 
 @st.composite
 def spaces_with_memory(draw):
-    """A random small space, with random pieces of memory over a few times, and sometimes communication beside compute."""
+    """A random small space with pieces of memory over a few times, sometimes with communication beside compute."""
     space = draw(spaces())
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     ops = tuple(f"op{i}" for i in range(draw(st.integers(1, 3))))
@@ -35,16 +35,51 @@ def spaces_with_memory(draw):
     for i, site in enumerate(space.sites):
         for _ in range(rng.integers(0, 3)):
             first = int(rng.integers(0, 2 * len(ops) + 1))
-            pieces.append(Piece("transients", i, False, rng.integers(0, 40, len(site.choices)).astype(float), first, int(rng.integers(first, 2 * len(ops) + 1))))
+            pieces.append(
+                Piece(
+                    "transients",
+                    i,
+                    False,
+                    rng.integers(0, 40, len(site.choices)).astype(float),
+                    first,
+                    int(rng.integers(first, 2 * len(ops) + 1)),
+                )
+            )
     for k, e in enumerate(space.edges):
         first = int(rng.integers(0, 2 * len(ops) + 1))
-        pieces.append(Piece("gradients", k, True, rng.integers(0, 40, e.seconds.shape).astype(float), first, int(rng.integers(first, 2 * len(ops) + 1))))
+        pieces.append(
+            Piece(
+                "gradients",
+                k,
+                True,
+                rng.integers(0, 40, e.seconds.shape).astype(float),
+                first,
+                int(rng.integers(first, 2 * len(ops) + 1)),
+            )
+        )
     windows = []
     for _ in range(draw(st.integers(0, 3)) if space.edges else 0):
-        part = {int(k): np.where(np.isfinite(space.edges[k].seconds), space.edges[k].seconds, 0) * rng.choice([0, 0.5, 1]) for k in rng.choice(len(space.edges), 2)}
-        windows.append(Window("w", int(rng.integers(1, 3)), tuple(part.items()), tuple((int(i), space.sites[i].seconds * 0.5) for i in set(rng.choice(len(space.sites), 2).tolist()))))
-    share = max(1, sum(w.times for w in windows))              # no more is hidden than there is
-    windows = [replace(w, communication=tuple((k, t / share) for k, t in w.communication), compute=tuple((i, c / share) for i, c in w.compute)) for w in windows]
+        part = {
+            int(k): np.where(np.isfinite(space.edges[k].seconds), space.edges[k].seconds, 0) * rng.choice([0, 0.5, 1])
+            for k in rng.choice(len(space.edges), 2)
+        }
+        windows.append(
+            Window(
+                "w",
+                int(rng.integers(1, 3)),
+                tuple(part.items()),
+                tuple((int(i), space.sites[i].seconds * 0.5) for i in set(rng.choice(len(space.sites), 2).tolist())),
+            )
+        )
+    share = max(1, sum(w.times for w in windows))  # no more is hidden than there is
+    windows = [
+        replace(
+            w,
+            communication=tuple((k, t / share) for k, t in w.communication),
+            compute=tuple((i, c / share) for i, c in w.compute),
+        )
+        for w in windows
+    ]
     return replace(space, memory=Memory(tuple(pieces), ops), windows=tuple(windows))
 
 
@@ -52,10 +87,18 @@ def everything(space):
     """Seconds and peak of every assignment, added up here."""
     counted = Budgeted(space)
     for pick in itertools.product(*(range(len(s.choices)) for s in space.sites)):
-        seconds = sum(s.seconds[i] for s, i in zip(space.sites, pick)) + sum(e.seconds[e.given_by[pick[e.source]], e.taken_by[pick[e.target]]] for e in space.edges)
+        seconds = sum(s.seconds[i] for s, i in zip(space.sites, pick)) + sum(
+            e.seconds[e.given_by[pick[e.source]], e.taken_by[pick[e.target]]] for e in space.edges
+        )
         if np.isfinite(seconds):
             for w in space.windows:
-                moved = sum(t[space.edges[k].given_by[pick[space.edges[k].source]], space.edges[k].taken_by[pick[space.edges[k].target]]] for k, t in w.communication)
+                moved = sum(
+                    t[
+                        space.edges[k].given_by[pick[space.edges[k].source]],
+                        space.edges[k].taken_by[pick[space.edges[k].target]],
+                    ]
+                    for k, t in w.communication
+                )
                 seconds -= w.times * min(moved, sum(c[pick[i]] for i, c in w.compute))
         held = [0.0] * (2 * len(space.memory.ops) + 1)
         for p in space.memory.pieces:
@@ -77,12 +120,23 @@ def test_under_a_budget_the_solver_agrees_with_trying_everything(space, share, s
     budget = low + share * (high - low) + 0.5
     best = min(s for s, p in all_ if p <= budget)
     plan = solve(space, solver, budget=budget)
-    assert plan.step_time_s == pytest.approx(best, abs=1e-12) and plan.peak_bytes <= budget and plan.lower_bound_s <= best + 1e-12
+    assert (
+        plan.step_time_s == pytest.approx(best, abs=1e-12)
+        and plan.peak_bytes <= budget
+        and plan.lower_bound_s <= best + 1e-12
+    )
     free = solve(space, solver)
-    assert free.step_time_s == pytest.approx(min(s for s, _ in all_), abs=1e-12) and free.lower_bound_s <= free.step_time_s + 1e-15
+    assert (
+        free.step_time_s == pytest.approx(min(s for s, _ in all_), abs=1e-12)
+        and free.lower_bound_s <= free.step_time_s + 1e-15
+    )
     counted = Budgeted(space)
     outcome = counted.fastest(budget, 0.0)
-    assert not outcome.hopeless and outcome.bound <= best + 1e-12 and (outcome.best is None or (outcome.best.seconds >= best - 1e-12 and outcome.best.peak <= budget))
+    assert (
+        not outcome.hopeless
+        and outcome.bound <= best + 1e-12
+        and (outcome.best is None or (outcome.best.seconds >= best - 1e-12 and outcome.best.peak <= budget))
+    )
     found, bound = counted.smallest()
     assert bound <= low + 1e-6 and found.peak >= low - 1e-6
     if low > 1:
@@ -91,19 +145,37 @@ def test_under_a_budget_the_solver_agrees_with_trying_everything(space, share, s
 
 
 def gpt2(layers=2):
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers, n_embd=64, n_head=4, vocab_size=512, n_positions=64)).train()
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=layers, n_embd=64, n_head=4, vocab_size=512, n_positions=64)
+    ).train()
     ids = torch.zeros(8, 64, dtype=torch.long)
     return model, {"input_ids": ids, "labels": ids}
 
 
 def llama(layers=1):
-    config = transformers.LlamaConfig(num_hidden_layers=layers, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=256, max_position_embeddings=64)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=64,
+    )
     ids = torch.zeros(8, 32, dtype=torch.long)
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
 def convolutions():
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Conv2d(16, 32, 3, stride=2, padding=1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(32 * 64, 8))
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, padding=1),
+        torch.nn.BatchNorm2d(16),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(32 * 64, 8),
+    )
     return model, (torch.zeros(16, 3, 16, 16),)
 
 
@@ -113,12 +185,18 @@ MODELS = {"gpt2": gpt2, "mlp": mlp_case, "llama": llama, "convolutions": convolu
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n == "llama" else n for n in MODELS])
 def test_more_memory_is_never_slower(name):
     model, batch = MODELS[name]()
-    how = {"mesh": (2,) if name == "llama" else (2, 2), "loss": (lambda out, inputs: out.square().mean()) if name == "convolutions" else None}
+    how = {
+        "mesh": (2,) if name == "llama" else (2, 2),
+        "loss": (lambda out, inputs: out.square().mean()) if name == "convolutions" else None,
+    }
     free = autopar.plan(model, batch, **how)
     with pytest.raises(Infeasible) as letter:
         autopar.plan(model, batch, **how, memory_budget=1)
     least = int(letter.value.advice.split("=")[1].split(",")[0])
-    plans = [autopar.plan(model, batch, **how, memory_budget=int(least + (free.peak_bytes - least) * k / 10)) for k in range(11)]
+    plans = [
+        autopar.plan(model, batch, **how, memory_budget=int(least + (free.peak_bytes - least) * k / 10))
+        for k in range(11)
+    ]
     assert all(p.peak_bytes <= p.budget for p in plans)
     assert all(a.step_time_s >= b.step_time_s * (1 - 1e-9) for a, b in itertools.pairwise(plans))
     assert plans[-1].step_time_s == pytest.approx(free.step_time_s) and len({p.step_time_s for p in plans}) >= 5
@@ -134,10 +212,14 @@ def test_a_budget_that_cannot_be_read_is_a_letter(budget):
         autopar.plan(model, batch, mesh=2, memory_budget=budget)
 
 
-@pytest.mark.parametrize("text, nbytes", [("16GiB", 16 * 2**30), ("1.5 GB", 1_500_000_000), ("4096", 4096), (2**20, 2**20)])
+@pytest.mark.parametrize(
+    "text, nbytes", [("16GiB", 16 * 2**30), ("1.5 GB", 1_500_000_000), ("4096", 4096), (2**20, 2**20)]
+)
 def test_a_budget_is_read(text, nbytes):
     model, batch = mlp_case()
-    assert autopar.plan(model, batch, mesh=2, memory_budget=text if not isinstance(text, str) or text != "4096" else "400 KiB").budget == (nbytes if text != "4096" else 400 * 1024)
+    assert autopar.plan(
+        model, batch, mesh=2, memory_budget=text if not isinstance(text, str) or text != "4096" else "400 KiB"
+    ).budget == (nbytes if text != "4096" else 400 * 1024)
 
 
 def test_on_one_device_the_peak_is_what_torch_counts():
@@ -164,5 +246,8 @@ def test_on_one_device_the_peak_is_what_torch_counts():
             optimizer.step()
             optimizer.zero_grad()
             del loss
-    measured = sum(n for name, n in tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items() if str(name) == "Total") or tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    measured = (
+        sum(n for name, n in tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items() if str(name) == "Total")
+        or tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    )
     assert plan.peak_bytes == pytest.approx(measured, rel=0.1)

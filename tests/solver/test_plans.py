@@ -1,4 +1,6 @@
-"""What a plan says and stands: its figures added up again, its reasons, its life across processes, parts of it kept, several micro-batches, many devices."""
+"""What a plan says and stands: its figures added up again, its reasons, its life across processes, parts of it kept,
+several micro-batches, many devices.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +36,32 @@ def meta_gpt2(layers=2, batch=16, length=128, **how):
 
 
 WAYS = {
-    "free": {}, "four micro-batches": dict(accumulation=4), "zero3 of three": dict(parallel="zero3", accumulation=3), "mixed": dict(precision=autopar.Precision("bfloat16", "bfloat16")),
-    "mixed, zero3, two": dict(precision=autopar.Precision("bfloat16", "bfloat16"), parallel="zero3", accumulation=2), "2d": dict(parallel="2d"), "states of 12 bytes": dict(optimizer=12), "tight": dict(memory_budget=0.85),
+    "free": {},
+    "four micro-batches": dict(accumulation=4),
+    "zero3 of three": dict(parallel="zero3", accumulation=3),
+    "mixed": dict(precision=autopar.Precision("bfloat16", "bfloat16")),
+    "mixed, zero3, two": dict(precision=autopar.Precision("bfloat16", "bfloat16"), parallel="zero3", accumulation=2),
+    "2d": dict(parallel="2d"),
+    "states of 12 bytes": dict(optimizer=12),
+    "tight": dict(memory_budget=0.85),
 }
 
 
-@pytest.mark.parametrize("name, way", [pytest.param(n, w, marks=[] if (i + k) % 3 == 0 or n == "mlp" else [pytest.mark.nightly]) for i, n in enumerate(MODELS) for k, w in enumerate(WAYS)])
+@pytest.mark.parametrize(
+    "name, way",
+    [
+        pytest.param(n, w, marks=[] if (i + k) % 3 == 0 or n == "mlp" else [pytest.mark.nightly])
+        for i, n in enumerate(MODELS)
+        for k, w in enumerate(WAYS)
+    ],
+)
 def test_a_validator_adds_up_the_same(name, way):
     model, batch = MODELS[name]()
     how = {"mesh": (2, 2), "cluster": "h100-4x1", "assume": ASSUME if name in ("llama", "bert") else None, **WAYS[way]}
     if "memory_budget" in how:
-        how["memory_budget"] = int(autopar.plan(model, batch, **{**how, "memory_budget": "inf"}).peak_bytes * how["memory_budget"])
+        how["memory_budget"] = int(
+            autopar.plan(model, batch, **{**how, "memory_budget": "inf"}).peak_bytes * how["memory_budget"]
+        )
     plan = autopar.plan(model, batch, **how)
     assert plan.search is not None
     validate(json.loads(json.dumps(plan.to_dict())), plan.search.counted.space)
@@ -55,8 +72,13 @@ def test_the_validator_sees_what_is_wrong():
     model, batch = MODELS["gpt2"]()
     plan = autopar.plan(model, batch, mesh=(2, 2), parallel="zero3", memory_budget="inf")
     data = plan.to_dict()
-    for wrong in ({"step_time_s": data["step_time_s"] * 1.001}, {"hidden_s": data["hidden_s"] + 1e-6}, {"memory": {**data["memory"], "gradients": data["memory"]["gradients"] + 4096}}, {"regathered": []},
-                  {"lower_bound_s": data["step_time_s"] * 1.01}):
+    for wrong in (
+        {"step_time_s": data["step_time_s"] * 1.001},
+        {"hidden_s": data["hidden_s"] + 1e-6},
+        {"memory": {**data["memory"], "gradients": data["memory"]["gradients"] + 4096}},
+        {"regathered": []},
+        {"lower_bound_s": data["step_time_s"] * 1.01},
+    ):
         with pytest.raises(AssertionError):
             validate({**data, **wrong}, plan.search.counted.space)
 
@@ -84,11 +106,20 @@ def test_gpt2_small_shares_its_attention_and_says_why():
 
 
 def test_a_rival_is_as_much_slower_as_it_is_said_to_be():
-    """The named rival, pinned and planned: the difference is the one that was said. A row of sums has no windows, so that the figures are exact."""
+    """The named rival, pinned and planned: the difference is the one that was said.
+
+    A row of sums has no windows, so that the figures are exact.
+    """
     model, batch = mlp_case()
     plan = autopar.plan(model, batch, mesh=2, cluster="h100-8x1", constraints={"*weight": "R", "*bias": "R"})
     for choice, more, _ in plan.search.rivals("blocks.0.up.weight"):
-        pinned = autopar.plan(model, batch, mesh=2, cluster="h100-8x1", constraints={"blocks.0.up.weight": f"{choice.output()[0].value}; *", "*weight": "R", "*bias": "R"})
+        pinned = autopar.plan(
+            model,
+            batch,
+            mesh=2,
+            cluster="h100-8x1",
+            constraints={"blocks.0.up.weight": f"{choice.output()[0].value}; *", "*weight": "R", "*bias": "R"},
+        )
         assert pinned.step_time_s - plan.step_time_s >= more - 1e-9
 
 
@@ -103,13 +134,21 @@ autopar.plan(model, batch, mesh=(2, 2), cluster="h100-4x1").save(sys.argv[1])
 
 def test_plans_of_two_processes_are_equal_byte_for_byte(tmp_path):
     for seed in ("1", "2"):
-        subprocess.run([sys.executable, "-c", _OTHER, str(tmp_path / seed)], check=True, env={**__import__("os").environ, "PYTHONHASHSEED": seed})
+        subprocess.run(
+            [sys.executable, "-c", _OTHER, str(tmp_path / seed)],
+            check=True,
+            env={**__import__("os").environ, "PYTHONHASHSEED": seed},
+        )
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
     model, batch = meta_gpt2(1, n_embd=64, n_head=4)
     one = autopar.plan(model, batch, mesh=(4, 2), cluster="h100-8x1")
     two = autopar.plan(model, batch, mesh=(2, 4), cluster="h100-8x1")
-    assert one == autopar.plan(model, batch, mesh=(4, 2), cluster="h100-8x1") and two == autopar.plan(model, batch, mesh=(2, 4), cluster="h100-8x1")
-    assert autopar.Plan.load(tmp_path / "1") == autopar.plan(model, batch, mesh=(2, 2), cluster="h100-4x1")      # keyed by names: the model is another object
+    assert one == autopar.plan(model, batch, mesh=(4, 2), cluster="h100-8x1") and two == autopar.plan(
+        model, batch, mesh=(2, 4), cluster="h100-8x1"
+    )
+    assert autopar.Plan.load(tmp_path / "1") == autopar.plan(
+        model, batch, mesh=(2, 2), cluster="h100-4x1"
+    )  # keyed by names: the model is another object
 
 
 def test_sixty_four_devices_are_searched_and_four_thousand_planned_for():
@@ -129,7 +168,9 @@ def test_a_part_of_a_plan_is_kept_and_the_rest_searched():
     sharded = autopar.plan(model, batch, mesh=(2, 2), cluster="h100-4x1", parallel="zero3")
     kept = sharded.constraints("blocks.0.*")
     mixed = autopar.plan(model, batch, mesh=(2, 2), cluster="h100-4x1", constraints=kept)
-    assert kept and all(mixed.parameters[n] == sharded.parameters[n] for n in mixed.parameters if n.startswith("blocks.0."))
+    assert kept and all(
+        mixed.parameters[n] == sharded.parameters[n] for n in mixed.parameters if n.startswith("blocks.0.")
+    )
     assert free.step_time_s <= mixed.step_time_s <= sharded.step_time_s * (1 + 1e-9)
     again = autopar.plan(model, batch, mesh=(2, 2), cluster="h100-4x1", constraints=sharded.constraints())
     assert again.parameters == sharded.parameters and again.regathered == sharded.regathered
@@ -139,12 +180,27 @@ def test_a_part_of_a_plan_is_kept_and_the_rest_searched():
 
 def test_micro_batches_are_priced():
     model, batch = meta_gpt2(2, batch=32, n_embd=1024, n_head=16)
-    plans = {(p, n): autopar.plan(model, batch, mesh=8, cluster="h100-8x1", parallel=p, accumulation=n, memory_budget="inf") for p in ("zero1", "zero2", "zero3") for n in (1, 4)}
+    plans = {
+        (p, n): autopar.plan(model, batch, mesh=8, cluster="h100-8x1", parallel=p, accumulation=n, memory_budget="inf")
+        for p in ("zero1", "zero2", "zero3")
+        for n in (1, 4)
+    }
     one, two, three = (plans[p, 4] for p in ("zero1", "zero2", "zero3"))
-    assert one.beside_s == pytest.approx(plans["zero1", 1].beside_s)           # gathered and reduced once, however many
-    assert one.beside_s < two.beside_s < three.beside_s and 2.5 < three.beside_s / plans["zero3", 1].beside_s < 5      # about four times: what is hidden anyway may go another way
-    assert one.peak_bytes > two.peak_bytes >= three.peak_bytes and not one.scattered and two.scattered and three.scattered and three.regathered and not two.regathered
-    assert all(3 < plans[p, 4].step_time_s / plans[p, 1].step_time_s < 4 for p in ("zero1", "zero2", "zero3")) and "4 micro-batches" in str(one)
+    assert one.beside_s == pytest.approx(plans["zero1", 1].beside_s)  # gathered and reduced once, however many
+    assert (
+        one.beside_s < two.beside_s < three.beside_s and 2.5 < three.beside_s / plans["zero3", 1].beside_s < 5
+    )  # about four times: what is hidden anyway may go another way
+    assert (
+        one.peak_bytes > two.peak_bytes >= three.peak_bytes
+        and not one.scattered
+        and two.scattered
+        and three.scattered
+        and three.regathered
+        and not two.regathered
+    )
+    assert all(
+        3 < plans[p, 4].step_time_s / plans[p, 1].step_time_s < 4 for p in ("zero1", "zero2", "zero3")
+    ) and "4 micro-batches" in str(one)
 
 
 def test_an_optimizer_is_its_bytes():
@@ -152,7 +208,10 @@ def test_an_optimizer_is_its_bytes():
     model, batch = model.float(), {k: v.float() for k, v in batch.items()}
     by_name, by_bytes = (autopar.plan(model, batch, mesh=(2, 2), optimizer=o) for o in ("adamw", 8))
     assert (by_name.step_time_s, by_name.memory) == (by_bytes.step_time_s, by_bytes.memory)
-    assert autopar.plan(model, batch, mesh=(2, 2), optimizer=0.5).memory["optimizer states"] < by_name.memory["optimizer states"]
+    assert (
+        autopar.plan(model, batch, mesh=(2, 2), optimizer=0.5).memory["optimizer states"]
+        < by_name.memory["optimizer states"]
+    )
     for wrong in (-1, float("nan"), True, float("inf"), None):
         with pytest.raises(Letter):
             autopar.plan(model, batch, mesh=2, optimizer=wrong)
@@ -174,7 +233,10 @@ def test_the_smallest_budget_and_its_bound_are_those_of_trying_everything(layers
     model, batch = One(layers), (torch.zeros(4, 4),)
     with pytest.raises(Infeasible) as letter:
         autopar.plan(model, batch, mesh=2, memory_budget=1)
-    named, bound = int(letter.value.advice.split("=")[1].split(",")[0]), int(letter.value.seen.split(" bytes")[0].replace(",", ""))
+    named, bound = (
+        int(letter.value.advice.split("=")[1].split(",")[0]),
+        int(letter.value.seen.split(" bytes")[0].replace(",", "")),
+    )
     from autopar import Cluster
     from autopar.sharding import shardings
     from autopar.tracer import ColoTracer
@@ -192,7 +254,11 @@ def test_the_smallest_budget_and_its_bound_are_those_of_trying_everything(layers
             held = np.zeros(2 * len(space.memory.ops) + 2)
             for p in space.memory.pieces:
                 e = space.edges[p.place] if p.is_edge else None
-                held[p.first:p.last + 1] += p.bytes[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] if e else p.bytes[picked[p.place]]
+                held[p.first : p.last + 1] += (
+                    p.bytes[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]]
+                    if e
+                    else p.bytes[picked[p.place]]
+                )
             least = min(least, held.max())
             return
         for i in choices[k]:
@@ -224,7 +290,9 @@ def test_what_a_plan_decided_gives_the_same_plan_again(precision):
         model, batch = Tied(), {k: torch.zeros(16, 512, dtype=torch.long) for k in ("a", "y")}
     how = dict(mesh=(8,), cluster="h100-8x1", memory_budget="inf", precision=precision)
     plan = autopar.plan(model, batch, **how)
-    assert autopar.plan(model, batch, constraints=plan.constraints(), **how).step_time_s == pytest.approx(plan.step_time_s, rel=1e-6)
+    assert autopar.plan(model, batch, constraints=plan.constraints(), **how).step_time_s == pytest.approx(
+        plan.step_time_s, rel=1e-6
+    )
 
 
 def test_what_no_op_reads_lies_in_memory_too():
@@ -234,21 +302,38 @@ def test_what_no_op_reads_lies_in_memory_too():
         autopar.plan(model, (torch.zeros(8, 8),), mesh=(2,), memory_budget="1MiB", loss=lambda out, inputs: out.sum())
     least = int(letter.value.advice.split("=")[1].split(",")[0])
     assert least > 2**32 and int(letter.value.seen.split(" bytes")[0].replace(",", "")) <= least
-    assert autopar.plan(model, (torch.zeros(8, 8),), mesh=(2,), memory_budget=least, loss=lambda out, inputs: out.sum()).memory["parameters"] >= 2**32
+    assert (
+        autopar.plan(
+            model, (torch.zeros(8, 8),), mesh=(2,), memory_budget=least, loss=lambda out, inputs: out.sum()
+        ).memory["parameters"]
+        >= 2**32
+    )
 
 
 def test_a_budget_names_the_constraint_that_it_breaks_on():
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)), torch.zeros(512, 1024)
     how = dict(mesh=(8,), cluster="h100-8x1", loss=lambda out, inputs: out.square().mean())
-    for pins, named in ((dict(constraints={"*.weight": "R", "*.bias": "R"}), r"without the constraint '\*\.weight'"), (dict(parallel="dp"), "without parallel='dp'")):
+    for pins, named in (
+        (dict(constraints={"*.weight": "R", "*.bias": "R"}), r"without the constraint '\*\.weight'"),
+        (dict(parallel="dp"), "without parallel='dp'"),
+    ):
         with pytest.raises(autopar.Infeasible, match=named):
             autopar.plan(model, (x,), memory_budget="100MiB", **how, **pins)
     with pytest.raises(autopar.Infeasible, match="without the constraints there is none either"):
         autopar.plan(model, (x,), memory_budget="1MiB", parallel="dp", **how)
 
 
-@pytest.mark.parametrize("key, value", [("budget", "1e400"), ("precision", '"x"'), ("parameter_bytes", "{}"), ("step_time_s", "1e400"), ("optimizer", "1e400")])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("budget", "1e400"),
+        ("precision", '"x"'),
+        ("parameter_bytes", "{}"),
+        ("step_time_s", "1e400"),
+        ("optimizer", "1e400"),
+    ],
+)
 def test_a_damaged_file_is_a_letter(key, value, tmp_path):
     data = autopar.plan(nn.Linear(6, 3), (torch.zeros(4, 6),), mesh=(2,)).to_dict()
     assert json.dumps(autopar.Plan.from_dict(data).to_dict()) == json.dumps(data)

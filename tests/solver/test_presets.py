@@ -1,4 +1,7 @@
-"""Presets are points of the space; the search over meshes takes the best of them all; what cannot be read or carried is a letter."""
+"""Presets are points of the space; the search over meshes takes the best of them all.
+
+What cannot be read or carried is a letter.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,46 @@ from tests.training import whole
 
 
 def llama():
-    config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=256, max_position_embeddings=64)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=64,
+    )
     ids = torch.zeros(8, 32, dtype=torch.long)
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
 def bert():
-    config = transformers.BertConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=256, max_position_embeddings=64)
+    config = transformers.BertConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        vocab_size=256,
+        max_position_embeddings=64,
+    )
     ids = torch.zeros(8, 32, dtype=torch.long)
     return transformers.BertForMaskedLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
 def vit():
-    config = transformers.ViTConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, image_size=64, patch_size=16, num_labels=8)
-    return transformers.ViTForImageClassification(config).train(), {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.zeros(8, dtype=torch.long)}
+    config = transformers.ViTConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        image_size=64,
+        patch_size=16,
+        num_labels=8,
+    )
+    return transformers.ViTForImageClassification(config).train(), {
+        "pixel_values": torch.randn(8, 3, 64, 64),
+        "labels": torch.zeros(8, dtype=torch.long),
+    }
 
 
 MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert, "mlp": mlp_case}
@@ -47,7 +76,15 @@ ASSUME = autopar.Assume(no_padding=True)
 
 def planned(name, mesh, **how):
     model, batch = MODELS[name]()
-    return autopar.plan(model, batch, mesh=mesh, assume=ASSUME if name in ("llama", "bert") else None, memory_budget="inf", cluster="h100-8x1", **how)
+    return autopar.plan(
+        model,
+        batch,
+        mesh=mesh,
+        assume=ASSUME if name in ("llama", "bert") else None,
+        memory_budget="inf",
+        cluster="h100-8x1",
+        **how,
+    )
 
 
 @pytest.mark.parametrize("mesh", [DeviceMesh(4), DeviceMesh((2, 2), ("dp", "tp"))], ids=str)
@@ -62,20 +99,36 @@ def test_the_free_plan_is_never_slower_than_an_experts(name, mesh):
         if preset == "dp":
             assert not cut and not theirs.regathered
         elif preset == "megatron":
-            assert cut and all(text.endswith(mesh.axes[-1]) or len(mesh.shape) == 1 for n, text in stored.items() if n in cut)
+            assert cut and all(
+                text.endswith(mesh.axes[-1]) or len(mesh.shape) == 1 for n, text in stored.items() if n in cut
+            )
         else:
             assert len(cut) > len(stored) / 2 and bool(theirs.regathered) == (preset == "zero3")
 
 
 @pytest.mark.parametrize("mode", ["2d", "2.5d", "3d"])
 def test_a_tensor_mode_is_laid_out_as_its_inventors_say(mode):
-    """Where there is work to share: of each product rows, features and sums lie on the axes that the papers name, and under 3d two axes change roles from layer to layer."""
+    """Where there is work to share: of each product rows, features and sums lie on the axes that the papers name, and
+    under 3d two axes change roles from layer to layer.
+    """
     mesh = DeviceMesh((2, 2) if mode == "2d" else (2, 2, 2))
     with torch.device("meta"):
-        model, ids = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=2048, n_head=16, n_positions=1024)).train(), torch.zeros(16, 1024, dtype=torch.long)
-    plan, free = (autopar.plan(model, {"input_ids": ids, "labels": ids}, mesh=mesh, memory_budget="inf", cluster="h100-8x1", parallel=p) for p in (mode, None))
+        model, ids = (
+            transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(n_layer=2, n_embd=2048, n_head=16, n_positions=1024)
+            ).train(),
+            torch.zeros(16, 1024, dtype=torch.long),
+        )
+    plan, free = (
+        autopar.plan(
+            model, {"input_ids": ids, "labels": ids}, mesh=mesh, memory_budget="inf", cluster="h100-8x1", parallel=p
+        )
+        for p in (mode, None)
+    )
     assert free.lower_bound_s <= plan.step_time_s and free.step_time_s <= plan.step_time_s
-    products = {n: d for n, d in plan.decisions.items() if d.op in ("linear", "addmm") and n.startswith("transformer.h.")}
+    products = {
+        n: d for n, d in plan.decisions.items() if d.op in ("linear", "addmm") and n.startswith("transformer.h.")
+    }
     roles = []
     for name, d in products.items():
         x, w = (d.flows(1), d.flows(2)) if d.op == "addmm" else (d.flows(0), d.flows(1))
@@ -84,21 +137,49 @@ def test_a_tensor_mode_is_laid_out_as_its_inventors_say(mode):
         sums = [a for a, f in enumerate(d.flows()) if f.value.is_partial]
         roles.append((rows, features, sums))
         stored = plan.parameters[name.rpartition("/")[0] + ".weight"]
-        assert sorted(a for axes in stored.cuts.values() for a in axes) == ([0, 1] if mode == "2.5d" else list(range(len(mesh.shape))))
-    assert len(products) == 8 and roles == [([0], [1], []) if mode == "2d" else ([0, 2], [1], []) if mode == "2.5d" else ([0], [1 if i % 2 == 0 else 2], [2 if i % 2 == 0 else 1]) for i in range(8)]
+        assert sorted(a for axes in stored.cuts.values() for a in axes) == (
+            [0, 1] if mode == "2.5d" else list(range(len(mesh.shape)))
+        )
+    assert len(products) == 8 and roles == [
+        ([0], [1], [])
+        if mode == "2d"
+        else ([0, 2], [1], [])
+        if mode == "2.5d"
+        else ([0], [1 if i % 2 == 0 else 2], [2 if i % 2 == 0 else 1])
+        for i in range(8)
+    ]
 
 
 def test_megatron_reduces_twice_a_layer_each_way():
     plan = planned("llama", DeviceMesh(4), parallel="megatron")
     inside = [c for c in plan.conversions if c.target.startswith("model.layers.")]
     forward = [s for c in inside for s in c.forward if s.kind == "all_reduce"]
-    backward = [s for c in plan.conversions if c.source.startswith("model.") for s in c.backward if s.kind == "all_reduce"]
-    assert len(forward) in (4, 3) and len(backward) >= 4     # the last layer's sum may be reduced in the norm behind it
+    backward = [
+        s for c in plan.conversions if c.source.startswith("model.") for s in c.backward if s.kind == "all_reduce"
+    ]
+    assert len(forward) in (4, 3) and len(backward) >= 4  # the last layer's sum may be reduced in the norm behind it
 
 
-@pytest.mark.parametrize("name, parallel", [*(pytest.param(n, p, marks=[] if i in (0, 1, 2, 7) else [pytest.mark.nightly]) for i, (n, p) in enumerate(
-    itertools.product(["gpt2", "llama"], ["zero3", "megatron", "2d", dict(tensor=2, data=dict(size=2, zero=3))]))), ("gpt2", dict(tensor=dict(size=2, sequence=True), data=2)), ("gpt2", "3d"), ("bert", "2.5d"),
-    pytest.param("gpt2", dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3)), marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize(
+    "name, parallel",
+    [
+        *(
+            pytest.param(n, p, marks=[] if i in (0, 1, 2, 7) else [pytest.mark.nightly])
+            for i, (n, p) in enumerate(
+                itertools.product(
+                    ["gpt2", "llama"], ["zero3", "megatron", "2d", dict(tensor=2, data=dict(size=2, zero=3))]
+                )
+            )
+        ),
+        ("gpt2", dict(tensor=dict(size=2, sequence=True), data=2)),
+        ("gpt2", "3d"),
+        ("bert", "2.5d"),
+        pytest.param(
+            "gpt2", dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3)), marks=pytest.mark.nightly
+        ),
+    ],
+    ids=str,
+)
 def test_a_preset_trains_as_one_device_does(name, parallel, threads):
     model, batch = MODELS[name]()
     for module in model.modules():
@@ -106,7 +187,11 @@ def test_a_preset_trains_as_one_device_does(name, parallel, threads):
             module.p = 0.0
     model, batch = model.double(), {k: torch.randint(0, 250, v.shape) for k, v in batch.items()}
     assume = ASSUME if name in ("llama", "bert") else None
-    mesh = DeviceMesh((2, 2, 2), ("dp", "x", "y")) if parallel in ("2.5d", "3d") or "2d" in str(parallel) != "2d" else DeviceMesh((2, 2), ("dp", "tp"))
+    mesh = (
+        DeviceMesh((2, 2, 2), ("dp", "x", "y"))
+        if parallel in ("2.5d", "3d") or "2d" in str(parallel) != "2d"
+        else DeviceMesh((2, 2), ("dp", "tp"))
+    )
     plan = autopar.plan(model, batch, mesh=mesh, parallel=parallel, assume=assume)
     reference = copy.deepcopy(model)
     loss = reference(**batch).loss
@@ -121,8 +206,15 @@ def test_a_preset_trains_as_one_device_does(name, parallel, threads):
 
     for result in threads(mesh.size, body):
         losses = [{"loss": of.pop("loss")} for of in (result, dict(expected))]
-        Equality.in_float64(f"{name}, {parallel}, loss", *losses, 1e-6).check()     # in float32, whatever the model's dtype
-        Equality.in_float64(f"{name}, {parallel}", result, {n: g for n, g in expected.items() if n != "loss"}, 1e-9 if name == "gpt2" else 1e-6).check()     # LLaMA's norms are computed in float32
+        Equality.in_float64(
+            f"{name}, {parallel}, loss", *losses, 1e-6
+        ).check()  # in float32, whatever the model's dtype
+        Equality.in_float64(
+            f"{name}, {parallel}",
+            result,
+            {n: g for n, g in expected.items() if n != "loss"},
+            1e-9 if name == "gpt2" else 1e-6,
+        ).check()  # LLaMA's norms are computed in float32
 
 
 @pytest.mark.parametrize("parallel", ["dp", "zero3", dict(tensor=2, data=dict(size=2, zero=3))], ids=str)
@@ -143,12 +235,19 @@ def test_what_is_made_of_the_batch_stays_cut_by_rows(name, parallel):
 def test_megatrons_sums_are_made_whole_or_scattered_along_the_sequence(name, sequence):
     """Though on the same links the other is as fast; and it trains as one device does."""
     model, batch = MODELS[name]()
-    how = dict(mesh=DeviceMesh((2, 2), ("dp", "tp")), parallel=dict(tensor=dict(size=2, sequence=sequence), data=2), assume=ASSUME if name == "llama" else None, memory_budget="inf")
+    how = dict(
+        mesh=DeviceMesh((2, 2), ("dp", "tp")),
+        parallel=dict(tensor=dict(size=2, sequence=sequence), data=2),
+        assume=ASSUME if name == "llama" else None,
+        memory_budget="inf",
+    )
     plan = autopar.plan(model, batch, **how)
     steps = [s for c in plan.conversions if c.source not in plan.parameters for s in c.forward if s.axis == 1]
     scattered, reduced = ([s for s in steps if s.kind == kind] for kind in ("reduce_scatter", "all_reduce"))
     blocks = 2 * model.config.num_hidden_layers
-    assert all(s.dim == 1 for s in scattered) and (len(scattered) >= blocks and len(reduced) <= 3 if sequence else not scattered and len(reduced) >= blocks)
+    assert all(s.dim == 1 for s in scattered) and (
+        len(scattered) >= blocks and len(reduced) <= 3 if sequence else not scattered and len(reduced) >= blocks
+    )
     assert not [said for said in plan.defaults if said[0] == "parallel"]
 
 
@@ -164,7 +263,9 @@ def test_where_rows_must_meet_the_plan_says_so():
             return (self.a(x) @ self.b(x).T).logsumexp(1).mean()
 
     plan = autopar.plan(Pairs(), (torch.randn(8, 8),), mesh=2, parallel="dp")
-    assert any(what == "parallel" and "not kept to everywhere" in how for what, how in plan.defaults) and "not kept to everywhere" in str(plan)
+    assert any(
+        what == "parallel" and "not kept to everywhere" in how for what, how in plan.defaults
+    ) and "not kept to everywhere" in str(plan)
     assert {sharding.text(plan.mesh.axes) for sharding in plan.parameters.values()} == {"R"}
 
 
@@ -191,7 +292,11 @@ def test_preset_and_constraints_go_together():
 
 def test_a_preset_gives_way_to_a_pattern():
     plan = planned("mlp", DeviceMesh((2, 2), ("dp", "tp")), parallel="zero3", constraints={"head.*": "R"})
-    assert plan.parameters["head.weight"].text(("dp", "tp")) == "R" != plan.parameters["blocks.0.up.weight"].text(("dp", "tp"))
+    assert (
+        plan.parameters["head.weight"].text(("dp", "tp"))
+        == "R"
+        != plan.parameters["blocks.0.up.weight"].text(("dp", "tp"))
+    )
 
 
 def test_a_mesh_that_a_constraint_refuses_is_listed():
@@ -203,29 +308,71 @@ def test_a_mesh_that_a_constraint_refuses_is_listed():
 def test_a_byte_under_the_free_peak_is_a_budget_like_any_other(less):
     """Large tensors: a byte is under the integer program's own tolerance."""
     with torch.device("meta"):
-        model, x = torch.nn.Sequential(torch.nn.Linear(4096, 16384), torch.nn.GELU(), torch.nn.Linear(16384, 4096)), torch.empty(32768, 4096)
+        model, x = (
+            torch.nn.Sequential(torch.nn.Linear(4096, 16384), torch.nn.GELU(), torch.nn.Linear(16384, 4096)),
+            torch.empty(32768, 4096),
+        )
     free = autopar.plan(model, (x,), mesh=(2,), loss=lambda out, inputs: out.square().mean(), memory_budget="inf")
-    plan = autopar.plan(model, (x,), mesh=(2,), loss=lambda out, inputs: out.square().mean(), memory_budget=free.peak_bytes - less)
+    plan = autopar.plan(
+        model, (x,), mesh=(2,), loss=lambda out, inputs: out.square().mean(), memory_budget=free.peak_bytes - less
+    )
     assert plan.peak_bytes <= free.peak_bytes - less and plan.step_time_s >= free.step_time_s
 
 
 WRONG = {
-    "a preset nobody knows": (BadPreset, dict(parallel="ddp")), "an empty dictionary": (BadPreset, dict(parallel={})), "another key": (BadPreset, dict(parallel=dict(pipeline=2))),
-    "a size that is none": (BadPreset, dict(parallel=dict(data="two"))), "sizes that do not fit": (BadPreset, dict(parallel=dict(data=3, tensor=2))), "a mode nobody knows": (BadPreset, dict(parallel=dict(data=2, tensor=dict(size=2, mode="9d")))),
-    "sequence is no word": (BadPreset, dict(parallel=dict(data=2, tensor=dict(size=2, sequence="yes")))), "a sequence of 2d": (BadPreset, dict(mesh=DeviceMesh((2, 2)), parallel=dict(tensor=dict(size=4, mode="2d", sequence=True)))),
-    "stage 4": (BadPreset, dict(parallel=dict(data=dict(size=4, zero=4)))), "a list": (BadPreset, dict(parallel=["dp"])), "tensor that is no axis": (BadPreset, dict(parallel=dict(data=1, tensor=4))),
+    "a preset nobody knows": (BadPreset, dict(parallel="ddp")),
+    "an empty dictionary": (BadPreset, dict(parallel={})),
+    "another key": (BadPreset, dict(parallel=dict(pipeline=2))),
+    "a size that is none": (BadPreset, dict(parallel=dict(data="two"))),
+    "sizes that do not fit": (BadPreset, dict(parallel=dict(data=3, tensor=2))),
+    "a mode nobody knows": (BadPreset, dict(parallel=dict(data=2, tensor=dict(size=2, mode="9d")))),
+    "sequence is no word": (BadPreset, dict(parallel=dict(data=2, tensor=dict(size=2, sequence="yes")))),
+    "a sequence of 2d": (
+        BadPreset,
+        dict(mesh=DeviceMesh((2, 2)), parallel=dict(tensor=dict(size=4, mode="2d", sequence=True))),
+    ),
+    "stage 4": (BadPreset, dict(parallel=dict(data=dict(size=4, zero=4)))),
+    "a list": (BadPreset, dict(parallel=["dp"])),
+    "tensor that is no axis": (BadPreset, dict(parallel=dict(data=1, tensor=4))),
     "rows that do not divide": (BadPreset, dict(mesh=DeviceMesh(16), parallel="dp")),
-    "no devices": (BadSharding, dict(mesh=0)), "a mesh of text": (BadSharding, dict(mesh="2x2")), "a mesh of nothing": (BadSharding, dict(mesh=())), "a fractional mesh": (BadSharding, dict(mesh=(2.5,))),
-    "a cluster nobody knows": (BadCluster, dict(cluster="h1000")), "a cluster of numbers": (BadCluster, dict(cluster=3)), "a cluster file that is not there": (BadCluster, dict(cluster="nowhere.json")),
-    "a constraint on nothing": (BadConstraint, dict(constraints={"nothing": "R"})), "a constraint that is no sharding": (BadConstraint, dict(constraints={"x": "S(0"})),
-    "an axis that is not there": (BadConstraint, dict(constraints={"x": "S(0)@zz"})), "a dim that is not there": (BadConstraint, dict(constraints={"head.weight": "S(7)@0"})), "constraints in a list": (BadConstraint, dict(constraints=["x"])),
-    "constraints in a list beside a preset": (BadConstraint, dict(parallel="dp", constraints=["x"])), "a pattern of numbers": (BadConstraint, dict(constraints={3: "R"})), "negative sizes": (BadPreset, dict(parallel=dict(data=-2, tensor=-2))),
-    "a gap of text": (Letter, dict(gap="0.1")), "a gap below nothing": (Letter, dict(gap=-1)), "a loss of numbers": (Letter, dict(loss=3)), "an assumption of numbers": (Letter, dict(assume=3)), "half a byte": (Letter, dict(memory_budget=0.5)),
-    "optimizers in a list": (Letter, dict(optimizer=["adamw"])), "no solver": (Letter, dict(solver=None)), "strictness in words": (Letter, dict(strict="yes")), "a mesh that is true": (BadSharding, dict(mesh=True)),
-    "fewer rows of one input": (Letter, dict(meta_inputs={"x": torch.zeros(3, 16), "y": torch.zeros(8, 16)})), "a width that the model does not take": (Letter, dict(meta_inputs={"x": torch.zeros(8, 7), "y": torch.zeros(8, 7)})),
-    "whole numbers": (Letter, dict(meta_inputs={"x": torch.zeros(8, 16, dtype=torch.int8), "y": torch.zeros(8, 16, dtype=torch.int8)})), "arrays": (Letter, dict(meta_inputs={"x": np.zeros((8, 16)), "y": np.zeros((8, 16))})),
+    "no devices": (BadSharding, dict(mesh=0)),
+    "a mesh of text": (BadSharding, dict(mesh="2x2")),
+    "a mesh of nothing": (BadSharding, dict(mesh=())),
+    "a fractional mesh": (BadSharding, dict(mesh=(2.5,))),
+    "a cluster nobody knows": (BadCluster, dict(cluster="h1000")),
+    "a cluster of numbers": (BadCluster, dict(cluster=3)),
+    "a cluster file that is not there": (BadCluster, dict(cluster="nowhere.json")),
+    "a constraint on nothing": (BadConstraint, dict(constraints={"nothing": "R"})),
+    "a constraint that is no sharding": (BadConstraint, dict(constraints={"x": "S(0"})),
+    "an axis that is not there": (BadConstraint, dict(constraints={"x": "S(0)@zz"})),
+    "a dim that is not there": (BadConstraint, dict(constraints={"head.weight": "S(7)@0"})),
+    "constraints in a list": (BadConstraint, dict(constraints=["x"])),
+    "constraints in a list beside a preset": (BadConstraint, dict(parallel="dp", constraints=["x"])),
+    "a pattern of numbers": (BadConstraint, dict(constraints={3: "R"})),
+    "negative sizes": (BadPreset, dict(parallel=dict(data=-2, tensor=-2))),
+    "a gap of text": (Letter, dict(gap="0.1")),
+    "a gap below nothing": (Letter, dict(gap=-1)),
+    "a loss of numbers": (Letter, dict(loss=3)),
+    "an assumption of numbers": (Letter, dict(assume=3)),
+    "half a byte": (Letter, dict(memory_budget=0.5)),
+    "optimizers in a list": (Letter, dict(optimizer=["adamw"])),
+    "no solver": (Letter, dict(solver=None)),
+    "strictness in words": (Letter, dict(strict="yes")),
+    "a mesh that is true": (BadSharding, dict(mesh=True)),
+    "fewer rows of one input": (Letter, dict(meta_inputs={"x": torch.zeros(3, 16), "y": torch.zeros(8, 16)})),
+    "a width that the model does not take": (
+        Letter,
+        dict(meta_inputs={"x": torch.zeros(8, 7), "y": torch.zeros(8, 7)}),
+    ),
+    "whole numbers": (
+        Letter,
+        dict(meta_inputs={"x": torch.zeros(8, 16, dtype=torch.int8), "y": torch.zeros(8, 16, dtype=torch.int8)}),
+    ),
+    "arrays": (Letter, dict(meta_inputs={"x": np.zeros((8, 16)), "y": np.zeros((8, 16))})),
     "a function for a model": (Letter, dict(model=lambda x, y: x)),
-    "an optimizer nobody knows": (Letter, dict(optimizer="lion")), "a solver nobody has": (Letter, dict(solver="gurobi9")), "one byte": (Infeasible, dict(memory_budget=1)),
+    "an optimizer nobody knows": (Letter, dict(optimizer="lion")),
+    "a solver nobody has": (Letter, dict(solver="gurobi9")),
+    "one byte": (Infeasible, dict(memory_budget=1)),
 }
 
 
@@ -242,7 +389,15 @@ def real_space(name, layers, mesh, regather=False):
     if name == "gpt2":
         model, batch = gpt2(layers)
     else:
-        config = transformers.LlamaConfig(num_hidden_layers=layers, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=256, max_position_embeddings=64)
+        config = transformers.LlamaConfig(
+            num_hidden_layers=layers,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=256,
+            max_position_embeddings=64,
+        )
         ids = torch.zeros(8, 32, dtype=torch.long)
         model, batch = transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
     graph = ColoTracer().trace(model, batch, assume=ASSUME if name == "llama" else None)
@@ -263,13 +418,20 @@ def test_the_whole_integer_program_finds_the_same(name, layers, tight):
     assert theirs.ended and theirs.picked is not None
     best = Budgeted(space).point(theirs.picked)
     assert best.seconds >= ours.lower_bound_s * (1 - 1e-9)
-    assert ours.step_time_s == pytest.approx(best.seconds, rel=1e-6 if not tight else 0.01) and ours.step_time_s >= best.seconds * (1 - 1e-6)
+    assert ours.step_time_s == pytest.approx(
+        best.seconds, rel=1e-6 if not tight else 0.01
+    ) and ours.step_time_s >= best.seconds * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("rows", [64, 512, 2048])
 def test_with_communication_beside_compute_the_whole_integer_program_finds_the_same(rows):
     with torch.device("meta"):
-        model, x = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4096, 4096, bias=False), torch.nn.GELU()) for _ in range(3))), torch.empty(rows, 4096)
+        model, x = (
+            torch.nn.Sequential(
+                *(torch.nn.Sequential(torch.nn.Linear(4096, 4096, bias=False), torch.nn.GELU()) for _ in range(3))
+            ),
+            torch.empty(rows, 4096),
+        )
     graph = ColoTracer().trace(model, (x,), loss=lambda out, inputs: out.square().mean())
     space = shardings(graph, DeviceMesh((2, 2)), Cluster.of("h100-8x1"))
     assert space.windows
@@ -281,7 +443,15 @@ def test_with_communication_beside_compute_the_whole_integer_program_finds_the_s
 
 def test_between_the_plans_that_prices_lead_to_lie_better_ones(monkeypatch):
     """LLaMA-8B's layers in bfloat16, where communication and compute of a window are about equal."""
-    config = transformers.LlamaConfig(num_hidden_layers=6, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=6,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+    )
     with torch.device("meta"):
         model, ids = transformers.LlamaForCausalLM(config).bfloat16().train(), torch.zeros(16, 8192, dtype=torch.long)
     graph = ColoTracer().trace(model, {"input_ids": ids, "labels": ids.clone()}, assume=ASSUME)
@@ -296,35 +466,64 @@ def test_between_the_plans_that_prices_lead_to_lie_better_ones(monkeypatch):
 def test_after_the_time_limit_a_plan_is_not_improved_and_says_so():
     model, batch = gpt2(2)
     plan = autopar.plan(model, batch, mesh=8, time_limit=1e-3)
-    assert [why for *_, why in plan.meshes].count("not planned: the time limit") == len(plan.meshes) - 1 and "another run may give another plan" in str(plan)
+    assert [why for *_, why in plan.meshes].count("not planned: the time limit") == len(
+        plan.meshes
+    ) - 1 and "another run may give another plan" in str(plan)
     assert plan.lower_bound_s <= plan.step_time_s
 
 
-@pytest.mark.parametrize("parallel, mesh", [("zero3", (24,)), ("zero1", (3, 8)), (dict(tensor=2, data=dict(size=12, zero=3)), (12, 2))], ids=str)
+@pytest.mark.parametrize(
+    "parallel, mesh",
+    [("zero3", (24,)), ("zero1", (3, 8)), (dict(tensor=2, data=dict(size=12, zero=3)), (12, 2))],
+    ids=str,
+)
 def test_zero_cuts_unevenly_where_nothing_divides(parallel, mesh):
-    """As torch.chunk does: what 24 devices do not divide is stored by each of them in part, and what cannot be is named."""
+    """As torch.chunk does: what 24 devices do not divide is stored by each of them in part, and what cannot be is
+    named.
+    """
     mesh = DeviceMesh(mesh)
     with torch.device("meta"):
-        model, x = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=i == 1) for i in range(2)), torch.nn.Linear(512, 10)), torch.empty(24, 512)
-    plan = autopar.plan(model, (x,), mesh=mesh, cluster="h100-8x3", parallel=parallel, loss=lambda out, inputs: out.square().mean(), memory_budget="inf")
+        model, x = (
+            torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=i == 1) for i in range(2)), torch.nn.Linear(512, 10)),
+            torch.empty(24, 512),
+        )
+    plan = autopar.plan(
+        model,
+        (x,),
+        mesh=mesh,
+        cluster="h100-8x3",
+        parallel=parallel,
+        loss=lambda out, inputs: out.square().mean(),
+        memory_budget="inf",
+    )
     data = range(len(mesh.shape)) if isinstance(parallel, str) else [0]
     whole = {n for n, s in plan.parameters.items() if not any(s.placements[a].is_shard for a in data)}
     assert whole == ({"2.bias"} if isinstance(parallel, str) else whole & {"1.bias", "2.bias"}) and "2.bias" in whole
     said = [how for what, how in plan.defaults if what == "parallel"]
     assert len(said) == 1 and f"{len(whole)} of 5 parameters" in said[0] and all(name in said[0] for name in whole)
-    assert plan.memory["optimizer states"] < 2.1 * sum(plan.parameter_bytes.values()) / mesh.size * (1 + 1 / 12) + 2 * 4 * (512 + 10)
+    assert plan.memory["optimizer states"] < 2.1 * sum(plan.parameter_bytes.values()) / mesh.size * (
+        1 + 1 / 12
+    ) + 2 * 4 * (512 + 10)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_2d_stores_its_weights_cut_along_data_too(zero):
     mesh = DeviceMesh((2, 2, 2), ("dp", "x", "y"))
     model, batch = mlp_case()
-    plan = autopar.plan(model, batch, mesh=mesh, parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=zero)), memory_budget="inf")
+    plan = autopar.plan(
+        model,
+        batch,
+        mesh=mesh,
+        parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=zero)),
+        memory_budget="inf",
+    )
     weights = {n: s for n, s in plan.parameters.items() if n.endswith(("up.weight", "down.weight", "head.weight"))}
     assert weights and all(all(p.is_shard for p in s.placements) for s in weights.values())
     assert (set(plan.regathered) >= set(weights)) == (zero == 3)
     whole = [n for n, s in plan.parameters.items() if not s.placements[0].is_shard]
-    assert all(n.endswith("bias") for n in whole) and any(f"{len(whole)} of {len(plan.parameters)} parameters" in how for _, how in plan.defaults)
+    assert all(n.endswith("bias") for n in whole) and any(
+        f"{len(whole)} of {len(plan.parameters)} parameters" in how for _, how in plan.defaults
+    )
 
 
 def test_a_budget_that_no_mesh_meets_tells_the_least_need_of_all_meshes():
@@ -339,5 +538,7 @@ def test_a_budget_that_no_mesh_meets_tells_the_least_need_of_all_meshes():
     each, one = [letter(shape) for shape in ((6,), (2, 3), (3, 2))], letter(6)
     assert len({e.needs for e in each}) > 1 and min(each, key=lambda e: e.needs) is not each[0]
     assert one.needs == min(e.needs for e in each) and one.smallest == min(e.smallest for e in each)
-    assert f"{one.needs:,.0f} bytes are needed by any plan on any of 3 meshes" in str(one) and f"memory_budget={one.smallest:.0f}" in str(one)
+    assert f"{one.needs:,.0f} bytes are needed by any plan on any of 3 meshes" in str(
+        one
+    ) and f"memory_budget={one.smallest:.0f}" in str(one)
     assert autopar.plan(model, batch, mesh=6, memory_budget=int(one.smallest)).peak_bytes <= one.smallest

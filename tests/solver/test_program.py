@@ -42,7 +42,14 @@ def spaces(draw):
     parents = {i: sorted(set(draw(st.lists(st.integers(0, i - 1), max_size=2)))) for i in range(1, count)}
     sites, edges = [], []
     for i in range(count):
-        rows = draw(st.lists(st.tuples(*[st.sampled_from(FLOWS)] * (len(parents.get(i, ())) + 1)), min_size=1, max_size=4, unique=True))
+        rows = draw(
+            st.lists(
+                st.tuples(*[st.sampled_from(FLOWS)] * (len(parents.get(i, ())) + 1)),
+                min_size=1,
+                max_size=4,
+                unique=True,
+            )
+        )
         choices = tuple(Choice((Strategy(row[:-1], row[-1:]),)) for row in rows)
         sites.append(Site(f"s{i}", "op", "op", choices, np.array([draw(numbers) for _ in choices]) * 1e-6))
     manager = ShapeConsistencyManager(MESH, Cluster.of("generic"))
@@ -50,14 +57,39 @@ def spaces(draw):
         for k, p in enumerate(parents.get(i, ())):
             given_ = list(dict.fromkeys(c.output() for c in sites[p].choices))
             taken = list(dict.fromkeys(c.operand(k) for c in sites[i].choices))
-            seconds = np.array([[draw(st.one_of(numbers, st.just(np.inf) if draw(st.booleans()) else numbers)) for _ in taken] for _ in given_], float) * 1e-6
-            edges.append(Edge(p, i, k, tuple(given_), tuple(taken), np.array([given_.index(c.output()) for c in sites[p].choices]),
-                              np.array([taken.index(c.operand(k)) for c in sites[i].choices]), seconds, (8, 8), 4, True))
+            seconds = (
+                np.array(
+                    [
+                        [draw(st.one_of(numbers, st.just(np.inf) if draw(st.booleans()) else numbers)) for _ in taken]
+                        for _ in given_
+                    ],
+                    float,
+                )
+                * 1e-6
+            )
+            edges.append(
+                Edge(
+                    p,
+                    i,
+                    k,
+                    tuple(given_),
+                    tuple(taken),
+                    np.array([given_.index(c.output()) for c in sites[p].choices]),
+                    np.array([taken.index(c.operand(k)) for c in sites[i].choices]),
+                    seconds,
+                    (8, 8),
+                    4,
+                    True,
+                )
+            )
     return Space(MESH, manager.cluster, tuple(sites), tuple(edges), manager, "none")
 
 
 def by_trying_everything(space):
-    return min(space.cost({s.name: c for s, c in zip(space.sites, pick)}) for pick in itertools.product(*(s.choices for s in space.sites)))
+    return min(
+        space.cost({s.name: c for s, c in zip(space.sites, pick)})
+        for pick in itertools.product(*(s.choices for s in space.sites))
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -71,7 +103,9 @@ def test_the_solver_agrees_with_trying_everything(space, solver, reduce):
     plan = solve(space, solver, reduce=reduce)
     assert plan.step_time_s == pytest.approx(best, abs=1e-12)
     assert plan.lower_bound_s <= best + 1e-12 and plan.gap <= 1e-6
-    assert space.cost({name: d.choice for name, d in plan.decisions.items()}) == pytest.approx(plan.step_time_s, abs=1e-12)
+    assert space.cost({name: d.choice for name, d in plan.decisions.items()}) == pytest.approx(
+        plan.step_time_s, abs=1e-12
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -79,7 +113,9 @@ def test_the_solver_agrees_with_trying_everything(space, solver, reduce):
 def test_folding_keeps_every_cost(space):
     costs, rest = fold_single_ends(space)
     for pick in itertools.islice(itertools.product(*(range(len(s.choices)) for s in space.sites)), 50):
-        folded = sum(c[i] for c, i in zip(costs, pick)) + sum(e.seconds[e.given_by[pick[e.source]], e.taken_by[pick[e.target]]] for e in rest)
+        folded = sum(c[i] for c, i in zip(costs, pick)) + sum(
+            e.seconds[e.given_by[pick[e.source]], e.taken_by[pick[e.target]]] for e in rest
+        )
         assert folded == pytest.approx(space.cost({s.name: s.choices[i] for s, i in zip(space.sites, pick)}))
 
 
@@ -98,7 +134,7 @@ def problems(draw):
         table = rng.integers(0, 30, [int(m.max()) + 1 for m in classes]).astype(float)
         table[rng.random(table.shape) < 0.05] = np.inf
         factors.append(Factor(scope, classes, table))
-    owner = rng.integers(0, 4, len(sizes))                     # of a region, or of none
+    owner = rng.integers(0, 4, len(sizes))  # of a region, or of none
     regions = [[int(v) for v in np.flatnonzero(owner == r)] for r in range(1, draw(st.integers(1, 3)))]
     return Problem(costs, factors, [r for r in regions if r])
 
@@ -111,16 +147,30 @@ def test_elimination_finds_the_least_and_goes_under_it_where_variables_are_split
     assert found.bound <= best + 1e-9
     if not found.split:
         assert found.bound == pytest.approx(best) and found.cost == pytest.approx(best)
-    assert found.cost >= best - 1e-9 and (np.isinf(found.cost) or problem.value(found.picked) == pytest.approx(found.cost))
+    assert found.cost >= best - 1e-9 and (
+        np.isinf(found.cost) or problem.value(found.picked) == pytest.approx(found.cost)
+    )
 
 
 def grid(seed: int, side: int = 7, most: int = 6) -> Problem:
-    """Variables in a square, each with tables to the next, the one below and the one between: as in dynamic programming."""
+    """Variables in a square, each with tables to the next, the one below and the one between.
+
+    As in dynamic programming.
+    """
     rng = np.random.default_rng(seed)
     sizes = rng.integers(2, most + 1, (side, side))
     places = list(itertools.product(range(side), range(side)))
-    pairs = [((i, j), (i + a, j + b)) for i, j in places for a, b in ((0, 1), (1, 0), (1, 1)) if max(i + a, j + b) < side]
-    factors = [Factor((places.index(u), places.index(v)), (np.arange(sizes[u]), np.arange(sizes[v])), rng.random((sizes[u], sizes[v]))) for u, v in pairs]
+    pairs = [
+        ((i, j), (i + a, j + b)) for i, j in places for a, b in ((0, 1), (1, 0), (1, 1)) if max(i + a, j + b) < side
+    ]
+    factors = [
+        Factor(
+            (places.index(u), places.index(v)),
+            (np.arange(sizes[u]), np.arange(sizes[v])),
+            rng.random((sizes[u], sizes[v])),
+        )
+        for u, v in pairs
+    ]
     return Problem([rng.random(sizes[p]) for p in places], factors)
 
 
@@ -133,21 +183,38 @@ def test_where_everything_goes_together_elimination_finds_choices(seed):
 
 @st.composite
 def layered(draw):
-    """Layers that share their tables, but for some; the first variable of each is read by the next; hubs that any may read."""
+    """Layers that share their tables, but for some; the first variable of each is read by the next.
+
+    Hubs that any may read.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     layers, width, hubs = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(0, 2))
     maps = [np.array(m) for m in ([0, 1], [0, 0], [1, 0])]
-    kinds = [([rng.integers(0, 30, 2).astype(float) for _ in range(width)], [rng.integers(0, 30, (2, 2)).astype(float) for _ in range(16)]) for _ in range(2)]
-    wiring = [(int(a), int(b), int(m)) for a, b, m in zip(rng.integers(0, width, 4), rng.integers(0, width, 4), rng.integers(0, 3, 4))]
+    kinds = [
+        (
+            [rng.integers(0, 30, 2).astype(float) for _ in range(width)],
+            [rng.integers(0, 30, (2, 2)).astype(float) for _ in range(16)],
+        )
+        for _ in range(2)
+    ]
+    wiring = [
+        (int(a), int(b), int(m))
+        for a, b, m in zip(rng.integers(0, width, 4), rng.integers(0, width, 4), rng.integers(0, 3, 4))
+    ]
     to_hubs = [(int(v), int(h)) for v, h in zip(rng.integers(0, width, 3), rng.integers(0, max(hubs, 1), 3))]
     costs, factors, regions = [rng.integers(0, 9, 2).astype(float) for _ in range(hubs)], [], []
     for layer in range(layers):
         own, tables = kinds[int(rng.random() < 0.3)]
         first = hubs + layer * width
         costs += own
-        ends = [(first + a, first + b, m) for a, b, m in wiring if a != b] + [(first - width, first + width - 1, 0)] * (layer > 0 and width > 0)
+        ends = [(first + a, first + b, m) for a, b, m in wiring if a != b] + [(first - width, first + width - 1, 0)] * (
+            layer > 0 and width > 0
+        )
         ends += [(first + v, h, 0) for v, h in to_hubs if hubs]
-        factors += [Factor(((a, b) if a < b else (b, a)), (maps[m], maps[0]), tables[k][: int(maps[m].max()) + 1]) for k, (a, b, m) in enumerate(ends)]
+        factors += [
+            Factor(((a, b) if a < b else (b, a)), (maps[m], maps[0]), tables[k][: int(maps[m].max()) + 1])
+            for k, (a, b, m) in enumerate(ends)
+        ]
         regions.append(list(range(first + 1, first + width)))
     return Problem(costs, factors, [r for r in regions if r])
 
@@ -157,7 +224,11 @@ def layered(draw):
 def test_regions_are_contracted_to_what_they_were(problem, widest):
     best = min(problem.value(pick) for pick in itertools.product(*(range(len(c)) for c in problem.costs)))
     found = problem.minimise(widest)
-    assert found.bound <= best + 1e-9 and problem.value(found.picked) == pytest.approx(found.cost) and found.cost >= best - 1e-9
+    assert (
+        found.bound <= best + 1e-9
+        and problem.value(found.picked) == pytest.approx(found.cost)
+        and found.cost >= best - 1e-9
+    )
     if not found.split:
         assert found.cost == pytest.approx(best) == found.bound
 
@@ -166,14 +237,20 @@ def test_a_variable_may_have_a_hundred_neighbours():
     rng = np.random.default_rng(0)
     costs = [rng.random(3) for _ in range(120)]
     one, three = np.zeros(3, int), np.arange(3)
-    factors = [Factor((0, v), (three, one if v % 2 else three), rng.random((3, 1 if v % 2 else 3))) for v in range(1, 120)]
+    factors = [
+        Factor((0, v), (three, one if v % 2 else three), rng.random((3, 1 if v % 2 else 3))) for v in range(1, 120)
+    ]
     factors += [Factor((v, v + 1), (three, three), rng.random((3, 3))) for v in range(1, 119)]
     found = Problem(costs, factors).minimise()
     by_hand = []
-    for k in range(3):                                         # a chain, once the hub is held
+    for k in range(3):  # a chain, once the hub is held
         along = costs[1] + factors[0].table[k, factors[0].classes[1]]
         for v in range(2, 120):
-            along = (along[:, None] + factors[119 + v - 2].table).min(0) + costs[v] + factors[v - 1].table[k, factors[v - 1].classes[1]]
+            along = (
+                (along[:, None] + factors[119 + v - 2].table).min(0)
+                + costs[v]
+                + factors[v - 1].table[k, factors[v - 1].classes[1]]
+            )
         by_hand.append(costs[0][k] + along.min())
     assert found.cost == pytest.approx(min(by_hand)) and found.bound == pytest.approx(min(by_hand))
 
@@ -195,11 +272,19 @@ def test_a_plan_survives_json_and_planning_again(tmp_path):
 def test_a_plan_speaks():
     plan = small_plan()
     text = str(plan)
-    assert "mesh (dp=2, tp=2)" in text and "blocks.*.up.weight (x2)" in text and "gap" in text and "memory    " in text and "default   memory_budget: 90% of the 80 GiB" in text
+    assert (
+        "mesh (dp=2, tp=2)" in text
+        and "blocks.*.up.weight (x2)" in text
+        and "gap" in text
+        and "memory    " in text
+        and "default   memory_budget: 90% of the 80 GiB" in text
+    )
     assert "blocks.0.up/linear" in plan.explain("blocks.0.up") and "models.py" in plan.explain("blocks.0")
     assert plan.diff(plan) == "the plans are the same"
     other = small_plan(constraints={"blocks.0.up.weight": "R"})
-    assert plan.parameters["blocks.0.up.weight"] == other.parameters["blocks.0.up.weight"] or "blocks.0.up.weight" in plan.diff(other)
+    assert plan.parameters["blocks.0.up.weight"] == other.parameters[
+        "blocks.0.up.weight"
+    ] or "blocks.0.up.weight" in plan.diff(other)
 
 
 def test_plans_are_monotone_in_what_is_allowed():
@@ -208,7 +293,9 @@ def test_plans_are_monotone_in_what_is_allowed():
         assert small_plan(constraints=pins).step_time_s >= free - 1e-12
 
 
-@pytest.mark.parametrize("broken", ["", "[]", "{}", '{"version": 99}', "not json", '{"version": 3, "step_time_s": Infinity}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "broken", ["", "[]", "{}", '{"version": 99}', "not json", '{"version": 3, "step_time_s": Infinity}', "[" * 100_000]
+)
 def test_what_is_no_plan_is_a_letter(broken, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(broken)
@@ -241,24 +328,36 @@ def test_the_solver_and_the_package_import_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-
-
 def two_layers():
     """A model whose windows leave something open between prices and plans."""
     with torch.device("meta"):
-        model, ids = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2)).train(), torch.zeros(8, 16, dtype=torch.long)
+        model, ids = (
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2)).train(),
+            torch.zeros(8, 16, dtype=torch.long),
+        )
     return model, {"input_ids": ids, "labels": ids}
 
 
 def test_a_backend_is_stopped_by_work_that_it_counts_and_claims_no_bound_then(monkeypatch):
     with torch.device("meta"):
-        model, x = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4096, 4096, bias=False), torch.nn.GELU()) for _ in range(3))), torch.empty(512, 4096)
-    space = shardings(ColoTracer().trace(model, (x,), loss=lambda out, inputs: out.square().mean()), DeviceMesh((2, 2)), Cluster.of("h100-8x1"))
+        model, x = (
+            torch.nn.Sequential(
+                *(torch.nn.Sequential(torch.nn.Linear(4096, 4096, bias=False), torch.nn.GELU()) for _ in range(3))
+            ),
+            torch.empty(512, 4096),
+        )
+    space = shardings(
+        ColoTracer().trace(model, (x,), loss=lambda out, inputs: out.square().mean()),
+        DeviceMesh((2, 2)),
+        Cluster.of("h100-8x1"),
+    )
     whole, cut = optimise(space, backend_of("cbc")), optimise(space, backend_of("cbc", nodes=1, pivots=10))
     assert whole.ended and not cut.ended
     monkeypatch.setattr(program, "backend_of", lambda name: backend_of(name, nodes=1, pivots=10))
     plan = solve(space, reduce=False)
-    assert plan.stopped and plan.lower_bound_s <= whole.value * (1 + 1e-6) and plan.step_time_s >= whole.value * (1 - 1e-6)
+    assert (
+        plan.stopped and plan.lower_bound_s <= whole.value * (1 + 1e-6) and plan.step_time_s >= whole.value * (1 - 1e-6)
+    )
 
 
 def test_a_plan_says_what_was_stopped(monkeypatch, tmp_path):
@@ -284,20 +383,41 @@ def test_a_hopeless_budget_is_known_after_a_few_eliminations(monkeypatch):
 def test_what_a_site_needs_to_be_explained_serves_the_next(monkeypatch):
     runs = []
     start = eliminate._Run.__init__
-    monkeypatch.setattr(eliminate._Run, "__init__", lambda self, *how, **more: runs.append(how[1]) or start(self, *how, **more))
-    config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
+    monkeypatch.setattr(
+        eliminate._Run, "__init__", lambda self, *how, **more: runs.append(how[1]) or start(self, *how, **more)
+    )
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
     with torch.device("meta"):
         model, ids = transformers.LlamaForCausalLM(config).train(), torch.zeros(16, 8192, dtype=torch.long)
-    plan = autopar.plan(model, {"input_ids": ids, "labels": ids}, mesh=(8, 8), cluster="h100-8x8", assume=autopar.Assume(no_padding=True), gap=0.05)
+    plan = autopar.plan(
+        model,
+        {"input_ids": ids, "labels": ids},
+        mesh=(8, 8),
+        cluster="h100-8x8",
+        assume=autopar.Assume(no_padding=True),
+        gap=0.05,
+    )
     plan.explain("model.layers.0.mlp")
     runs.clear()
     again = plan.explain("model.layers.1.mlp")
-    whole = [how for how in runs if how]                       # those of everything: a region's has nothing fixed
-    assert again.count("rival") >= 8 and len(whole) == sum(name.startswith("model.layers.1.mlp") for name in plan.decisions)
+    whole = [how for how in runs if how]  # those of everything: a region's has nothing fixed
+    assert again.count("rival") >= 8 and len(whole) == sum(
+        name.startswith("model.layers.1.mlp") for name in plan.decisions
+    )
 
 
 def test_thirteen_attentions_with_thirteen_masks_need_no_large_program(monkeypatch):
-    """What elimination had to split is agreed on by descent: the program of all choices, of 120,000 pairs, kept CBC busy for minutes."""
+    """What elimination had to split is agreed on by descent.
+
+    The program of all choices, of 120,000 pairs, kept CBC busy for minutes.
+    """
     sizes = []
     build = integer.Program.__init__
 
@@ -313,7 +433,17 @@ def test_thirteen_attentions_with_thirteen_masks_need_no_large_program(monkeypat
 
 @pytest.mark.nightly
 def test_granites_rotary_tables_are_agreed_on():
-    config = transformers.GraniteConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=256, max_position_embeddings=64)
+    config = transformers.GraniteConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=64,
+    )
     ids = torch.zeros(8, 16, dtype=torch.long)
-    plan = autopar.plan(transformers.GraniteForCausalLM(config).train(), {"input_ids": ids, "labels": ids}, mesh=(2, 2, 2))
+    plan = autopar.plan(
+        transformers.GraniteForCausalLM(config).train(), {"input_ids": ids, "labels": ids}, mesh=(2, 2, 2)
+    )
     assert plan.gap < 0.02

@@ -1,4 +1,7 @@
-"""What a plan costs and holds, added up again from its JSON and the tables of its space. Imports nothing of the solver: no search, no elimination, none of its sums."""
+"""What a plan costs and holds, added up again from its JSON and the tables of its space.
+
+Imports nothing of the solver: no search, no elimination, none of its sums.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,23 @@ from autopar.sharding.space import Space
 
 
 def validate(data: dict[str, Any], space: Space) -> None:
-    """Raises AssertionError unless every choice is of the space, every conversion is there, and seconds and peak are what they come to."""
+    """Raises AssertionError unless every choice is of the space, every conversion is there, and seconds and peak are
+    what they come to.
+    """
     axes = space.mesh.axes
-    cast = {e.target: e.source for e in space.edges if space.sites[e.target].regathered or space.sites[e.target].scattered}
+    cast = {
+        e.target: e.source for e in space.edges if space.sites[e.target].regathered or space.sites[e.target].scattered
+    }
     picked = []
     for k, site in enumerate(space.sites):
         texts, owner = data["decisions"][site.name]["choice"], space.sites[cast.get(k, k)].name
-        fits = [i for i, c in enumerate(site.choices) if [repr(s) for s in c.strategies] == texts
-                and (not site.regathered or site.regathered[i] == (owner in data["regathered"])) and (not site.scattered or site.scattered[i] == (owner in data["scattered"]))]
+        fits = [
+            i
+            for i, c in enumerate(site.choices)
+            if [repr(s) for s in c.strategies] == texts
+            and (not site.regathered or site.regathered[i] == (owner in data["regathered"]))
+            and (not site.scattered or site.scattered[i] == (owner in data["scattered"]))
+        ]
         assert len(fits) == 1, (site.name, texts, fits)
         picked.append(fits[0])
     seconds = math.fsum(site.seconds[i] for site, i in zip(space.sites, picked))
@@ -30,22 +42,46 @@ def validate(data: dict[str, Any], space: Space) -> None:
         assert math.isfinite(cost), (space.sites[e.source].name, space.sites[e.target].name)
         seconds += cost
         conversion = written.get((space.sites[e.source].name, space.sites[e.target].name, e.operand))
-        if conversion is None:                                 # nothing moves: the values are the same, or differ in words alone
-            assert space.conversions.path(e.shape, e.itemsize, Sharding(tuple(f.value for f in given)), Sharding(tuple(f.value for f in taken))).steps == ()
+        if conversion is None:  # nothing moves: the values are the same, or differ in words alone
+            assert (
+                space.conversions.path(
+                    e.shape,
+                    e.itemsize,
+                    Sharding(tuple(f.value for f in given)),
+                    Sharding(tuple(f.value for f in taken)),
+                ).steps
+                == ()
+            )
         else:
-            assert conversion["value"] == [Sharding(tuple(f.value for f in flows)).text(axes) for flows in (given, taken)]
+            assert conversion["value"] == [
+                Sharding(tuple(f.value for f in flows)).text(axes) for flows in (given, taken)
+            ]
     hidden = 0.0
     for w in space.windows:
-        moved = math.fsum(float(t[space.edges[k].given_by[picked[space.edges[k].source]], space.edges[k].taken_by[picked[space.edges[k].target]]]) for k, t in w.communication)
+        moved = math.fsum(
+            float(
+                t[
+                    space.edges[k].given_by[picked[space.edges[k].source]],
+                    space.edges[k].taken_by[picked[space.edges[k].target]],
+                ]
+            )
+            for k, t in w.communication
+        )
         hidden += w.times * min(moved, math.fsum(float(c[picked[i]]) for i, c in w.compute))
-    assert math.isclose(data["step_time_s"], seconds - hidden, rel_tol=1e-9, abs_tol=1e-12) and math.isclose(data["hidden_s"], hidden, rel_tol=1e-9, abs_tol=1e-12)
+    assert math.isclose(data["step_time_s"], seconds - hidden, rel_tol=1e-9, abs_tol=1e-12) and math.isclose(
+        data["hidden_s"], hidden, rel_tol=1e-9, abs_tol=1e-12
+    )
     assert data["lower_bound_s"] <= data["step_time_s"] * (1 + 1e-12)
     assert space.memory is not None
     peak = 0.0
     events: dict[int, float] = {}
     for p in space.memory.pieces:
         e = space.edges[p.place] if p.is_edge else None
-        amount = float(p.bytes[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] if e is not None else p.bytes[picked[p.place]])
+        amount = float(
+            p.bytes[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]]
+            if e is not None
+            else p.bytes[picked[p.place]]
+        )
         events[p.first] = events.get(p.first, 0.0) + amount
         events[p.last + 1] = events.get(p.last + 1, 0.0) - amount
     held = 0.0

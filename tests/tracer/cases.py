@@ -42,6 +42,7 @@ def check(function, assume=None) -> Graph:
                 model._buffers[n] = None if b is None else b.clone()
             seen.append(given.clone())
             return forward(seen[-1])
+
         return call
 
     expected = run(on_fresh(model), model, (x,), {})

@@ -16,7 +16,10 @@ from tests.tracer.cases import Of, check, traced
 def rich(m, x):
     h = x @ m.weight
     m.steps += 1
-    h = h.masked_fill(x > 1, float("-inf")).clamp(min=-2.0)[:, torch.tensor([0, 1])] + torch.tensor([1.0, float("nan")]).nan_to_num()
+    h = (
+        h.masked_fill(x > 1, float("-inf")).clamp(min=-2.0)[:, torch.tensor([0, 1])]
+        + torch.tensor([1.0, float("nan")]).nan_to_num()
+    )
     return {"loss": F.dropout(h, 0.1).sum(), "more": (h[..., None, 1:], None, "text", 3, float("inf"))}
 
 
@@ -25,7 +28,16 @@ def test_a_graph_reads_back_as_it_was():
     again = Graph.from_json(graph.to_json())
     assert again == graph and again.digest == graph.digest and again.to_json() == graph.to_json()
     assert [info(n) for n in again.nodes] == [info(n) for n in graph.nodes]
-    for name in ("input_spec", "input_leaves", "output_spec", "output_leaves", "output_names", "updates", "assumptions", "training"):
+    for name in (
+        "input_spec",
+        "input_leaves",
+        "output_spec",
+        "output_leaves",
+        "output_names",
+        "updates",
+        "assumptions",
+        "training",
+    ):
         assert getattr(again, name) == getattr(graph, name)
 
 
@@ -40,8 +52,19 @@ def test_a_graph_that_was_read_back_computes():
     assert replayed["more"][1:] == (None, "text", 3, float("inf"))
 
 
-HOSTILE = ["hub.load", "load", "os.system", "__init__", "ops.load_library", "_C._jit_set_profiling_executor", "function os.system", "function subprocess.Popen", "utils.data.DataLoader", "nn.Linear",
-           "serialization.load on a copy"]
+HOSTILE = [
+    "hub.load",
+    "load",
+    "os.system",
+    "__init__",
+    "ops.load_library",
+    "_C._jit_set_profiling_executor",
+    "function os.system",
+    "function subprocess.Popen",
+    "utils.data.DataLoader",
+    "nn.Linear",
+    "serialization.load on a copy",
+]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -53,7 +76,18 @@ def test_a_name_reads_back_only_as_what_a_tracer_meets(name):
         Graph.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"autopar_graph": 99}', '{"autopar_graph": 1, "nodes": [{}]}', '{"autopar_graph": 1, "nodes": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "null",
+        '{"autopar_graph": 99}',
+        '{"autopar_graph": 1, "nodes": [{}]}',
+        '{"autopar_graph": 1, "nodes": 3}',
+    ],
+)
 def test_what_is_no_graph_is_a_letter(text):
     with pytest.raises(BadGraph, match="graph"):
         Graph.from_json(text)

@@ -15,7 +15,13 @@ from tests.zoo.tables import ZOO
 class Layer(nn.Module):
     def __init__(self, width=4, gate=False, p=0.0):
         super().__init__()
-        self.norm, self.up, self.down, self.gate, self.p = nn.LayerNorm(width), nn.Linear(width, 8), nn.Linear(8, width), gate, p
+        self.norm, self.up, self.down, self.gate, self.p = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 8),
+            nn.Linear(8, width),
+            gate,
+            p,
+        )
 
     def forward(self, x):
         h = self.up(self.norm(x))
@@ -60,7 +66,10 @@ def test_a_mixture_after_dense_layers_is_another_class():
     with torch.device("meta"):
         model = type(entry.build())(config).train()
     graph = ColoTracer().trace(model, entry.inputs())
-    assert [r.paths for r in graph.blocks] == [("model.layers.0", "model.layers.1"), ("model.layers.2", "model.layers.3", "model.layers.4")]
+    assert [r.paths for r in graph.blocks] == [
+        ("model.layers.0", "model.layers.1"),
+        ("model.layers.2", "model.layers.3", "model.layers.4"),
+    ]
 
 
 def test_blocks_inside_blocks():
@@ -78,5 +87,5 @@ def test_blocks_inside_blocks():
 
 
 def test_a_first_layer_whose_input_wants_no_gradient_is_another_one():
-    graph = ColoTracer().trace(MLP(depth=4), {"x": torch.empty(8, 16)})     # its backward computes less
+    graph = ColoTracer().trace(MLP(depth=4), {"x": torch.empty(8, 16)})  # its backward computes less
     assert [r.paths for r in graph.blocks] == [("blocks.1", "blocks.2", "blocks.3")]

@@ -30,7 +30,9 @@ class Of(nn.Module):
 
 def test_the_graph_reads_as_text():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
-    assert str(trace(model, (torch.empty(2, 4),))) == """\
+    assert (
+        str(trace(model, (torch.empty(2, 4),)))
+        == """\
 0: f32[2, 4] = input 0
 _0_weight: f32[8, 4] = parameter 0.weight  requires_grad
 _0_bias: f32[8] = parameter 0.bias  requires_grad
@@ -38,6 +40,7 @@ identity: f32[2, 4] = identity(input=0)
 _0_linear: f32[2, 8] = linear(input=identity, weight=_0_weight, bias=_0_bias)    # 0
 _1_relu: f32[2, 8] = relu(input=_0_linear)    # 1
 return _1_relu""".replace("0: f32", "_0: f32").replace("input=0", "input=_0")
+    )
 
 
 def test_replay_equals_eager():
@@ -89,7 +92,7 @@ def test_a_mean_is_a_sum_over_the_global_count():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_means_sum_in_float32(dtype):
     model = Of(lambda m, x: (x + m.weight).mean()).to(dtype)
-    x = torch.full((4, 4), 3e4, dtype=dtype)                   # a sum of these is no float16
+    x = torch.full((4, 4), 3e4, dtype=dtype)  # a sum of these is no float16
     graph = trace(model, (x,))
     torch.testing.assert_close(graph.module(model)(x), model(x))
 
@@ -98,7 +101,9 @@ def test_tied_parameters_stay_one():
     model = MLP()
     model.blocks[1].up.weight = model.blocks[0].up.weight
     node = trace(model, {"x": torch.empty(8, 16)}).parameters["blocks.0.up.weight"]
-    assert info(node).names == ("blocks.0.up.weight", "blocks.1.up.weight") and [op_name(u) for u in node.users] == ["identity"]
+    assert info(node).names == ("blocks.0.up.weight", "blocks.1.up.weight") and [op_name(u) for u in node.users] == [
+        "identity"
+    ]
 
 
 def test_frozen_and_unused_parameters():
@@ -119,7 +124,11 @@ def test_an_unknown_function_is_an_op_of_its_own_name():
 def test_every_node_knows_its_module_and_line():
     graph = trace(MLP(), {"x": torch.empty(8, 16)})
     node = next(n for n in graph.nodes if info(n).key == "blocks.1/gelu")
-    assert info(node).source.startswith("models.py:") and "forward" in info(node).source and info(node).module == "blocks.1"
+    assert (
+        info(node).source.startswith("models.py:")
+        and "forward" in info(node).source
+        and info(node).module == "blocks.1"
+    )
 
 
 def test_the_loss_is_found():
@@ -129,13 +138,16 @@ def test_the_loss_is_found():
     assert graph.loss == 0 and graph.output_names[0] == "loss"
 
 
-@pytest.mark.parametrize("function, match", [
-    (lambda m, x: x * x.sum().item(), "value of a tensor"),
-    (lambda m, x: x if x.sum() > 0 else -x, "value of a tensor"),
-    (lambda m, x: x[x > 0], "values of a tensor"),
-    (lambda m, x: x + torch.ones(4), None),
-    (lambda m, x: x + OUTSIDE, "constant"),
-])
+@pytest.mark.parametrize(
+    "function, match",
+    [
+        (lambda m, x: x * x.sum().item(), "value of a tensor"),
+        (lambda m, x: x if x.sum() > 0 else -x, "value of a tensor"),
+        (lambda m, x: x[x > 0], "values of a tensor"),
+        (lambda m, x: x + torch.ones(4), None),
+        (lambda m, x: x + OUTSIDE, "constant"),
+    ],
+)
 def test_what_a_graph_cannot_hold_is_a_letter(function, match):
     model = Of(function)
     before = {n: id(p) for n, p in model.named_parameters()}
@@ -159,10 +171,16 @@ def test_the_model_is_itself_again_after_a_failure():
     model = Fails(4, 4)
     with pytest.raises(NotCaptured, match="raises ValueError on these inputs: mine"):
         trace(model, (torch.randn(2, 4),))
-    assert type(model.weight) is nn.Parameter and model.weight.device.type == "cpu" and model.weight.sum().item() == model.weight.sum().item()
+    assert (
+        type(model.weight) is nn.Parameter
+        and model.weight.device.type == "cpu"
+        and model.weight.sum().item() == model.weight.sum().item()
+    )
 
 
-@pytest.mark.parametrize("inputs", [{"y": torch.ones(2, 3)}, (), (torch.ones(2, 3),) * 2], ids=["another name", "none", "too many"])
+@pytest.mark.parametrize(
+    "inputs", [{"y": torch.ones(2, 3)}, (), (torch.ones(2, 3),) * 2], ids=["another name", "none", "too many"]
+)
 def test_inputs_that_the_model_does_not_take_are_a_letter(inputs):
     with pytest.raises(NotCaptured, match="does not take these inputs"):
         ColoTracer().trace(torch.nn.Linear(3, 4), inputs)

@@ -23,31 +23,58 @@ def ops(function):
     return [op_name(n) for n in traced(function)[1].nodes if info(n).kind == "op" and op_name(n) != "identity"]
 
 
-@pytest.mark.parametrize("function, expected", [
-    (lambda m, x: torch.kron(x @ m.weight, x), ["matmul", "view", "view", "mul", "view"]),
-    (lambda m, x: torch.trapezoid(x @ m.weight, dim=0), ["matmul", "select", "select", "add", "mul", "sum", "sub", "mul"]),
-    (lambda m, x: F.margin_ranking_loss(x @ m.weight, x, x), ["matmul", "sub", "neg", "mul", "add", "clamp", "sum", "div"]),      # a write into a temporary
-    (lambda m, x: (x @ m.weight).movedim(0, 1), ["matmul", "permute"]),
-    (lambda m, x: torch.hsplit(x @ m.weight, 2)[1], ["matmul", "narrow"]),
-], ids=["kron", "trapezoid", "margin ranking", "movedim", "hsplit"])
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (lambda m, x: torch.kron(x @ m.weight, x), ["matmul", "view", "view", "mul", "view"]),
+        (
+            lambda m, x: torch.trapezoid(x @ m.weight, dim=0),
+            ["matmul", "select", "select", "add", "mul", "sum", "sub", "mul"],
+        ),
+        (
+            lambda m, x: F.margin_ranking_loss(x @ m.weight, x, x),
+            ["matmul", "sub", "neg", "mul", "add", "clamp", "sum", "div"],
+        ),  # a write into a temporary
+        (lambda m, x: (x @ m.weight).movedim(0, 1), ["matmul", "permute"]),
+        (lambda m, x: torch.hsplit(x @ m.weight, 2)[1], ["matmul", "narrow"]),
+    ],
+    ids=["kron", "trapezoid", "margin ranking", "movedim", "hsplit"],
+)
 def test_it_is_opened(function, expected):
     assert ops(function) == expected
 
 
-@pytest.mark.parametrize("function, op", [
-    (lambda m, x: F.cosine_similarity(x @ m.weight, x), "cosine_similarity"),           # writes under no_grad: its gradient is not that of the chain
-    (lambda m, x: torch.linalg.matrix_rank(x @ m.weight), "linalg.matrix_rank"),        # a chain with ops that the vocabulary lacks
-    (lambda m, x: F.gumbel_softmax(x @ m.weight), None),                                # draws: recorded from above, one op each
-])
+@pytest.mark.parametrize(
+    "function, op",
+    [
+        (
+            lambda m, x: F.cosine_similarity(x @ m.weight, x),
+            "cosine_similarity",
+        ),  # writes under no_grad: its gradient is not that of the chain
+        (
+            lambda m, x: torch.linalg.matrix_rank(x @ m.weight),
+            "linalg.matrix_rank",
+        ),  # a chain with ops that the vocabulary lacks
+        (lambda m, x: F.gumbel_softmax(x @ m.weight), None),  # draws: recorded from above, one op each
+    ],
+)
 def test_it_stays_whole(function, op):
     found = ops(function)
     assert (op in found) if op is not None else not any("clamp_min" in o for o in found)
 
 
-@pytest.mark.parametrize("function", [
-    lambda m, x: torch.special.logsumexp(x @ m.weight, 1), lambda m, x: torch.nanmean(torch.where(x > 0, x @ m.weight, torch.nan)), lambda m, x: F.pairwise_distance(x @ m.weight, x @ m.weight),
-    lambda m, x: F.triplet_margin_loss(x @ m.weight, x, x), lambda m, x: torch.fft.fftshift(x @ m.weight), lambda m, x: (x @ m.weight).norm(dim=1) * 0 + (x * 0 @ m.weight).norm(dim=1),
-], ids=["logsumexp", "nanmean", "distance of the same", "triplet", "fftshift", "norm at zero"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.special.logsumexp(x @ m.weight, 1),
+        lambda m, x: torch.nanmean(torch.where(x > 0, x @ m.weight, torch.nan)),
+        lambda m, x: F.pairwise_distance(x @ m.weight, x @ m.weight),
+        lambda m, x: F.triplet_margin_loss(x @ m.weight, x, x),
+        lambda m, x: torch.fft.fftshift(x @ m.weight),
+        lambda m, x: (x @ m.weight).norm(dim=1) * 0 + (x * 0 @ m.weight).norm(dim=1),
+    ],
+    ids=["logsumexp", "nanmean", "distance of the same", "triplet", "fftshift", "norm at zero"],
+)
 def test_values_and_gradients_are_eagers(function):
     """At zeros and ties too: an op with a derivative of its own is never opened further."""
     model, graph = traced(function)

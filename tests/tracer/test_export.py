@@ -1,4 +1,6 @@
-"""torch.export as an oracle: another capture of the same model, by other means, computes the same outputs and gradients."""
+"""torch.export as an oracle: another capture of the same model, by other means, computes the same outputs and
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,32 @@ from autopar.tracer import ColoTracer
 from tests.zoo.replay import as_call, compare, run
 from tests.zoo.tables import ZOO
 
-MODELS = ("hf_gpt2", "hf_gpt2_eager", "hf_llama", "hf_mistral", "hf_qwen3", "hf_gemma3", "hf_phi3", "hf_falcon", "hf_opt", "hf_olmo2", "hf_mixtral_batched_mm", "hf_deepseekv3_batched_mm",
-          "hf_bert", "hf_roberta", "hf_albert", "hf_distilbert", "hf_t5", "hf_bart", "hf_vit", "hf_swin", "hf_convnext", "hf_resnet", "hf_clip", "hf_whisper")
+MODELS = (
+    "hf_gpt2",
+    "hf_gpt2_eager",
+    "hf_llama",
+    "hf_mistral",
+    "hf_qwen3",
+    "hf_gemma3",
+    "hf_phi3",
+    "hf_falcon",
+    "hf_opt",
+    "hf_olmo2",
+    "hf_mixtral_batched_mm",
+    "hf_deepseekv3_batched_mm",
+    "hf_bert",
+    "hf_roberta",
+    "hf_albert",
+    "hf_distilbert",
+    "hf_t5",
+    "hf_bart",
+    "hf_vit",
+    "hf_swin",
+    "hf_convnext",
+    "hf_resnet",
+    "hf_clip",
+    "hf_whisper",
+)
 
 
 def without_dropout(build):
@@ -24,7 +50,15 @@ def without_dropout(build):
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
-        for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout", "dropout_rate", "activation_dropout", "hidden_dropout_prob"):
+        for name in (
+            "attention_dropout",
+            "attention_probs_dropout_prob",
+            "attn_pdrop",
+            "dropout",
+            "dropout_rate",
+            "activation_dropout",
+            "hidden_dropout_prob",
+        ):
             if isinstance(getattr(config, name, None), float):
                 setattr(config, name, 0.0)
     for module in model.modules():
@@ -34,7 +68,9 @@ def without_dropout(build):
     return model
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] if "mixtral" in n else []) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.nightly] if "mixtral" in n else []) for n in MODELS]
+)
 def test_export_computes_the_same(name):
     logging.getLogger("torch").setLevel(logging.ERROR)
     entry = ZOO[name]
@@ -47,7 +83,7 @@ def test_export_computes_the_same(name):
         exported = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
     start = {n: b.detach().clone() for n, b in model.named_buffers()}
     expected = run(exported, exported, args, kwargs)
-    for n, b in model.named_buffers():                         # the two share them
+    for n, b in model.named_buffers():  # the two share them
         b.copy_(start[n])
     actual = run(graph.module(model), model, args, kwargs)
     names = set(actual.gradients)

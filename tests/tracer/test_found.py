@@ -74,7 +74,13 @@ def truths_in_place(m, x):
 
 
 def second_numbers(m, x):
-    return x @ m.weight + torch.empty(4).normal_(std=2.0) + torch.empty(4).log_normal_(std=0.3) + torch.empty(4).uniform_(to=3.0) + torch.empty(4).random_(5)
+    return (
+        x @ m.weight
+        + torch.empty(4).normal_(std=2.0)
+        + torch.empty(4).log_normal_(std=0.3)
+        + torch.empty(4).uniform_(to=3.0)
+        + torch.empty(4).random_(5)
+    )
 
 
 def overwritten(m, x):
@@ -107,8 +113,23 @@ def lists_of_tensors(m, x):
     return x @ m.weight * m.many[0] + m.named["a"]
 
 
-CASES = [target_of_views, known_into_buffer, one_buffer_into_another, snapshot_and_change, exponential_average, all_dropped, cast_without_gradient, truths_in_place, second_numbers, overwritten,
-         narrow_from_the_end, copy_of_a_number, slices_added_to, lambda m, x: m.weight.mean(dim=0).sum().mean(0) + (x @ m.weight).sum(), lambda m, x: torch.vmap(lambda r: r + torch.tensor(1.0))(x @ m.weight)]
+CASES = [
+    target_of_views,
+    known_into_buffer,
+    one_buffer_into_another,
+    snapshot_and_change,
+    exponential_average,
+    all_dropped,
+    cast_without_gradient,
+    truths_in_place,
+    second_numbers,
+    overwritten,
+    narrow_from_the_end,
+    copy_of_a_number,
+    slices_added_to,
+    lambda m, x: m.weight.mean(dim=0).sum().mean(0) + (x @ m.weight).sum(),
+    lambda m, x: torch.vmap(lambda r: r + torch.tensor(1.0))(x @ m.weight),
+]
 
 
 @pytest.mark.parametrize("function", CASES, ids=lambda f: f.__name__)
@@ -135,7 +156,9 @@ def test_tensors_in_lists_and_dicts_are_named():
 def test_a_snapshot_of_a_parameter_is_not_the_parameter():
     model, x = Of(lambda m, x: (m.weight.clone(), x.clone(), x @ m.weight)), torch.randn(4, 4)
     weight, given, _ = ColoTracer().trace(model, (x,)).module(model)(x)
-    assert weight is not model.weight and weight.data_ptr() != model.weight.data_ptr() and given.data_ptr() != x.data_ptr()
+    assert (
+        weight is not model.weight and weight.data_ptr() != model.weight.data_ptr() and given.data_ptr() != x.data_ptr()
+    )
 
 
 class Dirty(torch.autograd.Function):
@@ -225,11 +248,25 @@ def kept_on_a_class(m, x):
     return x @ m.weight + Product.cache
 
 
-@pytest.mark.parametrize("function, match", [
-    (lambda m, x: Dirty.apply(x @ m.weight), "writes to a tensor"), (hidden_write, "writes to a tensor"), (under_autocast, "under autocast"), (seeds, "manual_seed"), (forks, "fork_rng"),
-    (draws_into_a_view, "fills a view with draws"), (reads_what_it_writes, "reads memory that it writes"), (new_parameter, "replaces the parameter weight"), (removed_buffer, "takes the buffer"),
-    (hooked_saving, "saved_tensors_hooks"), (kept_on_a_class, "Product.cache"), (lambda m, x: (x * 1).apply_(lambda v: v + 1), "Python function"), (lambda m, x: has_run(x @ m.weight), "TorchScript detaches"),
-], ids=lambda v: getattr(v, "__name__", ""))
+@pytest.mark.parametrize(
+    "function, match",
+    [
+        (lambda m, x: Dirty.apply(x @ m.weight), "writes to a tensor"),
+        (hidden_write, "writes to a tensor"),
+        (under_autocast, "under autocast"),
+        (seeds, "manual_seed"),
+        (forks, "fork_rng"),
+        (draws_into_a_view, "fills a view with draws"),
+        (reads_what_it_writes, "reads memory that it writes"),
+        (new_parameter, "replaces the parameter weight"),
+        (removed_buffer, "takes the buffer"),
+        (hooked_saving, "saved_tensors_hooks"),
+        (kept_on_a_class, "Product.cache"),
+        (lambda m, x: (x * 1).apply_(lambda v: v + 1), "Python function"),
+        (lambda m, x: has_run(x @ m.weight), "TorchScript detaches"),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
 def test_it_is_a_letter_now(function, match):
     has_run(torch.ones(2, 2, requires_grad=True)).sum().backward()
     has_run(torch.ones(2, 2, requires_grad=True)).sum().backward()
@@ -297,7 +334,11 @@ def test_only_attention_masks_are_masks():
             return x if bool_masked_pos.all() else -x
 
     with pytest.raises(NotCaptured, match="bool_masked_pos"):
-        ColoTracer().trace(Masked(), {"x": torch.randn(2, 3), "bool_masked_pos": torch.ones(2, 3, dtype=torch.bool)}, assume=Assume(no_padding=True))
+        ColoTracer().trace(
+            Masked(),
+            {"x": torch.randn(2, 3), "bool_masked_pos": torch.ones(2, 3, dtype=torch.bool)},
+            assume=Assume(no_padding=True),
+        )
 
 
 def test_a_branch_that_is_never_asked_is_a_letter():
@@ -369,10 +410,14 @@ def test_a_hostile_structure_imports_nothing():
         Graph.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("name", ["from_file", "set_num_threads", "frombuffer", "fork", "import_ir_module", "_from_blob"])
+@pytest.mark.parametrize(
+    "name", ["from_file", "set_num_threads", "frombuffer", "fork", "import_ir_module", "_from_blob"]
+)
 def test_a_hostile_function_is_not_read(name):
     data = json.loads(traced(lambda m, x: torch.fft.rfft(x @ m.weight).abs().sum()).to_json())
-    next(n for n in data["nodes"] if isinstance(n["target"], dict) and "function" in n["target"])["target"]["function"] = name
+    next(n for n in data["nodes"] if isinstance(n["target"], dict) and "function" in n["target"])["target"][
+        "function"
+    ] = name
     with pytest.raises(BadGraph):
         Graph.from_json(json.dumps(data))
 
@@ -417,7 +462,7 @@ def test_what_keeps_tensors_of_the_capture_is_looked_for_once(monkeypatch):
     caches = [functools.lru_cache(lambda n: torch.arange(n).float()) for _ in range(4)]
     model, x = Of(lambda m, x: x @ m.weight + sum(cache(4) for cache in caches)), torch.randn(4, 4)
     graph = ColoTracer().trace(model, (x,))
-    assert len(looks) <= 2                                     # each look goes through all objects of the process
+    assert len(looks) <= 2  # each look goes through all objects of the process
     torch.testing.assert_close(graph.module(model)(x), model(x))
 
 

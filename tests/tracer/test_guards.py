@@ -44,9 +44,12 @@ def outsiders_are_constants(monkeypatch):
                     data = value.tolist()
                 with self.below, torch._C.DisableTorchFunction():
                     fake = torch.empty(value.shape, dtype=value.dtype)
-                self.values.bind(fake, self.emit(vocabulary.OPS["tensor"], {"data": data, "dtype": value.dtype}, (fake,)))
+                self.values.bind(
+                    fake, self.emit(vocabulary.OPS["tensor"], {"data": data, "dtype": value.dtype}, (fake,))
+                )
                 return fake
             return value
+
         args, kwargs = recorder.pytree.tree_map(known, (args, kwargs or {}))
         return call(self, function, types, args, kwargs)
 
@@ -54,6 +57,7 @@ def outsiders_are_constants(monkeypatch):
 
 
 # 1
+
 
 def test_1_a_custom_backward_is_lost_where_functions_are_inlined(off):
     off(regions, "_apply", lambda _, original: original)
@@ -85,6 +89,7 @@ def test_7_a_buffer_that_is_no_attribute_of_the_graph_goes_stale(off, outsiders_
 
 # 3
 
+
 @torch.jit.script
 def adds_in_place(x):
     return x.add_(1.0)
@@ -112,13 +117,14 @@ def test_3_the_autodiff_of_torchscript_detaches_what_it_runs(off):
 
     check(often)
     off(torch.jit, "optimized_execution", lambda _: contextlib.nullcontext())
-    with pytest.raises(NotCaptured, match="TorchScript detaches"):       # also where it has run before the trace
+    with pytest.raises(NotCaptured, match="TorchScript detaches"):  # also where it has run before the trace
         traced(often)
     off(capture, "refuse_detached", lambda _: None)
     wrong(often, "gradients")
 
 
 # 4
+
 
 def test_4_the_region_of_a_checkpoint_is_lost_without_its_tag(off):
     def region(m, x):
@@ -132,11 +138,12 @@ def test_4_the_region_of_a_checkpoint_is_lost_without_its_tag(off):
 
 def test_4_the_casts_of_autocast_are_lost_without_a_look_at_it(off):
     off(recorder.Casts, "on", lambda _: False)
-    with pytest.raises(NotCaptured, match="bfloat16 and float32"):       # one product is left in what was another's dtype
+    with pytest.raises(NotCaptured, match="bfloat16 and float32"):  # one product is left in what was another's dtype
         wrong(mixed, "outputs")
 
 
 # 5
+
 
 def test_5_a_value_that_is_guessed_is_wrong(off):
     off(branches, "answer", lambda recorder, function, tensor: False if function is Tensor.__bool__ else 0.0)
@@ -146,10 +153,14 @@ def test_5_a_value_that_is_guessed_is_wrong(off):
 
 # 6
 
+
 def test_6_ties_are_lost_where_tensors_are_not_swapped_by_identity(off):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    assert info(ColoTracer().trace(model, (torch.randn(2, 4),)).parameters["0.weight"]).names == ("0.weight", "1.weight")
+    assert info(ColoTracer().trace(model, (torch.randn(2, 4),)).parameters["0.weight"]).names == (
+        "0.weight",
+        "1.weight",
+    )
 
     def each(self, tensor, made=capture.Fakes.__call__):
         self.seen = getattr(self, "seen", [])
@@ -164,16 +175,18 @@ def test_6_ties_are_lost_where_tensors_are_not_swapped_by_identity(off):
 
 # 8
 
+
 def test_8_a_factory_that_keeps_its_device_is_on_another_than_the_model(off):
     model = Of(lambda m, x: x @ m.weight + torch.arange(4, device=x.device))
     graph = ColoTracer().trace(model, (torch.randn(4, 4),))
     assert graph.module(model.to("meta"))(torch.randn(4, 4, device="meta")).device.type == "meta"
     assert not any("device" in n.kwargs for n in graph.nodes)
     made = [n for n in graph.nodes if info(n).kind == "op" and n.target.name == "arange"]
-    assert made[0].target.run(made[0].kwargs).device.type == "cpu"        # where it is made without the replay's word
+    assert made[0].target.run(made[0].kwargs).device.type == "cpu"  # where it is made without the replay's word
 
 
 # 9
+
 
 @pytest.mark.parametrize("draw", [lambda: float(np.random.rand()), random.random], ids=["numpy", "random"])
 def test_9_draws_from_elsewhere_freeze(off, draw):
@@ -194,13 +207,18 @@ def test_9_layer_drop_becomes_never(off):
 
 # 10
 
+
 def test_10_a_function_without_a_name_cannot_be_read_back(off):
     def pools(m, x):
         return F.max_pool2d((x @ m.weight)[None], 2).sum()
 
     graph = traced(pools)
     assert str(Graph.from_json(graph.to_json())) == str(graph)
-    off(lookup, "SPELLINGS", {f: s for f, s in vocabulary.SPELLINGS.items() if f not in (F.max_pool2d, F.max_pool2d_with_indices)})
+    off(
+        lookup,
+        "SPELLINGS",
+        {f: s for f, s in vocabulary.SPELLINGS.items() if f not in (F.max_pool2d, F.max_pool2d_with_indices)},
+    )
     for module in (lookup, archive):
         off(module, "own_name", lambda function: function.__qualname__)
     with pytest.raises(BadGraph, match="no function that a tracer meets"):
@@ -208,6 +226,7 @@ def test_10_a_function_without_a_name_cannot_be_read_back(off):
 
 
 # and those that this tracer found for itself
+
 
 def test_views_of_written_memory_go_stale(off):
     def reads_a_view_again(m, x):
@@ -255,10 +274,10 @@ def test_two_parameters_on_one_memory_train_otherwise(off):
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = nn.Parameter(model[0].weight.data)
     off(capture, "refuse_shared_memory", lambda _: None)
-    assert len(ColoTracer().trace(model, (torch.randn(2, 4),)).parameters) == 2       # a plan would store, and step, each
+    assert len(ColoTracer().trace(model, (torch.randn(2, 4),)).parameters) == 2  # a plan would store, and step, each
     with torch.no_grad():
         model[0].weight.zero_()
-    assert not model[1].weight.any()                                                  # eager has one
+    assert not model[1].weight.any()  # eager has one
 
 
 class Leaves(nn.Module):
@@ -278,7 +297,10 @@ def test_what_the_models_own_code_raises_is_told_and_leaves_nothing():
     with pytest.raises(NotCaptured, match="raises KeyError on these inputs: 'another'") as letter:
         ColoTracer().trace(model, (torch.zeros(2, 4),))
     assert "test_guards.py" in letter.value.at and not hasattr(model, "last")
-    for loss, said in ((lambda out, inputs: 3.0, "returned 3.0"), (lambda out, inputs: inputs["y"], "raises TypeError")):
+    for loss, said in (
+        (lambda out, inputs: 3.0, "returned 3.0"),
+        (lambda out, inputs: inputs["y"], "raises TypeError"),
+    ):
         with pytest.raises(NotCaptured, match=said):
             ColoTracer().trace(nn.Linear(4, 4), (torch.zeros(2, 4),), loss=loss)
     with pytest.raises(NotCaptured, match="float32 and float64"):

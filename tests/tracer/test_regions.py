@@ -1,4 +1,6 @@
-"""What is more than a call: functions with their own backward, checkpoints, autocast, TorchScript, transforms, draws, questions about values."""
+"""What is more than a call: functions with their own backward, checkpoints, autocast, TorchScript, transforms, draws,
+questions about values.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ def ops(graph):
 
 
 # -- autograd.Function
+
 
 class Scale(torch.autograd.Function):
     """Its backward is not the derivative of its forward."""
@@ -61,15 +64,24 @@ def test_an_autograd_function_that_reads_what_it_was_not_given_is_a_letter():
 
 # -- checkpoints
 
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_are_opened_and_tagged(reentrant):
     def twice(m, x):
         h = checkpoint(lambda y: m.linear(y).tanh(), x @ m.weight, use_reentrant=reentrant)
-        return checkpoint(lambda y: checkpoint(m.linear, y, use_reentrant=False).sin(), h, use_reentrant=reentrant).sum()
+        return checkpoint(
+            lambda y: checkpoint(m.linear, y, use_reentrant=False).sin(), h, use_reentrant=reentrant
+        ).sum()
 
     graph = check(twice)
     tags = {op_name(n): info(n).checkpoint for n in graph.nodes if info(n).kind == "op"}
-    assert tags["tanh"] == (0,) and tags["sin"] == (1,) and tags["linear"] == (1, 2) and tags["matmul"] == () and tags["sum"] == ()
+    assert (
+        tags["tanh"] == (0,)
+        and tags["sin"] == (1,)
+        and tags["linear"] == (1, 2)
+        and tags["matmul"] == ()
+        and tags["sum"] == ()
+    )
     assert "  checkpoint 2" in str(graph)
 
 
@@ -79,6 +91,7 @@ def test_a_reentrant_checkpoint_of_inputs_without_gradients_gives_none():
 
 # -- autocast
 
+
 def mixed(m, x):
     with torch.autocast("cpu", torch.bfloat16):
         h = m.linear(x @ m.weight)
@@ -86,18 +99,40 @@ def mixed(m, x):
         e = torch.einsum("ab,bc->ac", h, x)
         with torch.autocast("cpu", enabled=False):
             f = x @ m.weight
-        return F.mse_loss(h.float(), x) + torch.cat([h, x]).sum() + m.linear(h).sum() + e.sum() + f.sum() + F.scaled_dot_product_attention(h[None], h[None], x[None]).sum()
+        return (
+            F.mse_loss(h.float(), x)
+            + torch.cat([h, x]).sum()
+            + m.linear(h).sum()
+            + e.sum()
+            + f.sum()
+            + F.scaled_dot_product_attention(h[None], h[None], x[None]).sum()
+        )
 
 
 def test_the_casts_of_autocast_are_in_the_graph():
     graph = check(mixed)
     products = [n for n in graph.nodes if op_name(n) in ("matmul", "linear", "einsum", "scaled_dot_product_attention")]
-    assert [info(n).outputs[0].dtype for n in products] == ["bfloat16", "bfloat16", "bfloat16", "float32", "bfloat16", "bfloat16"]
-    casts = [n for n in graph.nodes if (op_name(n) == "to" and info(n.kwargs["input"]).kind == "parameter") or info(n).key.startswith("linear.weight")]
-    assert len([n for n in casts if op_name(n) == "to" and info(n.kwargs["input"]).key == "linear.weight"]) == 1      # once a region
+    assert [info(n).outputs[0].dtype for n in products] == [
+        "bfloat16",
+        "bfloat16",
+        "bfloat16",
+        "float32",
+        "bfloat16",
+        "bfloat16",
+    ]
+    casts = [
+        n
+        for n in graph.nodes
+        if (op_name(n) == "to" and info(n.kwargs["input"]).kind == "parameter")
+        or info(n).key.startswith("linear.weight")
+    ]
+    assert (
+        len([n for n in casts if op_name(n) == "to" and info(n.kwargs["input"]).key == "linear.weight"]) == 1
+    )  # once a region
 
 
 # -- below the function level
+
 
 @torch.jit.script
 def scripted(x):
@@ -111,24 +146,41 @@ def test_torchscript_is_recorded_op_by_op():
     assert {"relu", "transpose", "add"} <= set(ops(graph))
 
 
-@pytest.mark.parametrize("function", [
-    lambda m, x: torch.vmap(lambda r: r.sin().view(2, 2).sum() * r.detach())(x @ m.weight).sum(),
-    lambda m, x: torch.vmap(lambda r, s: r * s, in_dims=(0, None))(x @ m.weight, x[0]).sum(),
-    lambda m, x: torch.func.grad(lambda r: (r @ m.weight).sin().sum())(x).pow(2).sum(),
-    lambda m, x: torch.func.jvp(lambda r: (r @ m.weight).sin(), (x,), (x * 2,))[1].pow(2).sum(),
-    lambda m, x: torch.compile(lambda y: y * 2 + 1)(x @ m.weight).sum(),
-], ids=["vmap", "vmap of one", "func.grad", "func.jvp", "compile"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.vmap(lambda r: r.sin().view(2, 2).sum() * r.detach())(x @ m.weight).sum(),
+        lambda m, x: torch.vmap(lambda r, s: r * s, in_dims=(0, None))(x @ m.weight, x[0]).sum(),
+        lambda m, x: torch.func.grad(lambda r: (r @ m.weight).sin().sum())(x).pow(2).sum(),
+        lambda m, x: torch.func.jvp(lambda r: (r @ m.weight).sin(), (x,), (x * 2,))[1].pow(2).sum(),
+        lambda m, x: torch.compile(lambda y: y * 2 + 1)(x @ m.weight).sum(),
+    ],
+    ids=["vmap", "vmap of one", "func.grad", "func.jvp", "compile"],
+)
 def test_transforms_are_recorded_as_what_they_run(function):
     check(function)
 
 
 # -- draws
 
+
 def test_every_draw_is_explicit_with_its_probability():
     def draws(m, x):
         h = x @ m.weight
-        noise = torch.rand_like(h) + torch.rand(4, 4) + torch.randn(4) + torch.empty(4).uniform_(-1, 1) + torch.empty(4, 4).bernoulli_(0.3) + torch.bernoulli(torch.full((4, 4), 0.5))
-        return ((h * noise).view(1, 4, 2, 2) + F.dropout2d(h.view(1, 4, 2, 2), 0.4) + F.alpha_dropout(h, 0.3, True).view(1, 4, 2, 2) + F.gumbel_softmax(h).view(1, 4, 2, 2)).sum()
+        noise = (
+            torch.rand_like(h)
+            + torch.rand(4, 4)
+            + torch.randn(4)
+            + torch.empty(4).uniform_(-1, 1)
+            + torch.empty(4, 4).bernoulli_(0.3)
+            + torch.bernoulli(torch.full((4, 4), 0.5))
+        )
+        return (
+            (h * noise).view(1, 4, 2, 2)
+            + F.dropout2d(h.view(1, 4, 2, 2), 0.4)
+            + F.alpha_dropout(h, 0.3, True).view(1, 4, 2, 2)
+            + F.gumbel_softmax(h).view(1, 4, 2, 2)
+        ).sum()
 
     graph = check(draws)
     drawn = [n for n in graph.nodes if info(n).random >= 0]
@@ -136,27 +188,48 @@ def test_every_draw_is_explicit_with_its_probability():
     assert [n.kwargs["p"] for n in drawn if "p" in n.kwargs] == [0.3, 0.4, 0.3]
 
 
-@pytest.mark.parametrize("function, name", [(lambda m, x: (x @ m.weight) * np.random.rand(), "numpy.random.rand"), (lambda m, x: (x @ m.weight) * random.random(), "random.random"),
-                                            (lambda m, x: (x @ m.weight) * by_name(), "numpy's or Python's"), (lambda m, x: x @ m.weight + torch.rand(4, 4, generator=torch.Generator()), "generator of the model")])
+@pytest.mark.parametrize(
+    "function, name",
+    [
+        (lambda m, x: (x @ m.weight) * np.random.rand(), "numpy.random.rand"),
+        (lambda m, x: (x @ m.weight) * random.random(), "random.random"),
+        (lambda m, x: (x @ m.weight) * by_name(), "numpy's or Python's"),
+        (lambda m, x: x @ m.weight + torch.rand(4, 4, generator=torch.Generator()), "generator of the model"),
+    ],
+)
 def test_draws_that_torch_does_not_make_are_letters(function, name, monkeypatch):
-    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])      # threads of other tests may be about
+    monkeypatch.setattr(
+        threading, "enumerate", lambda: [threading.current_thread()]
+    )  # threads of other tests may be about
     with pytest.raises(NotCaptured, match=name):
         traced(function)
 
 
 def test_with_other_threads_about_the_graph_says_that_something_drew(monkeypatch):
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread(), threading.Thread()])
-    assert any("another thread or by the model" in a for a in traced(lambda m, x: (x @ m.weight) * by_name()).assumptions)
+    assert any(
+        "another thread or by the model" in a for a in traced(lambda m, x: (x @ m.weight) * by_name()).assumptions
+    )
 
 
-by_name = random.random                                        # imported by name, it is found by the generator's state
+by_name = random.random  # imported by name, it is found by the generator's state
 
 
 # -- questions about values
 
+
 def test_what_depends_on_no_input_is_computed():
-    graph = check(lambda m, x: (x @ m.weight).sum() * (2 if (torch.arange(4).cumsum(0) >= 0).all() else 3) * torch.linspace(0, 1, 3).tolist()[1])
-    assert {a.split(", at")[0] for a in graph.assumptions} == {"a condition is True: it depends on no input", *(f"a value is {v}: it depends on no input" for v in (0.0, 0.5, 1.0))}
+    graph = check(
+        lambda m, x: (
+            (x @ m.weight).sum()
+            * (2 if (torch.arange(4).cumsum(0) >= 0).all() else 3)
+            * torch.linspace(0, 1, 3).tolist()[1]
+        )
+    )
+    assert {a.split(", at")[0] for a in graph.assumptions} == {
+        "a condition is True: it depends on no input",
+        *(f"a value is {v}: it depends on no input" for v in (0.0, 0.5, 1.0)),
+    }
     assert all("test_regions.py:" in a for a in graph.assumptions)
 
 
@@ -190,13 +263,26 @@ def test_values_are_finite_where_declared():
     assert all("values are finite (declared)" in a for a in check(guarded, Assume(finite=True)).assumptions)
 
 
-@pytest.mark.parametrize("function, match", [
-    (lambda m, x: x * x.sum().item(), "value of a tensor"), (lambda m, x: x[x > 0], "values of a tensor"), (lambda m, x: torch.nonzero(x), "shape of nonzero"),
-    (lambda m, x: torch.masked_select(x, x > 0), "shape of masked_select"), (lambda m, x: x * len(x.unique()), "shape of unique"), (lambda m, x: x.numpy(), "memory"),
-    (lambda m, x: torch.from_numpy(np.ones((4, 4), np.float32)) * x, "outside the model"), (lambda m, x: torch.autograd.grad((x @ m.weight).sum(), m.weight)[0], "derivative"),
-    (lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x @ m.weight,)), "higher-order"), (lambda m, x: x.to("meta"), "between devices"),
-    (lambda m, x: m.weight.requires_grad_(False).sum(), "requires_grad"), (lambda m, x: torch.nn.utils.rnn.pack_padded_sequence(x[:, :, None], torch.tensor([4, 3, 2, 1]), True), "value|memory|outside"),
-])
+@pytest.mark.parametrize(
+    "function, match",
+    [
+        (lambda m, x: x * x.sum().item(), "value of a tensor"),
+        (lambda m, x: x[x > 0], "values of a tensor"),
+        (lambda m, x: torch.nonzero(x), "shape of nonzero"),
+        (lambda m, x: torch.masked_select(x, x > 0), "shape of masked_select"),
+        (lambda m, x: x * len(x.unique()), "shape of unique"),
+        (lambda m, x: x.numpy(), "memory"),
+        (lambda m, x: torch.from_numpy(np.ones((4, 4), np.float32)) * x, "outside the model"),
+        (lambda m, x: torch.autograd.grad((x @ m.weight).sum(), m.weight)[0], "derivative"),
+        (lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x @ m.weight,)), "higher-order"),
+        (lambda m, x: x.to("meta"), "between devices"),
+        (lambda m, x: m.weight.requires_grad_(False).sum(), "requires_grad"),
+        (
+            lambda m, x: torch.nn.utils.rnn.pack_padded_sequence(x[:, :, None], torch.tensor([4, 3, 2, 1]), True),
+            "value|memory|outside",
+        ),
+    ],
+)
 def test_what_a_graph_cannot_hold_is_a_letter(function, match):
     with pytest.raises(NotCaptured, match=match) as letter:
         traced(function)
@@ -231,6 +317,7 @@ def test_layer_drop_is_a_letter():
 
 # -- the module itself
 
+
 def test_what_forward_sets_is_put_back_and_said():
     def sets(m, x):
         m.last = x @ m.weight
@@ -241,7 +328,10 @@ def test_what_forward_sets_is_put_back_and_said():
     before = dict(vars(model))
     graph = ColoTracer().trace(model, (torch.randn(4, 4),))
     assert vars(model) == before
-    assert graph.assumptions == ("the attribute last that forward sets on the model is not kept", "the attribute calls that forward sets on the model is not kept")
+    assert graph.assumptions == (
+        "the attribute last that forward sets on the model is not kept",
+        "the attribute calls that forward sets on the model is not kept",
+    )
 
 
 def test_hooks_that_forward_installs_do_not_stay():
@@ -284,7 +374,9 @@ def test_attention_modules_are_opened():
 
 
 def test_parametrized_modules_keep_their_parameters():
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))
+    model = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    )
     x = torch.randn(2, 4)
     graph = ColoTracer().trace(model, (x,))
     start = {n: b.clone() for n, b in model.named_buffers()}
@@ -292,7 +384,10 @@ def test_parametrized_modules_keep_their_parameters():
     for n, b in model.named_buffers():
         b.copy_(start[n])
     torch.testing.assert_close(graph.module(model)(x), expected)
-    assert "0.parametrizations.weight.original0" in graph.parameters and ("buffer", "1.parametrizations.weight.0._u") in graph.updates
+    assert (
+        "0.parametrizations.weight.original0" in graph.parameters
+        and ("buffer", "1.parametrizations.weight.0._u") in graph.updates
+    )
 
 
 class Lora(nn.Module):
@@ -300,7 +395,11 @@ class Lora(nn.Module):
 
     def __init__(self, base, rank=2):
         super().__init__()
-        self.base, self.down, self.up = base.requires_grad_(False), nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+        self.base, self.down, self.up = (
+            base.requires_grad_(False),
+            nn.Linear(base.in_features, rank, bias=False),
+            nn.Linear(rank, base.out_features, bias=False),
+        )
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(F.dropout(x, 0.1, self.training)))
@@ -321,6 +420,7 @@ def test_parameters_on_one_memory_are_a_letter():
 
 
 # -- structures
+
 
 @dataclasses.dataclass
 class Batch:
@@ -348,7 +448,12 @@ def test_dataclasses_nest_in_and_out():
     model, batch = Model(), Batch(torch.randn(2, 4), {"y": [torch.randn(4)]})
     graph = ColoTracer().trace(model, {"batch": batch, "scale": 2.0})
     replayed, expected = graph.module(model)(batch=batch, scale=2.0), model(batch, 2.0)
-    assert type(replayed) is Result and type(replayed.batch) is Batch and replayed.batch.name == "b" and replayed.batch.more["z"][1] is None
+    assert (
+        type(replayed) is Result
+        and type(replayed.batch) is Batch
+        and replayed.batch.name == "b"
+        and replayed.batch.more["z"][1] is None
+    )
     torch.testing.assert_close(replayed.batch.more["z"][0], expected.batch.x)
     assert graph.output_names[0] == "loss" and len(graph.inputs) == 2
 
@@ -368,7 +473,9 @@ def test_a_model_partly_on_meta_gives_the_same_graph():
 
     whole, partly = model(), model()
     partly[0].to("meta")
-    assert ColoTracer().trace(whole, (torch.empty(3, 4),)) == ColoTracer().trace(partly, (torch.empty(3, 4, device="meta"),))
+    assert ColoTracer().trace(whole, (torch.empty(3, 4),)) == ColoTracer().trace(
+        partly, (torch.empty(3, 4, device="meta"),)
+    )
 
 
 def test_nothing_of_a_model_is_kept_alive():

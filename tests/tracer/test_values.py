@@ -1,4 +1,6 @@
-"""Writes become values: every case runs eagerly and as a graph, with gradients, buffers, inputs and the generator compared."""
+"""Writes become values: every case runs eagerly and as a graph, with gradients, buffers, inputs and the generator
+compared.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def family(m, x):
     a = z.view(4, 4)
     b, c = a[1], z[2:6]
     b.copy_((x @ m.weight)[0])
-    _ = c.grad_fn                                              # eager asks for it, or takes c for a leaf
+    _ = c.grad_fn  # eager asks for it, or takes c for a leaf
     c += 1
     _ = a.grad_fn
     a.t()[0] = 5.0
@@ -80,7 +82,12 @@ def promoted(m, x):
 
 def options(m, x):
     h = x @ m.weight
-    return (F.relu(h * 1, True) + F.hardswish(h * 1, inplace=True) + F.dropout(h * 1, 0.5, True, True) + F.leaky_relu(h * 1, 0.1, inplace=True)).sum()
+    return (
+        F.relu(h * 1, True)
+        + F.hardswish(h * 1, inplace=True)
+        + F.dropout(h * 1, 0.5, True, True)
+        + F.leaky_relu(h * 1, 0.1, inplace=True)
+    ).sum()
 
 
 def turned(m, x):
@@ -115,8 +122,6 @@ def the_input(m, x):
     return (x @ m.weight).sum()
 
 
-
-
 def out_of_another_dtype(m, x):
     z = torch.zeros(4, 4, dtype=torch.float64)
     v = z[1]
@@ -124,7 +129,22 @@ def out_of_another_dtype(m, x):
     return (z @ m.weight.double()).sum() + v.sum()
 
 
-CASES = [chain, family, pieces, slices, by_index, promoted, options, turned, counters, reassigned, made_while_running, a_view_of_a_buffer, the_input, out_of_another_dtype]
+CASES = [
+    chain,
+    family,
+    pieces,
+    slices,
+    by_index,
+    promoted,
+    options,
+    turned,
+    counters,
+    reassigned,
+    made_while_running,
+    a_view_of_a_buffer,
+    the_input,
+    out_of_another_dtype,
+]
 
 
 @pytest.mark.parametrize("function", CASES, ids=lambda f: f.__name__)
@@ -231,20 +251,35 @@ def by_strides(m, x):
     return (x @ m.weight).as_strided((2, 2), (1, 2)).sum()
 
 
-@pytest.mark.parametrize("function, match", [
-    (under_no_grad, "under no_grad to a value that carries a gradient"), (through_data, "through a detached view"), (to_a_parameter, "writes to the parameter weight"),
-    (through_an_expansion, "view by expand"), (turned_with_views, "others are views of"), (into_out, "out="), (resized, "another shape or storage"), (by_strides, "memory layout"),
-], ids=lambda v: getattr(v, "__name__", ""))
+@pytest.mark.parametrize(
+    "function, match",
+    [
+        (under_no_grad, "under no_grad to a value that carries a gradient"),
+        (through_data, "through a detached view"),
+        (to_a_parameter, "writes to the parameter weight"),
+        (through_an_expansion, "view by expand"),
+        (turned_with_views, "others are views of"),
+        (into_out, "out="),
+        (resized, "another shape or storage"),
+        (by_strides, "memory layout"),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
 def test_a_write_that_cannot_be_a_value_is_a_letter(function, match):
     with pytest.raises(NotCaptured, match=match) as letter:
         traced(function)
     assert f"in {function.__name__}" in letter.value.at and letter.value.at.startswith("test_values.py:")
 
 
-@pytest.mark.parametrize("function, advice", [
-    (lambda x: F.one_hot((x > 0).long()), "num_classes"), (lambda x: torch.tensor_split(x, torch.tensor([1, 2])), "list of numbers"),
-    (lambda x: x.repeat_interleave((x > 0).long()[:, 0], 0), "output_size"), (lambda x: x[x > 0], r"torch\.where"),
-])
+@pytest.mark.parametrize(
+    "function, advice",
+    [
+        (lambda x: F.one_hot((x > 0).long()), "num_classes"),
+        (lambda x: torch.tensor_split(x, torch.tensor([1, 2])), "list of numbers"),
+        (lambda x: x.repeat_interleave((x > 0).long()[:, 0], 0), "output_size"),
+        (lambda x: x[x > 0], r"torch\.where"),
+    ],
+)
 def test_a_shape_that_values_say_is_a_letter_that_names_another_call(function, advice):
     with pytest.raises(NotCaptured, match=rf"(?s)shape of .* depends on the values.*try .*{advice}"):
         traced(lambda m, x: function(x @ m.weight))

@@ -19,10 +19,13 @@ TABLE = sorted(name for name, op in OPS.items() if op.signature is not None and 
 def test_an_op_takes_its_arguments_by_the_names_in_the_table(name):
     """Whatever it makes of these, it does not complain of a name."""
     op, x = OPS[name], torch.randn(2, 3, 4, 4)
-    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):        # torch tells its two forms by the types of all arguments
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # torch tells its two forms by the types of all arguments
         assert [*op.signature.parameters] == [a.name for a in getattr(torch.ops.aten, name).input._schema.arguments]
         return
-    arguments = {n: x if p.annotation is Tensor else (2, 3) if n == "size" else p.default if p.default is not p.empty else 1 for n, p in op.signature.parameters.items()}
+    arguments = {
+        n: x if p.annotation is Tensor else (2, 3) if n == "size" else p.default if p.default is not p.empty else 1
+        for n, p in op.signature.parameters.items()
+    }
     try:
         op.run(arguments)
     except Exception as e:
@@ -36,16 +39,34 @@ def test_an_op_has_the_defaults_of_the_table(name):
     said = {n: p.default for n, p in op.signature.parameters.items() if p.default is not p.empty}
     if isinstance(op.call, types.FunctionType):
         real = {n: p.default for n, p in inspect.signature(op.call).parameters.items()}
-        if "max_pool" not in name:                             # torch hides their signature behind *args
+        if "max_pool" not in name:  # torch hides their signature behind *args
             assert {n: real[n] for n in said} == said
         return
     packet = getattr(torch.ops.aten, name, None)
-    schemas = [{"input" if a.name == "self" else a.name: a.default_value if a.has_default_value() else None for a in getattr(packet, o)._schema.arguments} for o in packet.overloads()] if packet else []
+    schemas = (
+        [
+            {
+                "input" if a.name == "self" else a.name: a.default_value if a.has_default_value() else None
+                for a in getattr(packet, o)._schema.arguments
+            }
+            for o in packet.overloads()
+        ]
+        if packet
+        else []
+    )
 
     def agree(real, default) -> bool:
-        return real == default or (real in (None, []) and default is None) or (isinstance(real, list) and all(v == default for v in real))
+        return (
+            real == default
+            or (real in (None, []) and default is None)
+            or (isinstance(real, list) and all(v == default for v in real))
+        )
 
-    assert not schemas or not said or any(all(n in real and agree(real[n], d) for n, d in said.items()) for real in schemas)
+    assert (
+        not schemas
+        or not said
+        or any(all(n in real and agree(real[n], d) for n, d in said.items()) for real in schemas)
+    )
 
 
 def test_spellings_share_an_op():

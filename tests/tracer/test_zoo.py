@@ -1,4 +1,7 @@
-"""Models that people have, unmodified, in train mode with dropout on: captured and equal to eager, or refused with a letter."""
+"""Models that people have, unmodified, in train mode with dropout on.
+
+Captured and equal to eager, or refused with a letter.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tests.zoo.families import any_hf, any_inputs, has_extras
 from tests.zoo.replay import check
 from tests.zoo.tables import COLOSSAL, DRAWN, DRAWN_REFUSED, ZOO, Entry
 
-SAMPLE = random.Random(4).sample(sorted(COLOSSAL), 8)           # of what runs nightly as a whole
+SAMPLE = random.Random(4).sample(sorted(COLOSSAL), 8)  # of what runs nightly as a whole
 
 
 def capture(name: str, entry: Entry) -> Graph | None:
@@ -32,8 +35,14 @@ def test_the_zoo(name):
     if graph is not None:
         again = Graph.from_json(graph.to_json())
         assert str(again) == str(graph) and [info(n) for n in again.nodes] == [info(n) for n in graph.nodes]
-        assert (again.input_spec, again.output_spec, again.output_leaves) == (graph.input_spec, graph.output_spec, graph.output_leaves)
-        assert bool(graph.assumptions) <= bool(ZOO[name].assume) or all("not kept" in a or "whatever is drawn" in a or "no input" in a for a in graph.assumptions)
+        assert (again.input_spec, again.output_spec, again.output_leaves) == (
+            graph.input_spec,
+            graph.output_spec,
+            graph.output_leaves,
+        )
+        assert bool(graph.assumptions) <= bool(ZOO[name].assume) or all(
+            "not kept" in a or "whatever is drawn" in a or "no input" in a for a in graph.assumptions
+        )
 
 
 def test_the_zoo_has_sixty_of_sixty_three():

@@ -29,9 +29,11 @@ FIELDS: dict[str, Field] = {}
 
 def field(name: str, **inputs: Callable[[], Tensor]):
     """Register a class of modules under a name, with what makes each of its inputs."""
+
     def register(build):
         FIELDS[name] = Field(build, lambda: {key: make() for key, make in inputs.items()})
         return build
+
     return register
 
 
@@ -84,7 +86,7 @@ class WaveNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(16, 8)
-        self.gates = nn.ModuleList(nn.Conv1d(8, 16, 2, dilation=2 ** i) for i in range(3))
+        self.gates = nn.ModuleList(nn.Conv1d(8, 16, 2, dilation=2**i) for i in range(3))
         self.skips = nn.ModuleList(nn.Conv1d(8, 16, 1) for _ in range(3))
         self.out = nn.Conv1d(8, 16, 1)
 
@@ -119,8 +121,12 @@ class Separation(nn.Module):
         return -10 * torch.log10(ratio + 1e-8).mean()
 
 
-@field("audio: keyword spotting with a GRU", frames=normal(6, 9, 13),
-       lengths=lambda: torch.tensor([9, 4, 7, 1, 9, 2]), label=whole_numbers(3, 6))
+@field(
+    "audio: keyword spotting with a GRU",
+    frames=normal(6, 9, 13),
+    lengths=lambda: torch.tensor([9, 4, 7, 1, 9, 2]),
+    label=whole_numbers(3, 6),
+)
 class Keywords(nn.Module):
     def __init__(self):
         super().__init__()
@@ -190,8 +196,12 @@ class Chamfer(nn.Module):
         return distance.min(2).values.mean() + distance.min(dim=1)[0].mean() + 1e-2 * made.abs().sum((1, 2)).mean()
 
 
-@field("graphs: convolution", x=normal(12, 6), edges=whole_numbers(12, 2, 30),
-       label=lambda: torch.tensor([0, 1, 2, -1, 1, -1, -1, 2, 0, 0, -1, 1]))
+@field(
+    "graphs: convolution",
+    x=normal(12, 6),
+    edges=whole_numbers(12, 2, 30),
+    label=lambda: torch.tensor([0, 1, 2, -1, 1, -1, -1, 2, 0, 0, -1, 1]),
+)
 class GraphConvolution(nn.Module):
     def __init__(self):
         super().__init__()
@@ -259,9 +269,11 @@ class Molecules(nn.Module):
 
 def with_gaps(*shape):
     """Numbers of which some are missing."""
+
     def make():
         x = torch.randn(shape, dtype=torch.float64)
         return x.masked_fill(torch.rand(shape) < 0.2, float("nan"))
+
     return make
 
 
@@ -317,8 +329,13 @@ class FactorisationMachine(nn.Module):
         return F.binary_cross_entropy_with_logits(logit, click, pos_weight=torch.tensor(2.0, dtype=v.dtype))
 
 
-@field("recommendation: bags of items", history=whole_numbers(20, 18),
-       starts=lambda: torch.tensor([0, 3, 3, 9, 12, 17]), liked=whole_numbers(20, 6), other=whole_numbers(20, 6, 3))
+@field(
+    "recommendation: bags of items",
+    history=whole_numbers(20, 18),
+    starts=lambda: torch.tensor([0, 3, 3, 9, 12, 17]),
+    liked=whole_numbers(20, 6),
+    other=whole_numbers(20, 6, 3),
+)
 class Bags(nn.Module):
     def __init__(self):
         super().__init__()
@@ -355,7 +372,7 @@ class Couplings(nn.Module):
     def __init__(self):
         super().__init__()
         self.nets = nn.ModuleList(mlp(5, 8, 10) for _ in range(3))
-        self.register_buffer("masks", torch.tensor([[1., 0, 1, 0, 1], [0, 1, 0, 1, 0], [1, 1, 0, 0, 1]]))
+        self.register_buffer("masks", torch.tensor([[1.0, 0, 1, 0, 1], [0, 1, 0, 1, 0], [1, 1, 0, 0, 1]]))
 
     def forward(self, x):
         log_det = x.new_zeros(x.shape[0])
@@ -364,7 +381,7 @@ class Couplings(nn.Module):
             s = torch.tanh(s) * (1 - mask)
             x = x * mask + (1 - mask) * (x * s.exp() + t)
             log_det += s.sum(-1)
-        return -(-0.5 * (x ** 2 + math.log(2 * math.pi)).sum(-1) + log_det).mean()
+        return -(-0.5 * (x**2 + math.log(2 * math.pi)).sum(-1) + log_det).mean()
 
 
 @field("density: triangular and dense flows", x=normal(6, 4))
@@ -474,7 +491,7 @@ class Differential(nn.Module):
         self.field = mlp(3, 8, 2)
 
     def slope(self, t, y):
-        return self.field(torch.cat([y ** 3, torch.full_like(y[:, :1], t)], -1))
+        return self.field(torch.cat([y**3, torch.full_like(y[:, :1], t)], -1))
 
     def forward(self, start, path):
         y, seen, h = start, [], 0.1
@@ -524,7 +541,7 @@ class Burgers(nn.Module):
         dt, dx = torch.tensor([h, 0.0], dtype=inside.dtype), inside.new_tensor([0.0, h])
         u, before, after = (self.net(inside + s * dt) for s in (0, -1, 1))
         left, right = self.net(inside - dx), self.net(inside + dx)
-        u_x, u_xx = (right - left) / (2 * h), (right - 2 * u + left) / h ** 2
+        u_x, u_xx = (right - left) / (2 * h), (right - 2 * u + left) / h**2
         residual = (after - before) / (2 * h) + u * u_x - F.softplus(self.viscosity) * u_xx
         walls = self.net(F.pad(edge, (0, 1), value=1.0)) - self.net(F.pad(edge, (0, 1), value=-1.0))
         begin = self.net(F.pad(edge, (1, 0))) + torch.sin(math.pi * edge)
@@ -610,8 +627,14 @@ class Kalman(nn.Module):
 # -- reinforcement learning -------------------------------------------------------------------------------------------
 
 
-@field("control: PPO", state=normal(12, 5), action=whole_numbers(4, 12), old=lambda: -torch.rand(12).double() - 1,
-       gain=normal(12), value=normal(12))
+@field(
+    "control: PPO",
+    state=normal(12, 5),
+    action=whole_numbers(4, 12),
+    old=lambda: -torch.rand(12).double() - 1,
+    gain=normal(12),
+    value=normal(12),
+)
 class PPO(nn.Module):
     def __init__(self):
         super().__init__()
@@ -630,8 +653,15 @@ class PPO(nn.Module):
         return policy + 0.25 * torch.maximum((now - target) ** 2, (near - target) ** 2).mean() - 0.01 * entropy
 
 
-@field("control: double dueling DQN", state=normal(8, 4), action=whole_numbers(3, 8, 1), reward=normal(8),
-       after=normal(8, 4), done=coins(8), weight=uniform(8))
+@field(
+    "control: double dueling DQN",
+    state=normal(8, 4),
+    action=whole_numbers(3, 8, 1),
+    reward=normal(8),
+    after=normal(8, 4),
+    done=coins(8),
+    weight=uniform(8),
+)
 class DuelingDQN(nn.Module):
     def __init__(self):
         super().__init__()
@@ -652,8 +682,14 @@ class DuelingDQN(nn.Module):
         return (weight * F.smooth_l1_loss(now, target, reduction="none")).mean()
 
 
-@field("control: distributional RL", state=normal(6, 4), action=whole_numbers(3, 6), reward=normal(6),
-       after=normal(6, 4), done=lambda: torch.tensor([0, 1, 0, 0, 1, 0]).bool())
+@field(
+    "control: distributional RL",
+    state=normal(6, 4),
+    action=whole_numbers(3, 6),
+    reward=normal(6),
+    after=normal(6, 4),
+    done=lambda: torch.tensor([0, 1, 0, 0, 1, 0]).bool(),
+)
 class Distributional(nn.Module):
     def __init__(self):
         super().__init__()
@@ -678,8 +714,13 @@ class Distributional(nn.Module):
         return -(target * log_p).sum(1).mean()
 
 
-@field("control: recurrent actor and critic", states=normal(4, 6, 3), actions=whole_numbers(2, 4, 6),
-       rewards=normal(4, 6), dones=coins(4, 6))
+@field(
+    "control: recurrent actor and critic",
+    states=normal(4, 6, 3),
+    actions=whole_numbers(2, 4, 6),
+    rewards=normal(4, 6),
+    dones=coins(4, 6),
+)
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -757,7 +798,7 @@ class Options(nn.Module):
         money = torch.log(spot / strike)
         features = torch.stack((money, time.expand_as(money)), dim=-1)
         sigma = 0.1 + F.softplus(self.smile(features)).squeeze(-1)
-        d1 = (money + (self.rate + 0.5 * sigma ** 2) * time) / (sigma * time.sqrt())
+        d1 = (money + (self.rate + 0.5 * sigma**2) * time) / (sigma * time.sqrt())
         d2 = d1 - sigma * torch.sqrt(time)
         call = spot * self.below(d1) - strike * torch.exp(-self.rate * time) * self.below(d2)
         paid = F.relu(spot * 1.05 - strike)
@@ -782,7 +823,7 @@ class Volatility(nn.Module):
             variance = omega + alpha * error[:, t] ** 2 + beta * variance
         variance, nu = torch.stack(path, 1), 2 + F.softplus(self.tail)
         log_p = torch.lgamma((nu + 1) / 2) - torch.lgamma(nu / 2) - 0.5 * torch.log((nu - 2) * math.pi * variance)
-        return -(log_p - (nu + 1) / 2 * torch.log1p(error ** 2 / ((nu - 2) * variance))).sum(1).mean()
+        return -(log_p - (nu + 1) / 2 * torch.log1p(error**2 / ((nu - 2) * variance))).sum(1).mean()
 
 
 @field("forecasting: quantiles of a decomposed series", series=normal(6, 15, 2), future=normal(6, 4, 2))
@@ -931,8 +972,12 @@ class Relative(nn.Module):
         return F.mse_loss(x + self.out(mixed.transpose(1, 2).reshape(4, 9, 8)), y)
 
 
-@field("architecture: two towers and triplets", left=normal(8, 6), right=normal(8, 6),
-       same=lambda: torch.tensor([1, -1, 1, 1, -1, 1, -1, -1]))
+@field(
+    "architecture: two towers and triplets",
+    left=normal(8, 6),
+    right=normal(8, 6),
+    same=lambda: torch.tensor([1, -1, 1, 1, -1, 1, -1, -1]),
+)
 class Towers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1014,9 +1059,17 @@ class Rigid(nn.Module):
         axis = torch.linalg.cross(a, b).mul(w).sum(1)
         quaternion = F.normalize(torch.cat([torch.ones_like(axis[:, :1]), axis], -1), dim=-1)
         r, i, j, k = torch.unbind(quaternion, -1)
-        rows = (1 - 2 * (j * j + k * k), 2 * (i * j - k * r), 2 * (i * k + j * r),
-                2 * (i * j + k * r), 1 - 2 * (i * i + k * k), 2 * (j * k - i * r),
-                2 * (i * k - j * r), 2 * (j * k + i * r), 1 - 2 * (i * i + j * j))
+        rows = (
+            1 - 2 * (j * j + k * k),
+            2 * (i * j - k * r),
+            2 * (i * k + j * r),
+            2 * (i * j + k * r),
+            1 - 2 * (i * i + k * k),
+            2 * (j * k - i * r),
+            2 * (i * k - j * r),
+            2 * (j * k + i * r),
+            1 - 2 * (i * i + j * j),
+        )
         turn = torch.stack(rows, -1).unflatten(-1, (3, 3))
         volume = torch.linalg.det(turn + 0.1 * torch.eye(3, dtype=turn.dtype))
         return ((a @ turn.mT - b).norm(dim=-1) * w.squeeze(-1)).sum(1).mean() + 0.1 * volume.mean()
@@ -1072,7 +1125,7 @@ class Robust(nn.Module):
         worst = error.abs().topk(4).values.mean() + error.abs().kthvalue(5)[0]
         z = error / spread
         tukey = torch.where(z.abs() <= 2, 1 - (1 - (z / 2) ** 2) ** 3, torch.ones_like(z))
-        expectile = (torch.sigmoid(self.tau) - (error < 0).to(error.dtype)).abs() * error ** 2
+        expectile = (torch.sigmoid(self.tau) - (error < 0).to(error.dtype)).abs() * error**2
         return tukey.mean() + 0.1 * worst + expectile.mean() + 0.1 * torch.cummax(z, 0)[0].mean()
 
 
@@ -1091,7 +1144,7 @@ class Cells(nn.Module):
         for t in range(ids.shape[1] - 1):
             h, c = self.cell(self.embed(ids[:, t]), (h, c))
             logits.append(F.linear(h, w))
-        kl = (0.5 * (F.softplus(self.rho) ** 2 + self.mean ** 2) - F.softplus(self.rho).log() - 0.5).sum()
+        kl = (0.5 * (F.softplus(self.rho) ** 2 + self.mean**2) - F.softplus(self.rho).log() - 0.5).sum()
         missed = F.cross_entropy(torch.stack(logits, dim=1).transpose(1, 2), ids[:, 1:], reduction="sum")
         return missed / ids.numel() + 1e-3 * kl
 
@@ -1126,8 +1179,13 @@ class Filters(nn.Module):
         return (back - image).abs().mean() + 1e-2 * consistency.pow(2).mean() + 1e-2 * full.angle().cos().mean()
 
 
-@field("graphs: pooling of batches of graphs", x=normal(14, 4), edges=whole_numbers(14, 2, 20),
-       label=whole_numbers(2, 4), graph=lambda: torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3]))
+@field(
+    "graphs: pooling of batches of graphs",
+    x=normal(14, 4),
+    edges=whole_numbers(14, 2, 20),
+    label=whole_numbers(2, 4),
+    graph=lambda: torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3]),
+)
 class GraphPooling(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1145,8 +1203,12 @@ class GraphPooling(nn.Module):
         return F.cross_entropy(self.head(mean, top) / count.log1p()[:, None], label)
 
 
-@field("language: pointer with masks", x=normal(4, 7, 6), target=whole_numbers(3, 4),
-       gone=lambda: torch.arange(7)[None] >= torch.tensor([[7], [3], [5], [6]]))
+@field(
+    "language: pointer with masks",
+    x=normal(4, 7, 6),
+    target=whole_numbers(3, 4),
+    gone=lambda: torch.arange(7)[None] >= torch.tensor([[7], [3], [5], [6]]),
+)
 class Pointer(nn.Module):
     def __init__(self):
         super().__init__()

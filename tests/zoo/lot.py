@@ -1,6 +1,8 @@
-"""Classes drawn by lot from all model classes of the installed transformers: those that build from a small config and run eagerly.
+"""Classes drawn by lot from all model classes of the installed transformers.
 
-    python -m tests.zoo.lot 2026 20        # seed, how many; prints name and what capture makes of it
+Those that build from a small config and run eagerly.
+
+python -m tests.zoo.lot 2026 20        # seed, how many; prints name and what capture makes of it
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from autopar.letters import Letter
 from tests.zoo.families import any_hf, any_inputs
 from tests.zoo.replay import as_call, check
 
-LARGEST = 20_000_000                                           # parameters of what counts as small
+LARGEST = 20_000_000  # parameters of what counts as small
 
 
 def model_classes() -> list[str]:
@@ -28,7 +30,13 @@ def model_classes() -> list[str]:
     for name in sorted(dir(transformers)):
         with contextlib.suppress(Exception):
             cls = getattr(transformers, name)
-            if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and getattr(cls, "config_class", None) and "PreTrained" not in name and "Pretrained" not in name:
+            if (
+                isinstance(cls, type)
+                and issubclass(cls, transformers.PreTrainedModel)
+                and getattr(cls, "config_class", None)
+                and "PreTrained" not in name
+                and "Pretrained" not in name
+            ):
                 names.append(name)
     return names
 
@@ -68,7 +76,12 @@ if __name__ == "__main__":
         for drawn in draw(int(sys.argv[1]), int(sys.argv[2])):
             try:
                 graph = check(any_hf(drawn), any_inputs(drawn), what=drawn)
-                print(f"{drawn:45} captured and equal, {len(list(graph.nodes))} nodes", *graph.assumptions[:3], sep="  ", flush=True)
+                print(
+                    f"{drawn:45} captured and equal, {len(list(graph.nodes))} nodes",
+                    *graph.assumptions[:3],
+                    sep="  ",
+                    flush=True,
+                )
             except Letter as e:
                 print(f"{drawn:45} refused: {e!s}", flush=True)
             except Exception as e:

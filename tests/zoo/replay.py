@@ -1,4 +1,7 @@
-"""Eager and graph side by side, on the same seeds: outputs, every gradient, every buffer, and where the generator stands afterwards."""
+"""Eager and graph side by side, on the same seeds.
+
+Outputs, every gradient, every buffer, and where the generator stands afterwards.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,32 @@ def run(forward, model: nn.Module, args, kwargs, seed: int = 7) -> Run:
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     outputs, _ = without_caches(forward(*args, **kwargs))
-    named = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(outputs)[0] if isinstance(leaf, Tensor)}
+    named = {
+        pytree.keystr(path): leaf
+        for path, leaf in pytree.tree_flatten_with_path(outputs)[0]
+        if isinstance(leaf, Tensor)
+    }
     weights = torch.Generator().manual_seed(3)
-    total = sum((t.double() * torch.randn(t.shape, generator=weights, dtype=torch.double)).sum() for t in named.values() if t.is_floating_point() and t.requires_grad)
+    total = sum(
+        (t.double() * torch.randn(t.shape, generator=weights, dtype=torch.double)).sum()
+        for t in named.values()
+        if t.is_floating_point() and t.requires_grad
+    )
     if isinstance(total, Tensor):
         total.backward()
-    return Run({n: t.detach().clone() for n, t in named.items()}, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
-               {n: b.detach().clone() for n, b in model.named_buffers()}, torch.get_rng_state())
+    return Run(
+        {n: t.detach().clone() for n, t in named.items()},
+        {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+        {n: b.detach().clone() for n, b in model.named_buffers()},
+        torch.get_rng_state(),
+    )
 
 
 def compare(actual: Run, expected: Run, what: str = "") -> None:
-    """Raises where replay and eager differ: outputs and buffers by 1e-6, gradients by 1e-5 of the scale of DESIGN's Equality."""
+    """Raises where replay and eager differ.
+
+    Outputs and buffers by 1e-6, gradients by 1e-5 of the scale of DESIGN's Equality.
+    """
     Equality.in_float64(f"{what} outputs", actual.outputs, expected.outputs, 1e-6).check()
     Equality.in_float64(f"{what} gradients", actual.gradients, expected.gradients, 1e-5).check()
     Equality.in_float64(f"{what} buffers", actual.buffers, expected.buffers, 1e-6).check()
