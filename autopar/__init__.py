@@ -20,8 +20,8 @@ _HOME = {  # public name -> the module that holds it
     "DeviceMesh": "autopar.sharding.mesh",
     "Cluster": "autopar.sharding.cluster",
     "Precision": "autopar.tracer.precision",
-    "Assume": "autopar.tracer.graph",
-    "rule": "autopar.sharding.rules",
+    "Assume": "autopar.graph.graph",
+    "rule": "autopar.ops.rules",
     "R": "autopar.sharding.placement",
     "S": "autopar.sharding.placement",
     "P": "autopar.sharding.placement",
@@ -31,13 +31,26 @@ _HOME = {  # public name -> the module that holds it
     "NotCaptured": "autopar.letters",
     "NotServed": "autopar.letters",
 }
+_FOLDERS = frozenset("tracer graph ops sharding space solver codegen module runtime testing letters".split())
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
-    if name in ("tracer", "sharding", "solver", "codegen", "runtime", "testing", "letters"):
+    if name in (
+        "tracer",
+        "graph",
+        "ops",
+        "sharding",
+        "space",
+        "solver",
+        "codegen",
+        "module",
+        "runtime",
+        "testing",
+        "letters",
+    ):
         return importlib.import_module(f"autopar.{name}")
     raise AttributeError(f"module 'autopar' has no attribute {name!r}")
 

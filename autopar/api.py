@@ -1,7 +1,7 @@
 """`plan` and `autoparallelize`: the compiler in one sentence.
 
 graph = trace(model, meta_inputs)        # autopar/tracer      Module -> Graph
-space = shardings(graph, mesh)           # autopar/sharding    Graph  -> Space
+space = shardings(graph, mesh)           # autopar/space       Graph  -> Space
 plan  = solve(space)                     # autopar/solver      Space  -> Plan
 model = lower(graph, plan)               # autopar/codegen     Plan   -> ParallelModule
 """
@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.codegen import How, ParallelModule, lower, parallelise
-from autopar.codegen.attributes import Reads, reads_of
+from autopar.codegen import lower
 from autopar.codegen.checked import check_plan
 from autopar.codegen.parts import WHOLE, rows_of
+from autopar.graph.graph import Graph, type_of
 from autopar.letters import BadPlan, Consumed, NotServed
+from autopar.module import How, ParallelModule, parallelise
+from autopar.module.attributes import Reads, reads_of
 from autopar.request import Request, refuse_unserved
 from autopar.runtime.faults import limit
 from autopar.runtime.world import (
@@ -38,7 +40,6 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
 from autopar.tracer import Assume
 from autopar.tracer.capture import Call, as_call
-from autopar.tracer.graph import Graph, type_of
 from autopar.tracer.precision import Precision
 
 

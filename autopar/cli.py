@@ -85,8 +85,8 @@ def measure(rank: int, shape: str | None, largest: int, with_pairs: bool, out: s
     """Calibrate as one rank; what rank 0 has to say."""
     import torch.distributed as dist
 
-    from autopar.runtime.calibration import SIZES, calibrate, pairs
-    from autopar.runtime.workloads import WORKLOADS
+    from autopar.calibrate.calibration import SIZES, calibrate, pairs
+    from autopar.calibrate.workloads import WORKLOADS
     from autopar.sharding.mesh import DeviceMesh
     from autopar.sharding.topology import logical_mesh
 

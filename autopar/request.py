@@ -19,18 +19,18 @@ from typing import Any
 import torch
 
 from autopar.collector import without_collections
+from autopar.graph.graph import Graph, info
 from autopar.letters import BadBudget, BadCluster, BadConstraint, BadPreset, BadSharding, Infeasible, NotServed
 from autopar.runtime.world import world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import OPTIMIZERS
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.presets import constraints_of, habits_of, said_of, window_of
-from autopar.sharding.shardings import shardings
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
 from autopar.solver.program import peak_where_nothing_is_dear, solve
+from autopar.space.presets import constraints_of, habits_of, said_of, window_of
+from autopar.space.shardings import shardings
 from autopar.tracer import Assume, ColoTracer
-from autopar.tracer.graph import Graph, info
 from autopar.tracer.precision import Precision
 
 _RESERVE = 0.1  # of a device's memory, for what no plan counts: the allocator's gaps, the libraries

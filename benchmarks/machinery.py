@@ -51,7 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import Cluster, DeviceMesh
-from autopar.runtime.calibration import calibrate
+from autopar.calibrate.calibration import calibrate
 from autopar.sharding.cluster import Measured
 from autopar.testing import on_processes
 
@@ -446,7 +446,7 @@ def measure(
         with Counted() as counted:
             running[name].step()
         sheet.collectives, sheet.wire_bytes, sheet.aten = len(counted.collectives), counted.wire_bytes, counted.aten
-        if isinstance(running[name].model, autopar.codegen.ParallelModule):
+        if isinstance(running[name].model, autopar.module.ParallelModule):
             plan = running[name].model.plan
             sheet.note = f"mesh {plan.mesh}, {plan.step_time_s * 1e3:.0f} ms by its figures"
         running[name].forget()

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from autopar import Cluster, DeviceMesh
-from autopar.sharding import shardings
+from autopar.space import shardings
 from autopar.tracer import Assume, ColoTracer
 
 BARS = {(8, 8): 3.0, (4, 4, 4): 8.0}  # CPU seconds of all threads, on two cores

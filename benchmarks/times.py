@@ -36,12 +36,12 @@ import transformers
 
 import autopar
 from autopar import Cluster, DeviceMesh
-from autopar.runtime.calibration import calibrate
-from autopar.runtime.workloads import WORKLOADS
-from autopar.sharding import shardings
+from autopar.calibrate.calibration import calibrate
+from autopar.calibrate.workloads import WORKLOADS
 from autopar.sharding.mesh import DeviceMesh as Mesh
 from autopar.solver import solve
 from autopar.solver.program import plan_of
+from autopar.space import shardings
 from autopar.testing import on_processes
 from autopar.tracer import ColoTracer
 

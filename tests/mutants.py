@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from autopar.codegen import joint, local
+from autopar.ops import rules
 from autopar.runtime import collectives, forms, random
-from autopar.sharding import rules
 from autopar.sharding.convert import LocalStep
 from autopar.sharding.notation import parse
 

@@ -59,7 +59,7 @@ def call(model, batch, loss: str):
     if loss == "callable":
         return (
             model(x=batch["x"])[0]
-            if isinstance(model, autopar.codegen.ParallelModule)
+            if isinstance(model, autopar.module.ParallelModule)
             else mean_square(model(batch["x"]), {})
         )
     return F.mse_loss(model(x=batch["x"]), batch["y"])

@@ -1,6 +1,5 @@
-"""Graph + Plan -> ParallelModule."""
+"""Graph + Plan -> the program of one device, as forward and backward in straight-line code."""
 
 from autopar.codegen.lower import lower
-from autopar.codegen.module import How, ParallelModule, parallelise
 
-__all__ = ["How", "ParallelModule", "lower", "parallelise"]
+__all__ = ["lower"]

@@ -13,16 +13,16 @@ searches nothing and prices nothing.
 
 from __future__ import annotations
 
+from autopar.graph.graph import Graph, type_of
 from autopar.letters import BadPlan
 from autopar.sharding.convert import Step, leads_to
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
-from autopar.sharding.shardings import Link, sites_and_links
-from autopar.sharding.space import Site
 from autopar.sharding.strategies import Choice, gradients, values
 from autopar.solver.plan import Conversion, Plan
-from autopar.tracer.graph import Graph, type_of
+from autopar.space.shardings import Link, sites_and_links
+from autopar.space.space import Site
 
 _AGAIN = "plan again, or the file as autopar.plan wrote it"
 _MOST_SHOWN = 6  # legal choices that a letter lists

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from autopar.graph.graph import info, type_of
 from autopar.letters import NotServed
+from autopar.ops.vocabulary import SHAPE, SIZES
 from autopar.runtime import forms
 from autopar.runtime.attention import causal_attention_part
 from autopar.runtime.private import plays_all_ranks
 from autopar.sharding.placement import R, Sharding, local_shape, part
-from autopar.tracer.graph import info, type_of
-from autopar.tracer.vocabulary import SHAPE, SIZES
 
 if TYPE_CHECKING:
     import torch.fx as fx

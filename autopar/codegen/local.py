@@ -16,15 +16,15 @@ import torch.fx as fx
 
 from autopar.codegen.forms import form_of
 from autopar.codegen.parts import WHOLE, Rows, from_rows, sharding_of_rows
+from autopar.graph.graph import Graph, Info, TensorType, info, op_name, type_of
 from autopar.letters import BadPlan
+from autopar.ops.vocabulary import Op
 from autopar.runtime.collectives import convert
 from autopar.sharding.convert import REDUCTIONS, Step, localise
-from autopar.sharding.overlap import casts_of_parameters, reduced_in
 from autopar.sharding.placement import Sharding, local_shape
 from autopar.sharding.strategies import values
 from autopar.solver.plan import Decision, Plan
-from autopar.tracer.graph import Graph, Info, TensorType, info, op_name, type_of
-from autopar.tracer.vocabulary import Op
+from autopar.space.overlap import casts_of_parameters, reduced_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)

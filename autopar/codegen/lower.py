@@ -9,10 +9,10 @@ from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.parts import WHOLE, Rows
 from autopar.codegen.schedule import Read
 from autopar.collector import without_collections
+from autopar.graph.graph import Graph, info, type_of
 from autopar.letters import NotServed
-from autopar.sharding.overlap import cut
 from autopar.solver.plan import Plan
-from autopar.tracer.graph import Graph, info, type_of
+from autopar.space.overlap import cut
 
 
 class Lowered:

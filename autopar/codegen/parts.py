@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autopar.graph.graph import Graph, info, type_of
 from autopar.letters import BadInput, Disagreement, NotServed
 from autopar.runtime.world import exchanged, numbers_of, world_size
 from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import R, S, Sharding, local_shape
 from autopar.solver.plan import Plan
-from autopar.tracer.graph import Graph, info, type_of
 
 Rows = tuple[
     tuple[int, ...], frozenset[str]

@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.codegen.local import LocalProgram
+from autopar.graph.graph import info, run
 from autopar.runtime.forms import literal
 from autopar.runtime.private import clean_room
-from autopar.tracer.graph import info, run
 
 
 @dataclass(frozen=True, slots=True)

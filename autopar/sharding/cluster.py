@@ -68,7 +68,7 @@ class Measured:
 class Timed:
     """What an op took on one device while all of its ranks ran.
 
-    Seconds by amount, forward and backward (`autopar.runtime.workloads`).
+    Seconds by amount, forward and backward (`autopar.calibrate.workloads`).
     """
 
     op: str

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pulp
 
-from autopar.sharding.space import Space
 from autopar.solver.eliminate import Factor, Problem, regions_of
+from autopar.space.space import Space
 
 ROUNDS = 16  # of prices, at least; the search counts rounds, never seconds
 _MOST_ROUNDS, _WORK = 64, 1 << 21  # more of them where tables are small: so many entries in all

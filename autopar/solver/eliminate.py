@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.sharding.space import Space
+from autopar.space.space import Space
 
 WIDEST = 1 << 19  # entries of a table
 _RIVALS, _NOWHERE = 12, 1e300  # kinds that others are compared with; and what stands for infinity there

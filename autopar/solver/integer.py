@@ -23,7 +23,7 @@ import numpy as np
 import pulp
 
 from autopar.letters import Infeasible, NotServed
-from autopar.sharding.space import Edge, Space
+from autopar.space.space import Edge, Space
 
 _SCALE = 1e6  # the program counts microseconds: CBC's tolerances are absolute
 _NODES, _PIVOTS = 2_000, 50_000  # of one call of a backend: of its tree, and of each linear program in it

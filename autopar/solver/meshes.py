@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from autopar.letters import BadConstraint, BadPreset, BadSharding, Infeasible, Letter
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.space import Outdone
 from autopar.solver.plan import Plan
+from autopar.space.space import Outdone
 
 MOST_AXES = 2
 

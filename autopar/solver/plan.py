@@ -20,9 +20,9 @@ from autopar.letters import BadPlan, Letter
 from autopar.sharding.convert import Step
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.overlap import BUCKET
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, Strategy, gradients, values
+from autopar.space.overlap import BUCKET
 
 if TYPE_CHECKING:
     import torch

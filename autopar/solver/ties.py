@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from autopar.sharding.memory import Piece
-from autopar.sharding.space import Space
 from autopar.solver.budget import Budgeted, Point
 from autopar.solver.polish import numbered
+from autopar.space.memory import Piece
+from autopar.space.space import Space
 
 _SAME, _LESS = 1e-12, 1e-9  # of the seconds: what those of two equal plans differ by, and communication that is less
 _MOST = 8  # changes of one kind of site

@@ -1,6 +1,6 @@
 """Module -> Graph: what the model computes, one node per canonical op."""
 
+from autopar.graph.graph import Assume, Graph
 from autopar.tracer.capture import ColoTracer
-from autopar.tracer.graph import Assume, Graph
 
 __all__ = ["Assume", "ColoTracer", "Graph"]

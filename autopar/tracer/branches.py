@@ -23,8 +23,8 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributions import constraints, distribution
 
+from autopar.graph.graph import Assume, info, op_name, run, type_of
 from autopar.runtime.private import clean_room
-from autopar.tracer.graph import Assume, info, op_name, run, type_of
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
@@ -87,7 +87,7 @@ def _asks_a_distribution() -> bool:
     return frame is not None and frame.f_code.co_filename in _CHECKS
 
 
-_HERE = str(Path(__file__).parent)
+_HERE = str(Path(__file__).parent.parent)
 _CHECKS = frozenset({distribution.__file__, constraints.__file__})
 
 

@@ -32,9 +32,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopar.graph.graph import Assume, Graph, Leaf, TensorType, info
 from autopar.letters import Letter, NotCaptured
 from autopar.runtime.private import clean_room
-from autopar.tracer.graph import Assume, Graph, Leaf, TensorType, info
 from autopar.tracer.hooks import Hooks
 from autopar.tracer.passes import canonicalise
 from autopar.tracer.precision import Precision, computing_in, sink

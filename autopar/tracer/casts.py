@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.tracer.graph import TensorType
-from autopar.tracer.vocabulary import OPS
+from autopar.graph.graph import TensorType
+from autopar.ops.vocabulary import OPS
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder

@@ -27,11 +27,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.declared import WHOLE
+from autopar.graph.graph import Graph, TensorType, fresh_key, info, type_of
+from autopar.ops.declared import WHOLE
+from autopar.ops.lookup import functional, lookup
+from autopar.ops.vocabulary import Apply, Op
 from autopar.runtime.private import clean_room
-from autopar.tracer.graph import Graph, TensorType, fresh_key, info, type_of
-from autopar.tracer.lookup import functional, lookup
-from autopar.tracer.vocabulary import Apply, Op
 
 LONGEST = 64  # links: a recurrent module unrolled is not for a reader
 

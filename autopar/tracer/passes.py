@@ -12,9 +12,9 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from autopar.graph.graph import Graph, Info, TensorType, fresh_key, info, op_name, run, type_of
+from autopar.ops.vocabulary import OPS
 from autopar.tracer.composites import composites_are_opened
-from autopar.tracer.graph import Graph, Info, TensorType, fresh_key, info, op_name, run, type_of
-from autopar.tracer.vocabulary import OPS
 
 
 def emit(near: fx.Node, op: str, out: TensorType | None = None, **arguments: Any) -> fx.Node:

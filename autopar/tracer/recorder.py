@@ -28,16 +28,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autopar.graph.graph import Assume, Info, TensorType
 from autopar.letters import NotCaptured
+from autopar.ops.lookup import functional, lookup
+from autopar.ops.vocabulary import OPS, SPELLINGS, WRITES, Apply
 from autopar.runtime.private import clean_room
 from autopar.tracer import branches
 from autopar.tracer.casts import Casts
-from autopar.tracer.graph import Assume, Info, TensorType
 from autopar.tracer.hooks import Hooks
-from autopar.tracer.lookup import functional, lookup
 from autopar.tracer.respelled import RESPELLED
 from autopar.tracer.values import Values
-from autopar.tracer.vocabulary import OPS, SPELLINGS, WRITES, Apply
 
 _T = Tensor
 QUERIES = frozenset(
@@ -150,7 +150,7 @@ _IN_PLACE = frozenset(
         "idiv",
     )
 )
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(contextlib.__file__)))
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), str(Path(contextlib.__file__)))
 _CONTAINERS = (list, tuple, dict)
 
 _OF_ONE_DTYPE = frozenset(

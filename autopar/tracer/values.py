@@ -18,8 +18,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from autopar.tracer.graph import Info, TensorType
-from autopar.tracer.vocabulary import OPS, Op
+from autopar.graph.graph import Info, TensorType
+from autopar.ops.vocabulary import OPS, Op
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder

@@ -23,9 +23,9 @@ from autopar.codegen.lower import lower
 from autopar.letters import NotServed
 from autopar.runtime import attention
 from autopar.runtime.attention import causal_attention_part
-from autopar.sharding import shardings
 from autopar.sharding.placement import S
 from autopar.solver import solve
+from autopar.space import shardings
 from autopar.testing import Equality, Unequal
 from autopar.tracer import ColoTracer
 from tests.training import whole

@@ -272,7 +272,7 @@ def test_parameters_that_no_loss_reaches_have_no_gradient(mesh, parallel):
 
     def body(rank):
         mine = parallel_of(copy.deepcopy(base), meta, mesh, parallel)
-        return several(mine, autopar.codegen.ParallelModule.no_sync)
+        return several(mine, autopar.module.ParallelModule.no_sync)
 
     for found in on_threads(autopar.DeviceMesh.of(mesh).size, body):
         for name, gradients in expected.items():

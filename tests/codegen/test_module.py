@@ -225,7 +225,7 @@ def test_an_op_without_a_rule_is_an_error_when_strict():
 
 
 def test_a_users_own_rule_is_used():
-    from autopar.sharding.rules import RULES
+    from autopar.ops.rules import RULES
 
     try:
         autopar.rule("fft.fft", "b s! -> b s!")
@@ -247,7 +247,7 @@ def test_a_users_own_rule_is_used():
     ],
 )
 def test_a_rule_is_of_an_op_by_any_of_its_names(op, name, monkeypatch):
-    from autopar.sharding import rules
+    from autopar.ops import rules
 
     monkeypatch.setattr(rules, "RULES", {})
     autopar.rule(op, "b s -> b s")

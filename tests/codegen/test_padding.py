@@ -18,8 +18,8 @@ from torch import nn
 
 import autopar
 from autopar import DeviceMesh
-from autopar.codegen.reach import check_reach
 from autopar.letters import Disagreement, NotServed
+from autopar.module.reach import check_reach
 from autopar.testing import on_threads
 from autopar.tracer import ColoTracer
 from tests.models import eager_links

@@ -12,11 +12,11 @@ from torch import nn
 import autopar
 from autopar import DeviceMesh, Plan
 from autopar.codegen import joint, lower
+from autopar.graph.graph import info
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
-from autopar.sharding.overlap import BLOCK, BUCKET, cut
+from autopar.space.overlap import BLOCK, BUCKET, cut
 from autopar.testing import Equality, on_processes, on_threads
 from autopar.tracer import ColoTracer
-from autopar.tracer.graph import info
 from tests.models import MLP, eager_links
 from tests.training import train, whole
 

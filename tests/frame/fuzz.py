@@ -30,8 +30,8 @@ import autopar
 from autopar import DeviceMesh
 from autopar.codegen import joint
 from autopar.letters import Letter
-from autopar.sharding import shardings
 from autopar.solver import solve
+from autopar.space import shardings
 from autopar.testing import Equality, Unequal, on_threads
 from autopar.tracer import ColoTracer
 from tests.frame.functions import of_torch

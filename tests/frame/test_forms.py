@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import autopar
-from autopar.sharding import shardings
 from autopar.solver import solve
+from autopar.space import shardings
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from tests.frame.test_found import Of

@@ -16,8 +16,8 @@ from torch import nn
 
 import autopar
 from autopar.letters import NotCaptured
-from autopar.sharding import shardings
 from autopar.solver import solve
+from autopar.space import shardings
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from tests.models import eager_links

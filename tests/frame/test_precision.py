@@ -11,10 +11,10 @@ import torch
 
 import autopar
 from autopar import DeviceMesh, Precision
+from autopar.graph.graph import info, op_name
 from autopar.letters import Letter
 from autopar.testing.equality import Equality
 from autopar.tracer import ColoTracer
-from autopar.tracer.graph import info, op_name
 from autopar.tracer.precision import reference
 from tests.models import mlp_case
 from tests.solver.test_presets import MODELS

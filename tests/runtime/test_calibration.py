@@ -13,16 +13,16 @@ from torch import nn
 
 import autopar
 from autopar import Cluster, DeviceMesh
+from autopar.calibrate import calibration
+from autopar.calibrate.calibration import COLLECTIVES, calibrate, fit
+from autopar.calibrate.workloads import WORKLOADS, traced
 from autopar.cli import main
-from autopar.runtime import calibration
-from autopar.runtime.calibration import COLLECTIVES, calibrate, fit
 from autopar.runtime.collectives import STEPS
-from autopar.runtime.workloads import WORKLOADS, traced
-from autopar.sharding import shardings
 from autopar.sharding.cluster import Measured, Timed
 from autopar.sharding.costs import OPTIMIZERS, measured_seconds, step_seconds
 from autopar.solver import solve
 from autopar.solver.program import plan_of
+from autopar.space import shardings
 from autopar.tracer import ColoTracer
 from tests.models import eager_links, mlp_case
 

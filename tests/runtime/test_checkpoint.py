@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import autopar
 from autopar import DeviceMesh
 from autopar.letters import BadWeights
-from autopar.runtime.checkpoint import rectangles
+from autopar.module.checkpoint import rectangles
 from autopar.runtime.private import StridedShard
 from autopar.testing import on_processes, on_threads
 from tests.models import eager_links

@@ -10,10 +10,10 @@ import torch.distributed
 from torch import nn
 
 from autopar import DeviceMesh, R, S
-from autopar.runtime.storage import Storage
+from autopar.module.storage import Storage
 from autopar.sharding.layout import Layout
 from autopar.sharding.placement import Sharding
-from autopar.sharding.shardings import _torch_can_state
+from autopar.space.shardings import _torch_can_state
 from tests.training import whole
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))

@@ -22,12 +22,12 @@ from torch.fx import map_arg
 from torch.utils import _pytree as pytree
 
 from autopar import Cluster, DeviceMesh
+from autopar.graph.graph import info, op_name, run
 from autopar.letters import Letter
-from autopar.sharding import shardings
-from autopar.sharding.rules import rule_of
-from autopar.sharding.shardings import typed
+from autopar.ops.rules import rule_of
+from autopar.space import shardings
+from autopar.space.shardings import typed
 from autopar.tracer import ColoTracer
-from autopar.tracer.graph import info, op_name, run
 from tests.sharding.test_rules import prove
 
 TENSOR = "@tensor"

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from autopar.sharding.rules import RULES
-from autopar.tracer.vocabulary import OPS
+from autopar.ops.rules import RULES
+from autopar.ops.vocabulary import OPS
 
 RANDOM = torch.Generator().manual_seed(2)  # samples are the same in every run
 

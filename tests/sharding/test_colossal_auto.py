@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from autopar import Cluster, DeviceMesh, R, S
+from autopar.graph.graph import TensorType
+from autopar.ops.rules import rule_of
+from autopar.ops.vocabulary import OPS
 from autopar.sharding.convert import ShapeConsistencyManager, Step, steps_from
 from autopar.sharding.layout import Layout
 from autopar.sharding.placement import Sharding
-from autopar.sharding.rules import rule_of
-from autopar.sharding.shardings import _without_numbers
 from autopar.sharding.strategies import cross, strategies_on_one_axis, values
-from autopar.tracer.graph import TensorType
-from autopar.tracer.vocabulary import OPS
+from autopar.space.shardings import _without_numbers
 
 MESH = DeviceMesh((2, 2))
 MATMUL = [

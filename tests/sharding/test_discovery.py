@@ -8,7 +8,7 @@ import torch
 import autopar
 from autopar import Cluster, DeviceMesh
 from autopar.letters import NoRule
-from autopar.sharding import shardings
+from autopar.space import shardings
 from autopar.tracer import ColoTracer
 from tests.tracer.cases import Of
 

@@ -11,9 +11,9 @@ import torch
 import autopar
 from autopar import Cluster, DeviceMesh
 from autopar.letters import BadCluster, BadSharding
-from autopar.sharding import shardings
 from autopar.sharding.costs import step_seconds
 from autopar.sharding.topology import logical_mesh
+from autopar.space import shardings
 from autopar.tracer import ColoTracer
 from tests.models import mlp_case
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import autopar
+from autopar.graph.graph import TensorType
 from autopar.letters import BadRule
+from autopar.ops.rules import RULES, rule_of
+from autopar.ops.vocabulary import OPS, SHAPE
 from autopar.sharding.notation import parse
 from autopar.sharding.placement import R, every_part_holds_something, flow, part
-from autopar.sharding.rules import RULES, rule_of
-from autopar.sharding.shardings import _without_numbers
 from autopar.sharding.strategies import Strategy, strategies_on_one_axis
-from autopar.tracer.graph import TensorType
-from autopar.tracer.vocabulary import OPS, SHAPE
+from autopar.space.shardings import _without_numbers
 from tests.sharding.samples import SAMPLES, is_plain, normal, samples
 
 
@@ -303,7 +303,7 @@ def test_more_operands_than_letters_are_one_sum():
 
 def test_a_users_rule_keeps_a_composite_whole():
     """What its owner has said how to cut is not opened into what torch makes it of."""
-    from autopar.declared import WHOLE
+    from autopar.ops.declared import WHOLE
     from autopar.tracer import ColoTracer
     from tests.tracer.cases import Of
 

@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from autopar import Cluster
-from autopar.sharding.saved import LINES, saved, saved_bytes
+from autopar.graph.graph import Assume, info, op_name
+from autopar.ops.vocabulary import OPS
+from autopar.space.saved import LINES, saved, saved_bytes
 from autopar.tracer import ColoTracer
-from autopar.tracer.graph import Assume, info, op_name
-from autopar.tracer.vocabulary import OPS
 from tests.zoo.replay import as_call
 from tests.zoo.tables import ZOO
 

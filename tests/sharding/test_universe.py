@@ -10,12 +10,12 @@ import re
 
 import pytest
 
-from autopar.sharding.discovery import Call, universe
+from autopar.ops.rules import RULES
+from autopar.ops.vocabulary import OPS, SHAPE
 from autopar.sharding.notation import parse
 from autopar.sharding.placement import every_part_holds_something
-from autopar.sharding.rules import RULES
 from autopar.sharding.strategies import Strategy
-from autopar.tracer.vocabulary import OPS, SHAPE
+from autopar.space.discovery import Call, universe
 from tests.sharding.samples import SAMPLES, is_plain, samples
 from tests.sharding.test_rules import leaves, strategies_of, with_leaves
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import autopar
 from autopar import Cluster, DeviceMesh
 from autopar.letters import BadBudget, Infeasible
-from autopar.sharding import shardings
-from autopar.sharding.memory import Memory, Piece
-from autopar.sharding.overlap import Window
 from autopar.solver import solve
 from autopar.solver.budget import Budgeted
+from autopar.space import shardings
+from autopar.space.memory import Memory, Piece
+from autopar.space.overlap import Window
 from autopar.tracer import ColoTracer
 from tests.models import mlp_case
 from tests.solver.test_program import spaces

@@ -21,7 +21,7 @@ from torch import nn
 import autopar
 from autopar import DeviceMesh
 from autopar.letters import BadConstraint, Infeasible, Letter
-from autopar.sharding.memory import KINDS
+from autopar.space.memory import KINDS
 from tests.models import mlp_case
 from tests.solver.test_presets import ASSUME, MODELS
 from tests.solver.test_program import layered, problems
@@ -238,7 +238,7 @@ def test_the_smallest_budget_and_its_bound_are_those_of_trying_everything(layers
         int(letter.value.seen.split(" bytes")[0].replace(",", "")),
     )
     from autopar import Cluster
-    from autopar.sharding import shardings
+    from autopar.space import shardings
     from autopar.tracer import ColoTracer
 
     space = shardings(ColoTracer().trace(model, batch), DeviceMesh(2), Cluster.of(None), regather=True)

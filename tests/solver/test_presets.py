@@ -16,10 +16,10 @@ import transformers
 import autopar
 from autopar import Cluster, DeviceMesh
 from autopar.letters import BadCluster, BadConstraint, BadPreset, BadSharding, Infeasible, Letter
-from autopar.sharding import shardings
 from autopar.solver import polish, program, solve
 from autopar.solver.budget import Budgeted
 from autopar.solver.integer import backend_of, optimise
+from autopar.space import shardings
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from tests.models import mlp_case

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 import autopar
 from autopar import Cluster, DeviceMesh, Plan
 from autopar.letters import BadPlan, Infeasible, NotServed
-from autopar.sharding import shardings
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.placement import Flow, P, R, S, flow
-from autopar.sharding.space import Edge, Site, Space
 from autopar.sharding.strategies import Choice, Strategy
 from autopar.solver import eliminate, integer, polish, program, solve
 from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import Factor, Problem
 from autopar.solver.integer import backend_of, fold_single_ends, optimise
+from autopar.space import shardings
+from autopar.space.space import Edge, Site, Space
 from autopar.tracer import ColoTracer
 from benchmarks.hard_plans import causal_masks
 from tests.models import eager_links, mlp_case

@@ -13,11 +13,11 @@ import transformers
 
 import autopar
 from autopar import Cluster, DeviceMesh
-from autopar.sharding import shardings
 from autopar.solver import solve
 from autopar.solver.budget import Budgeted
 from autopar.solver.polish import numbered
 from autopar.solver.ties import communication, settled
+from autopar.space import shardings
 from autopar.tracer import ColoTracer
 from tests.models import mlp_case
 

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from autopar.sharding.placement import Sharding
-from autopar.sharding.space import Space
+from autopar.space.space import Space
 
 
 def validate(data: dict[str, Any], space: Space) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from autopar.graph.graph import Graph
 from autopar.tracer import ColoTracer
-from autopar.tracer.graph import Graph
 from tests.zoo.replay import compare, run
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from autopar.graph.graph import Graph, info
 from autopar.letters import BadGraph
-from autopar.tracer.graph import Graph, info
 from tests.tracer.cases import Of, check, traced
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.graph.graph import info
 from autopar.tracer import ColoTracer
-from autopar.tracer.graph import info
 from tests.models import MLP
 from tests.zoo.tables import ZOO
 

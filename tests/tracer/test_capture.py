@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.graph.graph import info, op_name
 from autopar.letters import NotCaptured
 from autopar.tracer import ColoTracer
-from autopar.tracer.graph import info, op_name
 from tests.models import MLP, mlp_case
 
 

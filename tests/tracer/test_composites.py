@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from autopar.graph.graph import info, op_name
 from autopar.tracer import ColoTracer
-from autopar.tracer.graph import info, op_name
 from tests.tracer.cases import Of
 
 X = torch.randn(6, 4, dtype=torch.float64)

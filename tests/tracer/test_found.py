@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.graph.graph import Assume, Graph, info
 from autopar.letters import BadGraph, BadInput, NotCaptured
 from autopar.tracer import ColoTracer
-from autopar.tracer.graph import Assume, Graph, info
 from tests.tracer.cases import Of, check, traced
 
 

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autopar.graph import archive
+from autopar.graph.graph import Graph, info
 from autopar.letters import BadGraph, NotCaptured
+from autopar.ops import lookup, vocabulary
 from autopar.runtime.private import clean_room
 from autopar.testing import Unequal
-from autopar.tracer import ColoTracer, archive, branches, capture, lookup, recorder, regions, values, vocabulary
-from autopar.tracer.graph import Graph, info
+from autopar.tracer import ColoTracer, branches, capture, recorder, regions, values
 from tests.tracer.cases import Of, check, traced
 from tests.tracer.test_regions import Scale, mixed
 

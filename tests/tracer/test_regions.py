@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autopar.graph.graph import Assume, info, op_name
 from autopar.letters import NotCaptured
 from autopar.tracer import ColoTracer
-from autopar.tracer.graph import Assume, info, op_name
 from tests.tracer.cases import Of, check, traced
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.graph.graph import Graph, op_name
 from autopar.letters import NotCaptured
 from autopar.tracer import ColoTracer
-from autopar.tracer.graph import Graph, op_name
 from tests.tracer.cases import check, traced
 
 

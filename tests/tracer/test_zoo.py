@@ -9,8 +9,8 @@ import random
 
 import pytest
 
+from autopar.graph.graph import Graph, info
 from autopar.letters import NotCaptured
-from autopar.tracer.graph import Graph, info
 from tests.zoo.families import any_hf, any_inputs, has_extras
 from tests.zoo.replay import check
 from tests.zoo.tables import COLOSSAL, DRAWN, DRAWN_REFUSED, ZOO, Entry

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.tracer.graph import Assume
+from autopar.graph.graph import Assume
 from tests.models import Plain
 from tests.zoo.families import (
     BART,

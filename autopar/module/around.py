@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.letters import Consumed, NotServed
+from autopar.module.storage import is_stored_on
 from autopar.runtime.private import before_call, before_fully_shard, call_of
-from autopar.runtime.storage import is_stored_on
 
 _INSTEAD = (
     "the parallel model as it is: loss.backward() reduces its gradients, model.no_sync() lets them wait,\n"

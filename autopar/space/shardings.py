@@ -12,20 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autopar.letters import BadConstraint, BadRule, NoRule
+from autopar.ops.rules import rule_of
 from autopar.sharding.cluster import Cluster, Timed
-from autopar.sharding.constraints import HABITS, Constraints, Pin, Pins
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.costs import FREE, PRODUCTS, measured_seconds, named, optimizer_figures, seconds, step_seconds
-from autopar.sharding.discovery import suspected
-from autopar.sharding.memory import memory_of
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
-from autopar.sharding.overlap import BUCKET, Cut, casts_of_parameters, floating, reduced_in, reduces, windows_of
-from autopar.sharding.overlap import cut as cut_windows
 from autopar.sharding.placement import R, Sharding, flow, largest_local_shape, part
-from autopar.sharding.rules import rule_of
-from autopar.sharding.saved import memories
-from autopar.sharding.space import Edge, Flows, Outdone, Site, Space
 from autopar.sharding.strategies import (
     Choice,
     Strategy,
@@ -36,11 +29,18 @@ from autopar.sharding.strategies import (
     strategies_on_one_axis,
     values,
 )
+from autopar.space.constraints import HABITS, Constraints, Pin, Pins
+from autopar.space.discovery import suspected
+from autopar.space.memory import memory_of
+from autopar.space.overlap import BUCKET, Cut, casts_of_parameters, floating, reduced_in, reduces, windows_of
+from autopar.space.overlap import cut as cut_windows
+from autopar.space.saved import memories
+from autopar.space.space import Edge, Flows, Outdone, Site, Space
 
 if TYPE_CHECKING:
     import torch.fx as fx
 
-    from autopar.tracer.graph import Graph, TensorType
+    from autopar.graph.graph import Graph, TensorType
 
 
 def shardings(
@@ -153,11 +153,11 @@ class _Builder:
         self.regather = regather or constraints.speak_of_gathering
         self.conversions = self.reductions = ShapeConsistencyManager(mesh, cluster)
         if cluster.timed:  # gradients travel in buckets
-            from autopar.tracer.graph import type_of
+            from autopar.graph.graph import type_of
 
             trained = sum(t.nbytes for n in graph.parameters.values() if (t := type_of(n)).requires_grad)
             self.reductions = ShapeConsistencyManager(mesh, cluster, bucket=min(BUCKET, trained))
-        from autopar.tracer.blocks import calls
+        from autopar.graph.blocks import calls
 
         self.casts = casts_of_parameters(graph)
         self.reduced_in = reduced_in(self.casts, reduce)
@@ -331,7 +331,7 @@ class _Builder:
     # -- rules fitted to calls, and the blocks that values may be cut by
 
     def _bind_all(self) -> None:
-        from autopar.tracer.graph import info
+        from autopar.graph.graph import info
 
         self.bindings: dict[fx.Node, Binding | None] = {}
         self.tensors: dict[
@@ -348,7 +348,7 @@ class _Builder:
                 self.tensors[node] = tuple([given[i] for i in places])
 
     def _bind(self, node: fx.Node, given: Sequence[Any]) -> Binding | None:
-        from autopar.tracer.graph import info, op_name, type_of
+        from autopar.graph.graph import info, op_name, type_of
 
         about = info(node)
         rule = rule_of(op_name(node), {**typed(node.kwargs), "outputs": about.outputs})
@@ -424,7 +424,7 @@ class _Builder:
     # -- choices
 
     def _draft(self, node: fx.Node) -> list[tuple[Any, _Draft]]:
-        from autopar.tracer.graph import info
+        from autopar.graph.graph import info
 
         about = info(node)
         if about.kind == "parameter":
@@ -447,7 +447,7 @@ class _Builder:
         return self._crossed[key]
 
     def _parameter(self, node: fx.Node) -> Site:
-        from autopar.tracer.graph import info, type_of
+        from autopar.graph.graph import info, type_of
 
         name, type_ = info(node).key, type_of(node)
         even = {
@@ -529,7 +529,7 @@ class _Builder:
         return Site(f"out.{name}", "output", "update" if changes else "output", choices, np.zeros(len(choices)))
 
     def _op(self, node: fx.Node) -> _Draft:
-        from autopar.tracer.graph import info, op_name, type_of
+        from autopar.graph.graph import info, op_name, type_of
 
         about, binding, operands = info(node), self.bindings[node], self.tensors[node]
         blocks = self._blocks_of_factors(node, binding) if binding else ()
@@ -560,7 +560,7 @@ class _Builder:
         )
 
     def _new_site(self, node: fx.Node, blocks: Mapping[str, Collection[tuple[int, ...]]]) -> Site:
-        from autopar.tracer.graph import info, op_name, type_of
+        from autopar.graph.graph import info, op_name, type_of
 
         about, binding = info(node), self.bindings[node]
         given = node.target.operands(node.kwargs)
@@ -899,7 +899,7 @@ class _Builder:
     # -- pins
 
     def _pin(self, drafts: dict[Any, _Draft]) -> None:
-        from autopar.tracer.graph import info
+        from autopar.graph.graph import info
 
         if not self.constraints.pins:
             return
@@ -1030,7 +1030,7 @@ def _joints(node: fx.Node, binding: Binding) -> tuple[_Joint, ...]:
 
 def _counts(node: fx.Node, factor: str) -> bool:
     """Does the op's local form count positions along this factor? What draws counts along all."""
-    from autopar.tracer.graph import info
+    from autopar.graph.graph import info
 
     return info(node).random >= 0 or re.fullmatch(COUNTED.get(node.target.name, "$."), factor) is not None
 
@@ -1047,14 +1047,14 @@ def _torch_can_state(sharding: Sharding) -> bool:
 
 def source_of(value: fx.Node) -> tuple[fx.Node, int]:
     """The op that gives a value, and as which of its outputs."""
-    from autopar.tracer.graph import info
+    from autopar.graph.graph import info
 
     return (value.args[0], value.args[1]) if info(value).kind == "part" else (value, 0)
 
 
 def outputs_of(node: fx.Node) -> list[fx.Node | None]:
     """The values that an op gives, in order; None where nobody uses one."""
-    from autopar.tracer.graph import info
+    from autopar.graph.graph import info
 
     if len(info(node).outputs) == 1 and not any(info(u).kind == "part" for u in node.users):
         return [node]
@@ -1064,7 +1064,7 @@ def outputs_of(node: fx.Node) -> list[fx.Node | None]:
 
 def typed(arguments: Any) -> Any:
     """Arguments with types in the places of nodes."""
-    from autopar.tracer.graph import type_of
+    from autopar.graph.graph import type_of
 
     if hasattr(arguments, "meta"):
         return type_of(arguments)
@@ -1077,7 +1077,7 @@ def typed(arguments: Any) -> Any:
 
 def _copies(graph: Graph) -> frozenset[fx.Node]:
     """The ops that show their operand's memory elsewhere, and cannot here."""
-    from autopar.tracer.graph import info, op_name
+    from autopar.graph.graph import info, op_name
 
     memory = memories(graph)
     return frozenset(

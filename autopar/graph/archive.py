@@ -20,10 +20,10 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from autopar.graph.graph import Graph, Info, Leaf, TensorType, info
 from autopar.letters import BadGraph
-from autopar.tracer.graph import Graph, Info, Leaf, TensorType, info
-from autopar.tracer.lookup import by_own_name, on_a_copy, own_name, torch_functions
-from autopar.tracer.vocabulary import OPS, Apply, Op
+from autopar.ops.lookup import by_own_name, on_a_copy, own_name, torch_functions
+from autopar.ops.vocabulary import OPS, Apply, Op
 
 VERSION = 2
 

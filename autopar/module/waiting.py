@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.storage import Storage
+from autopar.module.storage import Storage
 
 if TYPE_CHECKING:
-    from autopar.codegen.module import Runner
+    from autopar.module.module import Runner
 
 
 class Waiting:

@@ -31,7 +31,7 @@ from autopar.sharding.cluster import Cluster
 if TYPE_CHECKING:
     import torch.fx as fx
 
-    from autopar.tracer.graph import Graph, TensorType
+    from autopar.graph.graph import Graph, TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def _attention(node: fx.Node, kind: str) -> Line:
 
     Torch's plain form keeps the probabilities.
     """
-    from autopar.tracer.graph import type_of
+    from autopar.graph.graph import type_of
 
     query: Any = node.kwargs["query"]
     masked, dropped = node.kwargs.get("attn_mask") is not None, node.kwargs.get("dropout_p", 0.0)
@@ -158,7 +158,7 @@ LINES["scaled_dot_product_attention"] = _attention
 
 def work_of(node: fx.Node) -> tuple[int, int]:
     """Bytes that an op makes for the while in forward and in backward."""
-    from autopar.tracer.graph import info, op_name
+    from autopar.graph.graph import info, op_name
 
     name = op_name(node) if info(node).kind == "op" else ""
     opened = name == "scaled_dot_product_attention" and node.kwargs.get("dropout_p", 0.0)
@@ -177,7 +177,7 @@ def _part_of_causal_attention(node: fx.Node, held: Sequence[tuple[int, ...]], ki
     scattered of them. A GPU has no fused kernel for float64: the scores of the larger call are there, twice in forward
     and three times in backward.
     """
-    from autopar.tracer.graph import info, type_of
+    from autopar.graph.graph import info, type_of
 
     query, key, value = held[:3]
     whole = type_of(node.kwargs["query"])
@@ -204,7 +204,7 @@ def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
 
     Parameters, buffers and inputs are there anyway.
     """
-    from autopar.tracer.graph import info, op_name
+    from autopar.graph.graph import info, op_name
 
     kind = Cluster.of(cluster).device.kernels
     memory = memories(graph)
@@ -240,7 +240,7 @@ def kept_by(node: fx.Node, kind: str, emitted: bool = False) -> tuple[list[fx.No
 
     As torch runs it, or as it is emitted.
     """
-    from autopar.tracer.graph import info, op_name
+    from autopar.graph.graph import info, op_name
 
     about = info(node)
     if about.kind != "op" or not any(t.requires_grad for t in about.outputs):
@@ -283,7 +283,7 @@ _PRODUCTS = {
 
 def _is_needed(node: fx.Node, name: str, value: fx.Node) -> bool:
     """An operand of a product is kept for the gradient of the other."""
-    from autopar.tracer.graph import op_name, type_of
+    from autopar.graph.graph import op_name, type_of
 
     pair = _PRODUCTS.get(op_name(node))
     if pair and name in pair:
@@ -314,8 +314,8 @@ def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
     """
     import torch
 
-    from autopar.tracer.blocks import calls
-    from autopar.tracer.graph import info, type_of
+    from autopar.graph.blocks import calls
+    from autopar.graph.graph import info, type_of
 
     kinds = calls(graph)
     shapes: dict[Any, torch.Tensor] = {}  # one meta tensor for each type and strides
@@ -356,7 +356,7 @@ def _run_alone(node: fx.Node, given: dict[fx.Node, Any]) -> list[tuple[Any, int]
     """
     import torch
 
-    from autopar.tracer.graph import info, op_name, run
+    from autopar.graph.graph import info, op_name, run
 
     about = info(node)
     env = {
@@ -394,7 +394,7 @@ def owners(graph: Graph, memory: dict[fx.Node, int]) -> dict[int, fx.Node]:
 
 def _quantities(node: fx.Node) -> dict[str, Any]:
     """The numbers that formulas name."""
-    from autopar.tracer.graph import info
+    from autopar.graph.graph import info
 
     operand: Any = next(iter(_nodes(tuple(node.kwargs.values()))))
     given: TensorType = info(operand).outputs[0]

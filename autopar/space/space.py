@@ -14,11 +14,11 @@ import numpy as np
 
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.convert import ShapeConsistencyManager
-from autopar.sharding.memory import Memory
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.overlap import BUCKET, Window
 from autopar.sharding.placement import Flow
 from autopar.sharding.strategies import Choice
+from autopar.space.memory import Memory
+from autopar.space.overlap import BUCKET, Window
 
 Flows = tuple[Flow, ...]  # one per axis
 

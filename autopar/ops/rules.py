@@ -1,7 +1,7 @@
 """How each op may be cut: one line an op.
 
 Every line is a claim that `tests/sharding/test_rules.py` proves by running the op on shards. When the answer depends on
-an argument, a function returns the same notation. The keys are the canonical ops of `autopar/tracer/vocabulary.py`.
+an argument, a function returns the same notation. The keys are the canonical ops of `autopar/ops/vocabulary.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autopar.declared import WHOLE
 from autopar.letters import BadRule
+from autopar.ops.declared import WHOLE
 from autopar.sharding.notation import NAMES, Rule, parse
 
 RuleOrFunction = Rule | Callable[[Mapping[str, Any]], Rule | None]
@@ -67,8 +67,8 @@ def _name(op: Any) -> str:
         space, colons, name = op.partition("::")
         return f"ops.{space}.{name}" + ("" if "." in name else ".default") if colons else op
     if callable(op) and type(op).__name__ != "CustomOpDef":
-        from autopar.tracer.lookup import own_name
-        from autopar.tracer.vocabulary import SPELLINGS
+        from autopar.ops.lookup import own_name
+        from autopar.ops.vocabulary import SPELLINGS
 
         name = SPELLINGS[op][0].name if op in SPELLINGS else own_name(op)
         return name + ".default" if type(op).__name__ == "OpOverloadPacket" else name

@@ -32,14 +32,14 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.letters import BadPreset
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.overlap import BLOCK, BUCKET
 from autopar.sharding.placement import every_part_holds_something
+from autopar.space.overlap import BLOCK, BUCKET
 
 if TYPE_CHECKING:
     import torch.fx as fx
 
+    from autopar.graph.graph import Graph, TensorType
     from autopar.solver.plan import Plan
-    from autopar.tracer.graph import Graph, TensorType
 
 DATA = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 TENSOR = {"megatron": 1, "2d": 2, "2.5d": 3, "3d": 3}  # and how many axes each takes
@@ -185,7 +185,7 @@ def _read(given: Any, mesh: DeviceMesh) -> Layout:
 
 def _rows(graph: Graph, mesh: DeviceMesh, layout: Layout) -> dict[str, str]:
     """Inputs cut by rows; where the rows do not divide, the mesh cannot carry it."""
-    from autopar.tracer.graph import info, type_of
+    from autopar.graph.graph import info, type_of
 
     parts, found = 1, {}
     for a in layout.rows:
@@ -250,7 +250,7 @@ def said_of(given: Any, mesh: DeviceMesh, plan: Plan) -> tuple[tuple[str, str], 
 
 
 def _type_of_parameter(graph: Graph, name: str) -> TensorType:
-    from autopar.tracer.graph import info, type_of
+    from autopar.graph.graph import info, type_of
 
     return next(type_of(n) for n in graph.nodes if info(n).kind == "parameter" and name == info(n).key)
 
@@ -275,7 +275,7 @@ class Linear:
 
 def _origin(value: Any, through: tuple[str, ...] = ("identity", "to")) -> tuple[Any, bool]:
     """What a value is, before these ops; and whether it is turned."""
-    from autopar.tracer.graph import info, op_name
+    from autopar.graph.graph import info, op_name
 
     turned = False
     while hasattr(value, "meta") and info(value).kind == "op" and op_name(value) in through:
@@ -285,7 +285,7 @@ def _origin(value: Any, through: tuple[str, ...] = ("identity", "to")) -> tuple[
 
 
 def _parameter(value: Any) -> str | None:
-    from autopar.tracer.graph import info
+    from autopar.graph.graph import info
 
     value, _ = _origin(value, ("identity", "t", "to"))
     return info(value).key if hasattr(value, "meta") and info(value).kind == "parameter" else None
@@ -293,7 +293,7 @@ def _parameter(value: Any) -> str | None:
 
 def _linear(node: fx.Node) -> Linear | None:
     """What a node says if it is a product with a parameter."""
-    from autopar.tracer.graph import op_name, type_of
+    from autopar.graph.graph import op_name, type_of
 
     k = node.kwargs
     operands: Any = {
@@ -309,7 +309,7 @@ def _linear(node: fx.Node) -> Linear | None:
 
 def _table(node: fx.Node) -> str | None:
     """The table of an embedding of words; positions are computed."""
-    from autopar.tracer.graph import info, op_name
+    from autopar.graph.graph import info, op_name
 
     return (
         _parameter(node.kwargs["weight"])
@@ -321,7 +321,7 @@ def _table(node: fx.Node) -> str | None:
 
 def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Cut]:
     """Cuts of linear layers in order: by its output where its input is whole, by its input where that is cut."""
-    from autopar.tracer.graph import info, type_of
+    from autopar.graph.graph import info, type_of
 
     axis, parts = mesh.axes[axes[0]], mesh.shape[axes[0]]
     cut: set[fx.Node] = set()  # values whose features are cut
@@ -361,7 +361,7 @@ def _two_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Cut
 
     In storage the first axis cuts its inputs.
     """
-    from autopar.tracer.graph import info, type_of
+    from autopar.graph.graph import info, type_of
 
     first, second = axes[0], axes[1]
     found: dict[str, Cut] = {}
@@ -390,7 +390,7 @@ def _three_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, C
 
     In storage a cuts its inputs too.
     """
-    from autopar.tracer.graph import info, type_of
+    from autopar.graph.graph import info, type_of
 
     a, b, c = axes
     by_axis: dict[fx.Node, int] = {}  # values whose features an axis cuts; the residual stream's are cut by c
@@ -451,7 +451,7 @@ def _three_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, C
 
 def _blocks(node: fx.Node, features: int) -> tuple[int, ...]:
     """The parts into which a fused projection is split behind it."""
-    from autopar.tracer.graph import op_name, type_of
+    from autopar.graph.graph import op_name, type_of
 
     waiting: list[Any] = [node]
     while waiting:

@@ -23,19 +23,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autopar.sharding.costs import optimizer_figures
-from autopar.sharding.overlap import closes, marked, reduces
 from autopar.sharding.placement import Sharding, largest_local_shape
-from autopar.sharding.saved import PART_WORKS, kept_by, layouts, owners, work_of
 from autopar.sharding.strategies import Choice, gradients, values
+from autopar.space.overlap import closes, marked, reduces
+from autopar.space.saved import PART_WORKS, kept_by, layouts, owners, work_of
 
 if TYPE_CHECKING:
     import torch.fx as fx
 
+    from autopar.graph.graph import Graph, TensorType
     from autopar.sharding.cluster import Cluster
     from autopar.sharding.mesh import DeviceMesh
-    from autopar.sharding.overlap import Cut
-    from autopar.sharding.space import Edge, Site
-    from autopar.tracer.graph import Graph, TensorType
+    from autopar.space.overlap import Cut
+    from autopar.space.space import Edge, Site
 
 KINDS = (
     "parameters",
@@ -150,7 +150,7 @@ class _Pieces:
         handed_on: Mapping[fx.Node, fx.Node],
         accumulation: int,
     ) -> None:
-        from autopar.tracer.graph import info
+        from autopar.graph.graph import info
 
         self.graph, self.mesh, self.kind, self.optimizer = graph, mesh, cluster.device.kernels, optimizer
         self.sites, self.edges, self.ends, self.index, self.cut, self.handed_on, self.accumulates = (
@@ -169,7 +169,7 @@ class _Pieces:
         self._shared: dict[Any, Any] = {}
 
     def build(self) -> Memory:
-        from autopar.tracer.graph import info
+        from autopar.graph.graph import info
 
         self._read_graph()
         for node in self.graph.nodes:
@@ -191,7 +191,7 @@ class _Pieces:
 
     def _read_graph(self) -> None:
         """Who keeps which value, who lies on whose memory, and until when each value is needed through itself."""
-        from autopar.tracer.graph import info, type_of
+        from autopar.graph.graph import info, type_of
 
         memory, self.turned = layouts(self.graph)
         owner = owners(self.graph, memory)
@@ -290,7 +290,7 @@ class _Pieces:
         return min(places, default=self.at.get(self.producer.get(value), 0))
 
     def _outputs(self, op: fx.Node) -> list[fx.Node]:
-        from autopar.tracer.graph import info
+        from autopar.graph.graph import info
 
         parts = [u for u in op.users if info(u).kind == "part"]
         return parts or [op]
@@ -329,7 +329,7 @@ class _Pieces:
 
     def _standing(self, node: fx.Node) -> None:
         """What is there before the step: parameters with all that follows them, inputs and buffers."""
-        from autopar.tracer.graph import info, type_of
+        from autopar.graph.graph import info, type_of
 
         site, type_, always = self.index[node], type_of(node), self.last
         held = self._local(site, 0, type_, values)
@@ -373,7 +373,7 @@ class _Pieces:
         return found
 
     def _values(self, op: fx.Node) -> None:
-        from autopar.tracer.graph import info, op_name, type_of
+        from autopar.graph.graph import info, op_name, type_of
 
         site, now, back = self.index[op], self.at[op], self._back(op)
         for value in self._outputs(op):
@@ -418,7 +418,7 @@ class _Pieces:
 
     def _work(self, op: fx.Node, site: int, now: int, back: int) -> None:
         """What an op makes for the while, as its first operand is cut."""
-        from autopar.tracer.graph import info, op_name, type_of
+        from autopar.graph.graph import info, op_name, type_of
 
         for time, made in zip((now, back), work_of(op), strict=True):
             if made and (time < self.n or any(t.requires_grad for t in info(op).outputs)):
@@ -437,7 +437,7 @@ class _Pieces:
 
     def _part_work(self, op: fx.Node, site: int) -> tuple[np.ndarray, np.ndarray]:
         """What the local form of an op makes for the while in forward and in backward, by choice."""
-        from autopar.tracer.graph import op_name, type_of
+        from autopar.graph.graph import op_name, type_of
 
         choices, types = (
             self.sites[site].choices,
@@ -459,7 +459,7 @@ class _Pieces:
 
         And how much longer a value stays for the views on it.
         """
-        from autopar.tracer.graph import type_of
+        from autopar.graph.graph import type_of
 
         edge, type_ = self.edges[e], type_of(value)
         made, kept, comes, unreduced, stored, message = self._tables(edge, type_)

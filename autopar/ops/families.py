@@ -1,6 +1,6 @@
 """Rules of whole families of ops: special functions, reductions, searches, matrices, pools, recurrent modules.
 
-The keys are the canonical ops of `autopar/tracer/vocabulary.py`, the notation is that of `notation.py`, and what is
+The keys are the canonical ops of `autopar/ops/vocabulary.py`, the notation is that of `notation.py`, and what is
 said here is proven where the other rules are.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autopar.ops.rules import dims_of, letters_of, pooled, reduced, rule, rule_for, same_dims
 from autopar.sharding.notation import NAMES, Rule, parse
-from autopar.sharding.rules import dims_of, letters_of, pooled, reduced, rule, rule_for, same_dims
 
 # pointwise, of one operand and of two
 for name in (
@@ -202,7 +202,7 @@ def indexed(arguments: Mapping[str, Any]) -> Rule | None:
 @rule_for("index_put")
 def index_put(arguments: Mapping[str, Any]) -> Rule | None:
     """One tensor of places, or a mask, among dims that stay as they are."""
-    from autopar.sharding.rules import setitem
+    from autopar.ops.rules import setitem
 
     said = tuple(slice(None) if i is None else i for i in arguments["indices"])
     found = setitem({"input": arguments["input"], "index": said, "value": arguments["values"]})

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
-from autopar.tracer.graph import info, op_name, type_of
+from autopar.graph.graph import info, op_name, type_of
 
 if TYPE_CHECKING:
-    from autopar.tracer.graph import Graph
+    from autopar.graph.graph import Graph
 
 
 SMALLEST = 4  # ops: two norms alike are no block

@@ -29,9 +29,9 @@ import numpy as np
 if TYPE_CHECKING:
     import torch.fx as fx
 
+    from autopar.graph.graph import Graph
     from autopar.sharding.placement import Flow
-    from autopar.sharding.space import Edge, Site
-    from autopar.tracer.graph import Graph
+    from autopar.space.space import Edge, Site
 
 BUCKET = 25 * 2**20  # bytes of whole parameters that travel together
 BLOCK = 1  # of windows: whatever reads a parameter is one
@@ -116,8 +116,8 @@ def cut(ops: Sequence[fx.Node], least: int = BUCKET) -> Cut:
 
     What reads less than `least` bytes of parameters goes with what follows.
     """
-    from autopar.tracer.blocks import innermost_block
-    from autopar.tracer.graph import info, op_name, type_of
+    from autopar.graph.blocks import innermost_block
+    from autopar.graph.graph import info, op_name, type_of
 
     if not ops:
         return Cut((), (), (), {}, frozenset())
@@ -192,7 +192,7 @@ def floating(graph: Graph) -> dict[fx.Node, fx.Node]:
 
     What arrives of them is gathered, and their gradients are reduced.
     """
-    from autopar.tracer.graph import info, op_name
+    from autopar.graph.graph import info, op_name
 
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -210,7 +210,7 @@ def floating(graph: Graph) -> dict[fx.Node, fx.Node]:
 
 def casts_of_parameters(graph: Graph) -> dict[fx.Node, fx.Node]:
     """The one cast of a parameter that nothing else reads, and that parameter: what is gathered is the cast."""
-    from autopar.tracer.graph import info, op_name
+    from autopar.graph.graph import info, op_name
 
     found = {}
     for node in graph.nodes:
@@ -229,7 +229,7 @@ def reduced_in(casts: Mapping[fx.Node, fx.Node], dtype: str) -> dict[fx.Node, in
 
     The bytes of an element of it.
     """
-    from autopar.tracer.graph import type_of
+    from autopar.graph.graph import type_of
 
     return {
         cast: type_of(parameter).itemsize

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.letters import NotServed
-from autopar.tracer.graph import Graph, info, op_name, type_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 _ROUNDING = {

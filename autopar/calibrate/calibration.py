@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar.calibrate.workloads import WORKLOADS, Workload, traced
 from autopar.runtime.collectives import STEPS, Axis, begin_all_reduce, bind_axes, finish, pack_all_reduce
-from autopar.runtime.workloads import WORKLOADS, Workload, traced
 from autopar.sharding.cluster import Cluster, Device, Link, Measured, Timed
 from autopar.sharding.costs import seconds
 from autopar.sharding.mesh import DeviceMesh

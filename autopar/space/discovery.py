@@ -324,7 +324,7 @@ def _drawn(
 ) -> set[Strategy] | None:
     import torch
 
-    from autopar.tracer.graph import TensorType
+    from autopar.graph.graph import TensorType
 
     random = torch.Generator().manual_seed(0)
     if op.signature is not None:  # tensors are handed out in the order of the signature, as operands are

@@ -23,10 +23,10 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from autopar.letters import BadInput
-from autopar.tracer.vocabulary import Op
+from autopar.ops.vocabulary import Op
 
 if TYPE_CHECKING:
-    from autopar.tracer.blocks import Repeat
+    from autopar.graph.blocks import Repeat
     from autopar.tracer.hooks import IdleHook
 
 SHORT = {
@@ -228,20 +228,20 @@ class Graph:
     @property
     def blocks(self) -> tuple[Repeat, ...]:
         """Blocks that repeat, such as the layers of a transformer."""
-        from autopar.tracer.blocks import repeated_blocks
+        from autopar.graph.blocks import repeated_blocks
 
         return repeated_blocks(self)
 
     def to_json(self) -> str:
         """The graph as text that `Graph.from_json` reads back."""
-        from autopar.tracer.archive import to_json
+        from autopar.graph.archive import to_json
 
         return to_json(self)
 
     @staticmethod
     def from_json(text: str) -> Graph:
         """The graph that `to_json` wrote."""
-        from autopar.tracer.archive import from_json
+        from autopar.graph.archive import from_json
 
         return from_json(text)
 

@@ -24,12 +24,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
 from autopar.codegen.arrived import for_arrived
-from autopar.codegen.attributes import Attributes, Reads, State, Unread
 from autopar.codegen.compiled import compile_between_collectives
-from autopar.codegen.emptied import from_a_list
 from autopar.codegen.joint import Joint, bind
 from autopar.codegen.lower import Lowered, lower
-from autopar.codegen.padding import (
+from autopar.codegen.parts import WHOLE, Parts, Rows, least_and_most
+from autopar.codegen.schedule import is_view
+from autopar.graph.graph import Graph, TensorType, build_outputs, info, tensor_of, write_buffer
+from autopar.letters import Anomaly, BadInput, Consumed, Disagreement, NotServed
+from autopar.module.around import watch_parts, watch_what_stands_around
+from autopar.module.attributes import Attributes, Reads, State, Unread
+from autopar.module.checkpoint import read, teach_dtensor, whole_state
+from autopar.module.emptied import from_a_list
+from autopar.module.init import initialise, initialise_by_position, is_on_meta
+from autopar.module.optimizers import check_step
+from autopar.module.padding import (
     Bucket,
     Kind,
     Padding,
@@ -41,26 +49,18 @@ from autopar.codegen.padding import (
     gradients_of,
     shapes_of,
 )
-from autopar.codegen.parts import WHOLE, Parts, Rows, least_and_most
-from autopar.codegen.reach import check_reach
-from autopar.codegen.schedule import is_view
-from autopar.codegen.situation import Caller, Situation
-from autopar.codegen.waiting import Waiting, let_optimizers_forget
-from autopar.letters import Anomaly, BadInput, Consumed, Disagreement, NotServed
+from autopar.module.reach import check_reach
+from autopar.module.situation import Caller, Situation
+from autopar.module.storage import Storage, dtensor_of
+from autopar.module.waiting import Waiting, let_optimizers_forget
 from autopar.runtime.agreement import agree, begin_call, run_program
-from autopar.runtime.around import watch_parts, watch_what_stands_around
-from autopar.runtime.checkpoint import read, teach_dtensor, whole_state
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.faults import naming_the_lost
-from autopar.runtime.init import initialise, initialise_by_position, is_on_meta
-from autopar.runtime.optimizers import check_step
 from autopar.runtime.private import inside_backward, let_anomalies_be_looked_for, let_go, skip_together, unwatched
 from autopar.runtime.random import RandomState
-from autopar.runtime.storage import Storage, dtensor_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 from autopar.solver.plan import Plan
 from autopar.tracer.capture import Call
-from autopar.tracer.graph import Graph, TensorType, build_outputs, info, tensor_of, write_buffer
 from autopar.tracer.hooks import IdleHook
 
 log = logging.getLogger("autopar")

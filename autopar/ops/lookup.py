@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.tracer.vocabulary import CASTS, OPS, SHAPE, SIZES, SPELLINGS, Apply, Op, same
+from autopar.ops.vocabulary import CASTS, OPS, SHAPE, SIZES, SPELLINGS, Apply, Op, same
 
 _T = Tensor
 _LAYOUT = frozenset(

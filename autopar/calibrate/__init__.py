@@ -1,0 +1,1 @@
+"""Measure a machine: a cluster file with what its collectives and ops really take."""
