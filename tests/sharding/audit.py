@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from autopar import Cluster, DeviceMesh
 from autopar.graph.graph import info, op_name, run
 from autopar.letters import Letter
-from autopar.ops.rules import rule_of
+from autopar.ops.entry import rule_of
 from autopar.space import shardings
 from autopar.space.shardings import typed
 from autopar.tracer import ColoTracer
