@@ -15,8 +15,8 @@ from autopar.sharding.notation import parse
 from autopar.sharding.placement import every_part_holds_something
 from autopar.sharding.strategies import Strategy
 from autopar.space.discovery import Call, universe
-from tests.sharding.samples import SAMPLES, is_plain, samples
-from tests.sharding.test_rules import leaves, strategies_of, with_leaves
+from tests.ops.samples import SAMPLES, is_plain, samples
+from tests.ops.test_rules import leaves, strategies_of, with_leaves
 
 DEVICES = (2, 3)
 UNSAFE = {"weight_norm": "its kernel reads beyond operands whose shapes do not go together"}

@@ -18,7 +18,7 @@ from autopar.sharding.notation import parse
 from autopar.sharding.placement import R, every_part_holds_something, flow, part
 from autopar.sharding.strategies import Strategy, strategies_on_one_axis
 from autopar.space.shardings import _without_numbers
-from tests.sharding.samples import SAMPLES, is_plain, normal, samples
+from tests.ops.samples import SAMPLES, is_plain, normal, samples
 
 
 def leaves(arguments):
@@ -195,7 +195,7 @@ def run_all(op, count=None):
 
 @pytest.mark.parametrize(
     "op", sorted(op for op in FACTS if FACTS[op].rule is not None and (op in SAMPLES or is_plain(op)))
-)  # the others: tests/sharding/test_every_function.py
+)  # the others: tests/ops/test_every_function.py
 def test_every_strategy_computes_what_the_op_computes(op):
     run_all(op)
 
