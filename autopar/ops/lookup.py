@@ -11,9 +11,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.vocabulary import CASTS, OPS, SHAPE, SIZES, SPELLINGS, Apply, Op, same
+from autopar.ops.entry import OPS, SHAPE, SIZES, SPELLINGS, Apply, Op, same
 
 _T = Tensor
+CASTS = frozenset(
+    {
+        _T.to,
+        _T.float,
+        _T.double,
+        _T.half,
+        _T.bfloat16,
+        _T.type_as,
+        _T.type,
+        _T.long,
+        _T.int,
+        _T.bool,
+        _T.short,
+        _T.char,
+        _T.byte,
+        _T.cpu,
+        torch.ops.aten._to_copy.default,
+    }
+)
 _LAYOUT = frozenset(
     {"how", "memory_format", "non_blocking", "copy", "sparse_grad", "_stacklevel", "inplace", "out"}
 )  # what names no value: layout, device, warnings

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import TensorType
-from autopar.ops.vocabulary import OPS
+from autopar.ops.entry import OPS
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder

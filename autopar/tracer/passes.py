@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import Graph, Info, TensorType, fresh_key, info, op_name, run, type_of
-from autopar.ops.vocabulary import OPS
+from autopar.ops.entry import OPS
 from autopar.tracer.composites import composites_are_opened
 
 

@@ -30,8 +30,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import Assume, Info, TensorType
 from autopar.letters import NotCaptured
+from autopar.ops.entry import OPS, SPELLINGS, WRITES, Apply
 from autopar.ops.lookup import functional, lookup
-from autopar.ops.vocabulary import OPS, SPELLINGS, WRITES, Apply
 from autopar.runtime.private import clean_room
 from autopar.tracer import branches
 from autopar.tracer.casts import Casts

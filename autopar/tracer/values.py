@@ -19,7 +19,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from autopar.graph.graph import Info, TensorType
-from autopar.ops.vocabulary import OPS, Op
+from autopar.ops.entry import OPS, Op
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder

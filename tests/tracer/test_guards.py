@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar.graph import archive
 from autopar.graph.graph import Graph, info
 from autopar.letters import BadGraph, NotCaptured
-from autopar.ops import lookup, vocabulary
+from autopar.ops import entry, lookup
 from autopar.runtime.private import clean_room
 from autopar.testing import Unequal
 from autopar.tracer import ColoTracer, branches, capture, recorder, regions, values
@@ -46,9 +46,7 @@ def outsiders_are_constants(monkeypatch):
                     data = value.tolist()
                 with self.below, torch._C.DisableTorchFunction():
                     fake = torch.empty(value.shape, dtype=value.dtype)
-                self.values.bind(
-                    fake, self.emit(vocabulary.OPS["tensor"], {"data": data, "dtype": value.dtype}, (fake,))
-                )
+                self.values.bind(fake, self.emit(entry.OPS["tensor"], {"data": data, "dtype": value.dtype}, (fake,)))
                 return fake
             return value
 
@@ -219,7 +217,7 @@ def test_10_a_function_without_a_name_cannot_be_read_back(off):
     off(
         lookup,
         "SPELLINGS",
-        {f: s for f, s in vocabulary.SPELLINGS.items() if f not in (F.max_pool2d, F.max_pool2d_with_indices)},
+        {f: s for f, s in entry.SPELLINGS.items() if f not in (F.max_pool2d, F.max_pool2d_with_indices)},
     )
     for module in (lookup, archive):
         off(module, "own_name", lambda function: function.__qualname__)
