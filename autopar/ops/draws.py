@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions.dirichlet import _Dirichlet
 
-from autopar.ops.entry import Apply, T, op
-from autopar.ops.factories import filled
+from autopar.ops.entry import FILLED, OPS, Apply, Op, T, op, translates
+from autopar.ops.factories import filled, with_dtype
 from autopar.ops.local import Call, Form, Here, local_output, places, places_of_output
 from autopar.runtime import forms
 
@@ -135,6 +135,58 @@ def picked(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
     }
 
 
+@translates(torch.randint)
+def whole_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """randint(high, size) and randint(low, high, size)."""
+    return OPS["randint"], {"size": tuple(result.shape), **_bounds(*args, **kwargs), "dtype": result.dtype}
+
+
+@translates(torch.randint_like)
+def whole_numbers_like(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """randint_like(x, high) and randint_like(x, low, high)."""
+    said = {n: v for n, v in kwargs.items() if n != "input"}
+    bounds = _bounds(*(args if "input" in kwargs else args[1:]), **said)
+    return OPS["randint"], {"size": tuple(result.shape), **bounds, "dtype": result.dtype}
+
+
+def _bounds(*bounds: Any, low: int = 0, high: int | None = None, **how: Any) -> dict[str, Any]:
+    """The bounds of whole numbers, of which the first may be left out."""
+    numbers = [b for b in bounds if isinstance(b, int)]
+    if len(numbers) == 2:
+        low, high = numbers
+    elif numbers and high is None:
+        high = numbers[0]
+    elif numbers:
+        low = numbers[0]
+    return {"low": low, "high": high}
+
+
+@translates(torch.normal)
+def normal_of_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """torch.normal(mean, std, size) of two numbers; with a tensor among them it has an entry of its own."""
+    if any(isinstance(v, Tensor) for v in (*args, *kwargs.values())):
+        return None
+    mean, std = (args[i] if len(args) > i else kwargs[n] for i, n in enumerate(("mean", "std")))
+    return OPS["normal_filled"], {"size": tuple(result.shape), "mean": mean, "std": std, "dtype": result.dtype}
+
+
+def in_training_only(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
+    """rrelu draws in training; else its slope is the middle."""
+    if arguments.get("training"):
+        return op, arguments
+    slope = (arguments.get("lower", 1 / 8) + arguments.get("upper", 1 / 3)) / 2
+    return OPS["leaky_relu"], {"input": arguments["input"], "negative_slope": slope}
+
+
+FILLED |= {
+    "uniform_": ("uniform_like", ("from", "to")),
+    "normal_": ("normal_like", ("mean", "std")),
+    "exponential_": ("exponential_like", ("lambd",)),
+    "log_normal_": ("log_normal_like", ("mean", "std")),
+    "cauchy_": ("cauchy_like", ("median", "sigma")),
+    "geometric_": ("geometric_like", ("p",)),
+    "random_": ("random_like", ("from", "to")),
+}
 _KINDS = {"rand": "uniform", "randn": "normal", "normal_filled": "normal", "randint": "random"}
 _NUMBERS = {"low": "a", "high": "b", "mean": "a", "std": "b"}  # names of the two numbers of a draw
 ONE = "... -> ..."
@@ -194,6 +246,7 @@ for name in ("rand", "randn"):
         rule=filled,
         serves="*",
         keeps="",
+        settle=with_dtype,
         **DRAWN,
     )
     op(
@@ -232,6 +285,7 @@ op(
     rule="nothing -> n!",
     form=permutation,
     draws=True,
+    settle=with_dtype,
 )
 op(
     "poisson",
@@ -268,4 +322,5 @@ op(
     rule=ONE,
     form=of_each(forms.rrelu_by_position),
     draws=True,
+    settle=in_training_only,
 )

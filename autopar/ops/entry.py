@@ -151,6 +151,8 @@ class Facts:
     joint: bool = False  # one kernel gives the gradients of all of its operands, where a product has one for each
     spreads: bool = False  # the gradient of an operand that is broadcast is a sum of its own
     timed: Callable[[Mapping[str, Any]], str] | None = None  # the name of its time, where the call tells of another
+    # arguments as the op wants them, where what was said leaves something to torch
+    settle: Callable[[Op, dict[str, Any], Any], tuple[Op, dict[str, Any]]] | None = None
     counts: str = ""  # the pattern of factors along which its local form counts positions
 
 
@@ -159,6 +161,14 @@ FACTS: dict[str, Facts] = {}
 SPELLINGS: dict[Callable[..., Any], tuple[Op, inspect.Signature]] = {}
 # an op that writes to arguments: the pure form, to which, and the flag that says so
 WRITES: dict[str, tuple[Op, tuple[str, ...], str]] = {}
+# a function of torch whose calls are read one by one: an op and its arguments, another function that means the same, or
+# None where the function is spelled by an entry
+Translator = Callable[
+    [tuple[Any, ...], Mapping[str, Any], Any], "tuple[Op, dict[str, Any]] | Callable[..., Any] | None"
+]
+TRANSLATED: dict[Callable[..., Any], Translator] = {}
+# a method that fills a tensor with draws: the op that makes a new one, and the names of its two numbers
+FILLED: dict[str, tuple[str, tuple[str, ...]]] = {}
 T = Tensor
 Spelled = Callable[..., Any] | tuple[Callable[..., Any], str]
 
@@ -183,6 +193,16 @@ def spell(name: str, *spellings: tuple[Callable[..., Any], str]) -> None:
     """Functions that mean an op, each with its own signature in the op's names."""
     for function, signature in spellings:
         SPELLINGS[function] = OPS[name], read_signature(signature)
+
+
+def translates(*functions: Callable[..., Any]) -> Callable[[Translator], Translator]:
+    """Read the calls of these functions by the function below."""
+
+    def register(translator: Translator) -> Translator:
+        TRANSLATED.update(dict.fromkeys(functions, translator))
+        return translator
+
+    return register
 
 
 def each(names: str, signature: str = "input:T", **facts: Any) -> None:

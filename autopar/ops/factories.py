@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.entry import T, op
+from autopar.ops.entry import Op, T, op
 from autopar.ops.local import Call, Form, Here, cuts, local_output
 from autopar.ops.spelling import parse
 from autopar.runtime import forms
@@ -56,6 +56,11 @@ def part_of_count(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
     }
 
 
+def with_dtype(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
+    """The dtype of the result: torch's default may be another at replay."""
+    return op, {**arguments, "dtype": result.dtype}
+
+
 op(
     "arange",
     torch.arange,
@@ -66,6 +71,7 @@ op(
     form=part_of_count,
     counts=".*",
     keeps="",
+    settle=with_dtype,
 )
 op(
     "full",
@@ -75,6 +81,7 @@ op(
     rule=filled,
     serves="*",
     keeps="",
+    settle=with_dtype,
 )
 op(
     "full_like",
@@ -94,6 +101,7 @@ for name in ("zeros", "ones", "empty"):
         rule=filled,
         serves="*",
         keeps=keeps,
+        settle=with_dtype,
     )
     op(
         f"{name}_like",
@@ -121,4 +129,5 @@ op(
     serves="*",
     keeps="",
 )
-op("tensor", torch.tensor, "data, *, dtype=None", (torch.tensor, "data, *, dtype=None, **how"), keeps="")
+spelled = (torch.tensor, "data, *, dtype=None, **how")
+op("tensor", torch.tensor, "data, *, dtype=None", spelled, keeps="", settle=with_dtype)

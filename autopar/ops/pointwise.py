@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.entry import T, each, op, spell
+from autopar.ops.entry import OPS, T, each, op, spell, translates
 from autopar.ops.spelling import letters_of, parse
 from autopar.sharding.notation import Rule
 
@@ -88,6 +88,16 @@ def timed_gelu(arguments: Mapping[str, Any]) -> str:
 
 ONE, TWO = "... -> ...", "..., ... -> ..."
 PAIR = "input:T, other:T"
+
+
+@translates(
+    *(T.to, T.float, T.double, T.half, T.bfloat16, T.type_as, T.type, T.long, T.int, T.bool, T.short, T.char, T.byte),
+    *(T.cpu, torch.ops.aten._to_copy.default),
+)
+def cast(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """A cast by any name is one to the dtype of its result."""
+    return (OPS["to"], {"input": args[0], "dtype": result.dtype}) if isinstance(result, Tensor) else None
+
 
 op("identity", identity, "input:T", rule=ONE, linear="x", keeps="", free=True)
 op("detach", torch.detach, "input:T", T.detach, rule=ONE, linear="x", keeps="")

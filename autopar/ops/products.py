@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.entry import OPS, T, each, op
+from autopar.ops.entry import OPS, Op, T, each, op
 from autopar.ops.local import Call, Form, Here
 from autopar.ops.spelling import NAMES, parse
 from autopar.sharding.notation import Rule
@@ -128,6 +128,14 @@ def grouped(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
     return OPS[call.op], {**kwargs, name: groups * local[channels] // given[channels]}
 
 
+def in_one_list(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
+    """einsum(equation, [x, y]) is einsum(equation, x, y)."""
+    operands = arguments["operands"]
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        arguments["operands"] = tuple(operands[0])
+    return op, arguments
+
+
 LOOPS = (2, "")  # FLOPs for each point of the space of the factors
 op(
     "linear",
@@ -190,6 +198,7 @@ op(
     "equation, operands:T",
     (torch.einsum, "equation, *operands"),
     rule=einsum_rule,
+    settle=in_one_list,
     keeps="operands",
     flops=LOOPS,
 )

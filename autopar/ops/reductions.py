@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.entry import T, each, op
+from autopar.ops.entry import OPS, Op, T, each, op, translates
 from autopar.ops.local import Call, Form, Here
 from autopar.ops.spelling import dims_of, letters_of, parse, reduced, same_dims
 from autopar.runtime import forms
@@ -138,10 +138,105 @@ def parts(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
     return forms.amax_part, {**kwargs, "axes": axes, "least": call.op == "amin"}
 
 
-op("sum", torch.sum, "input:T, dim=None, keepdim=False, *, dtype=None", T.sum, rule=sum_, keeps="")
-op("mean", torch.mean, "input:T, dim=None, keepdim=False, *, dtype=None", T.mean)  # a sum and a quotient, to the graph
+@translates(torch.var, T.var)
+def variance(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """var(x, False), var(x, 1, False, True) and var(x, dim=1, correction=0) are one op."""
+    return OPS["var"], spread_arguments(*args, **kwargs)
+
+
+@translates(torch.std, T.std)
+def deviation(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """The same for the deviation."""
+    return OPS["std"], spread_arguments(*args, **kwargs)
+
+
+@translates(torch.var_mean)
+def variance_and_mean(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """The same for both at once."""
+    return OPS["var_mean"], spread_arguments(*args, **kwargs)
+
+
+@translates(torch.std_mean)
+def deviation_and_mean(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """The same for both at once."""
+    return OPS["std_mean"], spread_arguments(*args, **kwargs)
+
+
+def spread_arguments(
+    input: Tensor,
+    dim: Any = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+    axis: Any = None,
+) -> dict[str, Any]:
+    """The arguments of a variance or deviation, of which torch has three signatures."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    dim = axis if dim is None else dim
+    degrees = correction
+    if degrees is None:
+        degrees = 1 if unbiased is None else int(unbiased)
+    said: dict[str, Any] = {"input": input}
+    if dim not in (None, (), []):
+        said["dim"] = tuple(dim) if isinstance(dim, (tuple, list)) else dim
+    if degrees != 1:
+        said["correction"] = degrees
+    if keepdim:
+        said["keepdim"] = True
+    return said
+
+
+@translates(torch.min, T.min)
+def least(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """min(a, b) is a minimum, min(x) the value without its place."""
+    return _extreme(args, kwargs, "amin", torch.minimum)
+
+
+@translates(torch.max, T.max)
+def largest(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """max(a, b) is a maximum, max(x) the value without its place."""
+    return _extreme(args, kwargs, "amax", torch.maximum)
+
+
+def _extreme(args: tuple[Any, ...], kwargs: Mapping[str, Any], of_all: str, of_two: Callable[..., Any]) -> Any:
+    if len(args) == 2 and isinstance(args[1], Tensor):
+        return of_two
+    if len(args) < 2 and not kwargs.keys() & {"dim", "other"}:
+        return OPS[of_all], {"input": args[0] if args else kwargs["input"]}
+    return None
+
+
+def with_dim(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
+    """The dim that torch guesses where a softmax names none."""
+    if arguments.get("dim") is None:
+        arguments["dim"] = 0 if arguments["input"].dim() in (0, 1, 3) else 1
+    return op, arguments
+
+
+def with_dims(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
+    """All dims, where the result keeps them: torch asks for them there."""
+    if "dim" not in arguments and ("keepdim" in arguments or op.name == "logsumexp"):
+        given = arguments["input"]
+        arguments = {"input": given, "dim": tuple(range(given.dim())) if given.dim() else 0, **arguments}
+    return op, arguments
+
+
+op("sum", torch.sum, "input:T, dim=None, keepdim=False, *, dtype=None", T.sum, rule=sum_, keeps="", settle=with_dims)
+op(
+    "mean", torch.mean, "input:T, dim=None, keepdim=False, *, dtype=None", T.mean, settle=with_dims
+)  # a sum and a quotient, to the graph
 each("amax amin", "input:T, dim=None, keepdim=False", rule=reduction_of_parts, serves="^", form=parts)
-each("logsumexp", "input:T, dim, keepdim=False", rule=reduction_of_parts, serves="^", form=parts, keeps="input")
+each(
+    "logsumexp",
+    "input:T, dim, keepdim=False",
+    rule=reduction_of_parts,
+    serves="^",
+    form=parts,
+    keeps="input",
+    settle=with_dims,
+)
 each("all any argmax argmin", "input:T, dim=None, keepdim=False", rule=reduction, keeps="")
 each("norm", "input:T, p='fro', dim=None, keepdim=False, *, dtype=None", rule=reduction)
 each("max min", "input:T, dim, keepdim=False", rule=reduced_whole)
@@ -171,6 +266,7 @@ op(
     (F.softmax, "input, dim=None, _stacklevel=3, dtype=None"),
     rule=along,
     keeps="out",
+    settle=with_dim,
 )
 op(
     "log_softmax",
@@ -180,6 +276,7 @@ op(
     (F.log_softmax, "input, dim=None, _stacklevel=3, dtype=None"),
     rule=along,
     keeps="out",
+    settle=with_dim,
 )
 op("normalize", F.normalize, "input:T, p=2.0, dim=1, eps=1e-12, out=None", rule=along)
 each("cumsum", "input:T, dim, *, dtype=None", rule=along_and_linear, keeps="")

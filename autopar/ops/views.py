@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.entry import T, each, op
+from autopar.ops.entry import T, each, op, translates
+from autopar.ops.lookup import by_own_name
 from autopar.ops.reductions import along_and_linear
 from autopar.ops.spelling import NAMES, letters_of, parse, same_dims, whole_dims
 from autopar.sharding.notation import Rule
@@ -295,6 +296,15 @@ def columns(arguments: Mapping[str, Any]) -> Rule:
 
 
 ONE = "... -> ..."
+
+
+@translates(T.view)
+def bits_as(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """x.view(dtype) reads the same bits as other numbers: an op of its own."""
+    dtypes = any(isinstance(a, torch.dtype) for a in args)
+    return by_own_name(T.view, args, kwargs) if dtypes else None
+
+
 op(
     "view",
     view,
