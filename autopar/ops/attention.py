@@ -32,7 +32,7 @@ def attention(arguments: Mapping[str, Any]) -> Rule:
 
 
 def part_of_attention(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
-    """Where probabilities are dropped, or a causal mask counts queries of which this device has a part."""
+    """Opened attention that drops by position, or causal attention of this device's queries."""
     lies, causal = here.lies(0), call.arguments.get("is_causal")
     rank = len(call.arguments["query"].shape)
     if call.random < 0:
@@ -62,7 +62,7 @@ def part_of_attention(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
 
 
 def kept(call: Call, kind: str) -> Line:
-    """What the backward keeps, by kernel.
+    """Operands and rows that the backward keeps, by kernel.
 
     Flash keeps one number a row; so does the memory-efficient kernel, and the mask that only it takes. Torch's plain
     form keeps the probabilities. With dropout, autopar's own form is opened into products.
@@ -100,7 +100,7 @@ def work(call: Call) -> tuple[str, str]:
 
 
 def work_of_part(call: Call, held: Sequence[tuple[int, ...]], kind: str) -> tuple[int, int]:
-    """Bytes for the while of the two calls (runtime/attention.py) on the keys before the part and on its own.
+    """Temporary bytes of the two calls of a part: on the keys before it and on its own.
 
     Forward weighs their outputs, in the dtype of accumulation. In backward each call gives a gradient of the queries;
     nothing has been scattered yet of the gradients of keys and values, which the table has beside what is scattered of

@@ -66,7 +66,7 @@ def dropped(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
 
 
 def channels_dropped(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
-    """One draw a channel; without a batch dim, and there torch has rules of its own, channels are the first."""
+    """One draw a channel. Without a batch dim, where torch has rules of its own, channels come first."""
     shape, name = call.outputs[0].shape, call.op
     leading = 1 if (name, len(shape)) in (("dropout1d", 2), ("dropout3d", 4)) else 2
     if name == "alpha_dropout":

@@ -78,7 +78,7 @@ class Op:
         return [leaf for value in found for leaf in (value if isinstance(value, (list, tuple)) else [value])]
 
     def local(self, annotation: Any) -> str | None:
-        """The argument that is a shape (`:SHAPE`) or a list of sizes (`:SIZES`) of the output, if there is one."""
+        """The argument that is a shape (`:SHAPE`) or a list of sizes (`:SIZES`) of the output, or None."""
         parameters = self.signature.parameters.items() if self.signature else ()
         return next((n for n, p in parameters if p.annotation is annotation), None)
 

@@ -43,7 +43,7 @@ def arange(arguments: Mapping[str, Any]) -> Rule:
 
 
 def part_of_count(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
-    """Where the count is cut."""
+    """The device's part of a count that is cut."""
     made, lies = call.outputs[0], here.leaves()
     if 0 not in lies.cuts:
         return None

@@ -66,7 +66,7 @@ def cuts(here: Here, shape: tuple[int, ...], sharding: Sharding, dim: int) -> tu
 
 
 def start_here(here: Here, shape: tuple[int, ...], sharding: Sharding, dim: int) -> int:
-    """Where this device's part of a dim begins in the whole."""
+    """The place in the whole at which this device's part of a dim begins."""
     start, size = 0, shape[dim]
     for axis in sharding.cuts.get(dim, []):
         before, size = part(size, here.mesh.shape[axis], here.coordinate[axis])

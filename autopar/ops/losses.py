@@ -30,7 +30,9 @@ def pointwise_loss(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def cross_entropy(arguments: Mapping[str, Any]) -> Rule | None:
-    """A sum over tokens and over the vocabulary: the log-sum-exp counts once, the target's logit where it lies.
+    """A sum over tokens and over the vocabulary, where it is cut.
+
+    The log-sum-exp counts once, the target's logit on the device that has it.
 
     Without its reduction each token is by itself, and its classes stay whole.
     """
@@ -50,7 +52,7 @@ def cross_entropy(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def classes_of_part(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
-    """Where the classes are cut."""
+    """The loss over this device's part of the classes, where they are cut."""
     lies = here.lies(0)
     if 1 not in lies.cuts:
         return None
@@ -67,7 +69,7 @@ def ctc_loss(arguments: Mapping[str, Any]) -> Rule:
 
 
 def nll_loss(arguments: Mapping[str, Any]) -> Rule | None:
-    """A sum over rows of log-probabilities looked up by class; without its reduction each row is by itself."""
+    """A sum over rows of log-probabilities by class; without its reduction each row is by itself."""
     reduction = arguments.get("reduction", "mean")
     if (
         reduction == "mean"

@@ -84,7 +84,7 @@ def _spatial(rank: int, first: int, letter: str) -> str:
 
 
 def statistics_of_all(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
-    """Where the batch, or positions, are cut, sums are exchanged."""
+    """Statistics of the whole batch by exchanged sums, where the batch or positions are cut."""
     lies = here.lies(0)
     axes = [here.mesh.axes[a] for d, order in lies.cuts.items() if d != 1 for a in order]
     if not axes or not call.arguments.get("training"):

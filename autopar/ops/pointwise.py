@@ -68,7 +68,7 @@ def prelu(arguments: Mapping[str, Any]) -> Rule:
 
 
 def numbered(name: str) -> dict[str, Any]:
-    """Facts of arithmetic: with a number beside the tensor it takes another time, and what is broadcast is summed."""
+    """Facts of arithmetic: a number beside the tensor has another time, a broadcast operand is summed."""
 
     def timed(arguments: Mapping[str, Any]) -> str:
         return f"{name} number" if isinstance(arguments.get("other"), (int, float)) else name

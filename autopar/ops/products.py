@@ -30,25 +30,25 @@ def matmul(arguments: Mapping[str, Any]) -> Rule:
 
 
 def addmm(arguments: Mapping[str, Any]) -> Rule:
-    """What is added may be a vector, or one number."""
+    """A product and a matrix, a vector or one number that is added."""
     rank = len(arguments["input"].shape)
     return parse(f"{' '.join(['m', 'n'][2 - rank :])}, m k, k n -> m n", linear="x+y, x+z")
 
 
 def batched(arguments: Mapping[str, Any]) -> Rule:
-    """What is added is broadcast; of the second, products are added over the batch too."""
+    """Products of a batch and what is added, broadcast; `addbmm` adds them over the batch too."""
     out = ["b", "m", "n"] if arguments["op"] == "baddbmm" else ["m", "n"]
     added = out[len(out) - len(arguments["input"].shape) :]
     return parse(f"{' '.join(added)}, b m k, b k n -> {' '.join(out)}", linear="x+y, x+z")
 
 
 def addmv(arguments: Mapping[str, Any]) -> Rule:
-    """What is added may be one number."""
+    """A product with a vector and a vector, or one number, that is added."""
     return parse(f"{'m' if arguments['input'].shape else ''}, m k, k -> m", linear="x+y, x+z")
 
 
 def addr(arguments: Mapping[str, Any]) -> Rule:
-    """What is added is broadcast."""
+    """An outer product and what is added, broadcast."""
     return parse(
         "..., m, n -> m n".replace("...", " ".join(["m", "n"][2 - len(arguments["input"].shape) :])), linear="x+y, x+z"
     )
@@ -115,7 +115,7 @@ def _convolved(given: Any, weight: Any) -> tuple[str, str, str, str]:
 
 
 def grouped(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
-    """Where groups of channels are cut, a device has fewer of them."""
+    """The op with fewer groups, where groups of channels are cut."""
     name = "groups" if "groups" in call.arguments else "num_groups"
     groups = call.arguments.get(name, 1)
     given = call.arguments["input"].shape

@@ -38,17 +38,17 @@ def sum_(arguments: Mapping[str, Any]) -> Rule:
 
 
 def reduction_of_parts(arguments: Mapping[str, Any]) -> Rule:
-    """Where what is reduced is cut, the local form exchanges what the parts came to."""
+    """Reduced dims may be cut: the local form exchanges what the parts came to."""
     return reduced(arguments, "^")
 
 
 def reduction(arguments: Mapping[str, Any]) -> Rule:
-    """What is reduced stays whole: these are no sums."""
+    """Reduced dims stay whole: these are no sums."""
     return reduced(arguments, "!")
 
 
 def reduced_whole(arguments: Mapping[str, Any]) -> Rule:
-    """What is reduced stays whole: these are no sums. Without a dim, everything is reduced."""
+    """Reduced dims stay whole: these are no sums. Without a dim, everything is reduced."""
     return reduced(arguments, "!")
 
 
@@ -127,7 +127,7 @@ def diff(arguments: Mapping[str, Any]) -> Rule:
 
 
 def parts(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
-    """Where what is reduced is cut."""
+    """The reduction of a part, exchanged, where a reduced dim is cut."""
     lies, rank, dim = here.lies(0), len(call.arguments["input"].shape), kwargs.get("dim")
     gone = set(range(rank)) if dim is None else {d % rank for d in ((dim,) if isinstance(dim, int) else dim)}
     axes = [here.mesh.axes[a] for d, order in lies.cuts.items() if d in gone for a in order]

@@ -50,7 +50,7 @@ def embedding(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def rows_of_part(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
-    """Where the vocabulary is cut."""
+    """A look-up in this device's part of the vocabulary, where it is cut."""
     lies = here.lies(1)
     if 0 not in lies.cuts:
         return None
@@ -62,9 +62,7 @@ def rows_of_part(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
 
 
 def index_rule(arguments: Mapping[str, Any]) -> Rule | None:
-    """x[:, i] and x[:, ::2]: dims that are looked into stay whole, those beside them and those of the indices may be
-    cut.
-    """
+    """x[:, i] and x[:, ::2]: dims that are looked into stay whole, all others may be cut."""
     if (places := _stepped(arguments["input"], arguments["index"])) is not None:
         return parse(f"{', '.join(map(' '.join, places[:-1]))} -> {' '.join(places[-1])}", linear="x")
     found = _looked_into(arguments["input"], arguments["index"], "")
@@ -90,9 +88,9 @@ def setitem_rule(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def _stepped(tensor: Any, index: Any) -> list[list[str]] | None:
-    """Of x[:, 1::2, 3, None] without a tensor.
+    """The letters of x[:, 1::2, 3, None], whose index holds no tensor.
 
-    The dims of x, nothing for each entry of the index, and the dims that are left.
+    A row for the dims of x, an empty one for each entry of the index, and one for the dims that are left.
     """
     if isinstance(index, list):  # places to pick, not a place in each dim
         return None
@@ -113,7 +111,7 @@ def _stepped(tensor: Any, index: Any) -> list[list[str]] | None:
 
 
 def _looked_into(tensor: Any, index: Any, mark: str) -> tuple[list[str], str, list[str], str] | None:
-    """Of x[:, i, j, ...] with tensors among ranges.
+    """The letters of x[:, i, j, ...], whose index holds tensors among ranges.
 
     The dims of x, the operands of the index, the dims of x[:, i, j, ...], and the dtype of i.
 
@@ -163,7 +161,7 @@ def _looked_into(tensor: Any, index: Any, mark: str) -> tuple[list[str], str, li
 
 
 def gather(arguments: Mapping[str, Any]) -> Rule | None:
-    """What is looked along stays whole; where it is looked up may be cut."""
+    """The dim that is looked along stays whole; the places that are looked up may be cut."""
     given, index = arguments["input"].shape, arguments["index"].shape
     if not given or len(given) != len(index):
         return None
@@ -194,9 +192,8 @@ def scatter_rule(arguments: Mapping[str, Any]) -> Rule | None:
         i != dim and a == b and (source is None or source[i] == b)
         for i, (a, b) in enumerate(zip(given, index, strict=True))
     ]
-    added = (
-        arguments["op"] == "scatter_add" and source is not None and source[dim] == index[dim]
-    )  # parts of what is added may be added apart
+    # parts of what is added may be added apart
+    added = arguments["op"] == "scatter_add" and source is not None and source[dim] == index[dim]
     rows = [
         " ".join(
             f"a{i}" if same else "e" if added and i == dim and x != "in" else f"{x}{i}!" for i, same in enumerate(agree)
@@ -297,7 +294,7 @@ def bucketize(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def isin(arguments: Mapping[str, Any]) -> Rule | None:
-    """What is looked for stays whole; each element is looked up by itself."""
+    """The list that is looked in stays whole; each element is looked up by itself."""
     if any(not hasattr(arguments[n], "shape") for n in ("elements", "test_elements")):
         return None
     return parse(f"..., {' '.join(whole_dims('t', len(arguments['test_elements'].shape)))} -> ...")

@@ -65,7 +65,9 @@ def copy(input: Tensor, source: Tensor) -> Tensor:
 
 
 def view_rule(arguments: Mapping[str, Any]) -> Rule:
-    """Dims of both shapes are products of the factors of their common refinement; where there is none, they stay whole.
+    """Dims of both shapes are products of the factors of their common refinement.
+
+    Where there is none, they stay whole.
 
     In a first dim that is flattened, (batch, sequence, ...), the sequence may be cut inside each batch.
     """
@@ -172,7 +174,7 @@ def ranges(arguments: Mapping[str, Any]) -> Rule:
 
 
 def expand_rule(arguments: Mapping[str, Any]) -> Rule:
-    """What is repeated is made here: each device repeats as often as it needs."""
+    """Repeated dims are made on each device, as often as it needs."""
     before, after = arguments["input"].shape, arguments["size"]
     extra = len(after) - len(before)
     left = ["1" if n == 1 and after[extra + i] != 1 else f"a{extra + i}" for i, n in enumerate(before)]
@@ -220,7 +222,7 @@ def repeat_rule(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def triangle(arguments: Mapping[str, Any]) -> Rule:
-    """Which entries stay depends on both of the last dims."""
+    """The last two dims stay whole: both say which entries stay."""
     rank = len(arguments["input"].shape)
     return same_dims(letters_of(arguments["input"]), {rank - 2, rank - 1}, "x")
 
