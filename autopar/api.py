@@ -12,11 +12,13 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from autopar.arguments import backend_name, check_pad_to, check_timeout, refuse_unserved
 from autopar.codegen import lower
 from autopar.codegen.checked import check_plan
 from autopar.codegen.parts import WHOLE, rows_of
@@ -24,7 +26,7 @@ from autopar.graph.graph import Graph, type_of
 from autopar.letters import BadPlan, Consumed, NotServed
 from autopar.module import How, ParallelModule, parallelise
 from autopar.module.attributes import Reads, reads_of
-from autopar.request import Request, refuse_unserved
+from autopar.request import Request
 from autopar.runtime.faults import limit
 from autopar.runtime.world import (
     all_ranks_hold,
@@ -76,26 +78,26 @@ def plan(
     started = time.monotonic()
     _refuse_parallel(model)
     request = Request(
-        mesh,
-        cluster,
-        memory_budget,
-        optimizer,
-        precision,
-        recompute,
-        loss,
-        parallel,
-        constraints,
-        assume,
-        strict,
-        accumulation,
-        kernels,
-        solver,
-        time_limit,
-        gap,
-        outputs,
+        mesh=mesh,
+        cluster=cluster,
+        memory_budget=memory_budget,
+        optimizer=optimizer,
+        precision=precision,
+        recompute=recompute,
+        loss=loss,
+        parallel=parallel,
+        constraints=constraints,
+        assume=assume,
+        strict=strict,
+        accumulation=accumulation,
+        kernels=kernels,
+        solver=solver,
+        time_limit=time_limit,
+        gap=gap,
+        outputs=outputs,
     )
     graph = request.trace(model, meta_inputs)
-    _all_there(outputs, graph)
+    _refuse_unknown_outputs(outputs, graph)
     return request.plan(graph, started)
 
 
@@ -130,57 +132,15 @@ def autoparallelize(
     for another rank.
     """
     started = time.monotonic()
+    own = {"inputs": inputs, "outputs": outputs, "compile": compile, "sync": sync, "pad_to": pad_to, "init": init}
 
-    def asked() -> tuple[tuple[str, Request, Graph, How, Reads], dict[str, str]]:
-        """The caller's arguments, read; and in words, by which ranks see that they were given the same."""
-        if pad_to is not None and (isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1):
-            raise NotServed(
-                f"pad_to={pad_to!r} is no length", advice="pad_to=64: sequences are padded to the next multiple of it"
-            )
-        refuse_unserved(inputs=(inputs, ("global", "local")), init=(init, ("module", "counter")))
-        _refuse_parallel(model)
-        if plan is not None and not isinstance(plan, Plan):
-            raise BadPlan(f"plan={plan!r} is no Plan", advice='autopar.Plan.load("plan.json")')
-        backend = compile if isinstance(compile, str) else "inductor" if compile is True else None
-        if not isinstance(compile, (bool, str)) or (
-            backend is not None and backend not in torch.compiler.list_backends(exclude_tags=())
-        ):
-            raise NotServed(
-                f"compile={compile!r} is no backend of torch.compile",
-                seen=", ".join(torch.compiler.list_backends(exclude_tags=())),
-                advice="compile=True",
-            )
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e7:
-            raise NotServed(f"timeout_s={timeout_s!r} is no number of seconds", advice="timeout_s=600.0")
-        if plan is not None and set(planning) - {"loss", "assume"}:
-            raise BadPlan(
-                f"plan= is given, and so is {', '.join(sorted(set(planning) - {'loss', 'assume'}))}",
-                advice="one or the other: a plan already decides it",
-            )
-        if unknown := set(planning) - set(inspect.signature(Request).parameters):
-            raise NotServed(
-                f"autoparallelize knows no argument {', '.join(sorted(unknown))}",
-                advice="its own, or those of autopar.plan",
-            )
-        device = start_world(timeout_s)
-        request = (
-            Request(**{"mesh": world_size(), **planning, "outputs": outputs})
-            if plan is None
-            else Request.of(plan, **planning, outputs=outputs)
-        )
-        with reads_of(model) as read:
-            graph = request.trace(model, meta_inputs)
-        _all_there(outputs, graph)
-        how = (
-            How(backend, outputs, (), inputs == "local", pad_to)
-            if isinstance(outputs, str)
-            else How(backend, "auto", tuple(outputs), inputs == "local", pad_to)
-        )
-        own = {"inputs": inputs, "outputs": outputs, "compile": compile, "sync": sync, "pad_to": pad_to, "init": init}
+    def read() -> tuple[_Read, dict[str, str]]:
+        done = _read(model, meta_inputs, plan, own, planning, timeout_s)
         words = {f"{name}=": _in_words(value) for name, value in (own | planning | {"plan": plan}).items()}
-        return (device, request, graph, how, read), words | {"models or meta_inputs": graph.digest}
+        return done, words | {"models or meta_inputs": done.graph.digest}
 
-    device, request, graph, how, read = once_all_have(asked)
+    asked = once_all_have(read)
+    request, graph, device = asked.request, asked.graph, asked.device
     chosen = plan if plan is not None else from_rank_0(lambda: request.plan(graph, started))
     mesh = chosen.mesh.to_torch(device)
     limit(mesh, timeout_s)
@@ -190,13 +150,94 @@ def autoparallelize(
     if rows[1] and (wants := [name for name, node in graph.inputs.items() if type_of(node).requires_grad]):
         raise NotServed(f'inputs="local", and the input {wants[0]} wants a gradient', advice='inputs="global"')
     lowered = lower(graph, chosen, coordinate(chosen.mesh), device, rows=rows)
+    _let_search_go(chosen)
 
     def again(model: torch.nn.Module, call: Call, first: Plan, drops: bool) -> tuple[Graph, Plan]:
         graph = request.trace(model, call) if drops else request.trace(model, call).without_dropout()
         all_ranks_hold("calls", graph.digest)
-        return graph, from_rank_0(lambda: request.plan_again(graph, first))
+        other = from_rank_0(lambda: request.plan_again(graph, first))
+        _let_search_go(other)
+        return graph, other
 
-    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init, weights, how, read)
+    call = Call(*as_call(meta_inputs))
+    return parallelise(model, call, lowered, mesh, again, sync, init, weights, asked.how, asked.reads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A caller's arguments as this rank has read them, and the graph of its model."""
+
+    device: str
+    request: Request
+    graph: Graph
+    how: How
+    reads: Reads
+
+
+def _read(
+    model: torch.nn.Module,
+    meta_inputs: Any,
+    plan: Plan | None,
+    own: Mapping[str, Any],
+    planning: Mapping[str, Any],
+    timeout_s: float,
+) -> _Read:
+    """Read the arguments of autoparallelize, its `own` and those of `plan`, and trace the model."""
+    check_pad_to(own["pad_to"])
+    refuse_unserved(inputs=(own["inputs"], ("global", "local")), init=(own["init"], ("module", "counter")))
+    _refuse_parallel(model)
+    if plan is not None and not isinstance(plan, Plan):
+        raise BadPlan(f"plan={plan!r} is no Plan", advice='autopar.Plan.load("plan.json")')
+    backend = backend_name(own["compile"], lambda: torch.compiler.list_backends(exclude_tags=()))
+    check_timeout(timeout_s)
+    _refuse_planning(plan, planning)
+    outputs = own["outputs"]
+    device = start_world(timeout_s)
+    if plan is None:
+        request = Request(**{"mesh": world_size(), **planning, "outputs": outputs})
+    else:
+        request = Request.of(plan, **planning, outputs=outputs)
+    with reads_of(model) as reads:
+        graph = request.trace(model, meta_inputs)
+    _refuse_unknown_outputs(outputs, graph)
+    leave, whole = (outputs, ()) if isinstance(outputs, str) else ("auto", tuple(outputs))
+    how = How(backend, leave, whole, own["inputs"] == "local", own["pad_to"])
+    return _Read(device, request, graph, how, reads)
+
+
+def _refuse_planning(plan: Plan | None, planning: Mapping[str, Any]) -> None:
+    """Raise a letter where an argument of planning is unknown, or given beside a plan that decides it."""
+    if plan is not None and (decided := sorted(set(planning) - {"loss", "assume"})):
+        raise BadPlan(
+            f"plan= is given, and so is {', '.join(decided)}",
+            advice="one or the other: a plan already decides it",
+        )
+    if unknown := sorted(set(planning) - set(inspect.signature(Request).parameters)):
+        raise NotServed(
+            f"autoparallelize knows no argument {', '.join(unknown)}",
+            advice="its own, or those of autopar.plan",
+        )
+
+
+def _let_search_go(plan: Plan) -> None:
+    """Give up the space that a plan was chosen from: what it decides is lowered, and training would hold the rest."""
+    if plan.search is not None:
+        plan.search.let_go()
+
+
+def _check_graph(
+    plan: Plan,
+    model: torch.nn.Module,
+    meta_inputs: Any,
+    loss: Callable[..., Any] | None,
+    assume: Assume | None,
+    outputs: str | Sequence[str],
+) -> None:
+    """Raise a letter unless a plan is one of the model's on these inputs."""
+    check_plan(Request.of(plan, loss=loss, assume=assume, outputs=outputs).trace(model, meta_inputs), plan)
+
+
+Plan.check_graph = _check_graph
 
 
 def _in_words(value: Any) -> str:
@@ -210,9 +251,10 @@ def _in_words(value: Any) -> str:
     return getattr(value, "__qualname__", type(value).__name__) if " at 0x" in text else text
 
 
-def _all_there(outputs: str | Sequence[str], graph: Graph) -> None:
-    """A letter where an output is named that the model does not have."""
-    if not isinstance(outputs, str) and (missing := [n for n in outputs if n not in graph.output_names]):
+def _refuse_unknown_outputs(outputs: str | Sequence[str], graph: Graph) -> None:
+    """Raise a letter where an output is named that the model does not have."""
+    missing = [] if isinstance(outputs, str) else [n for n in outputs if n not in graph.output_names]
+    if missing:
         raise NotServed(
             f"outputs={outputs!r}: there is no output {missing[0]!r}",
             seen=f"outputs: {', '.join(graph.output_names)}",
@@ -229,9 +271,8 @@ def _refuse_parallel(model: Any) -> None:
         )
     if (kind := type(model).__name__) in _AROUND:
         raise Consumed(f"the model stands inside a wrapper, {kind}", advice=_AROUND[kind])
-    if isinstance(model, torch.nn.Module) and (
-        spread := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
-    ):
+    named = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
+    if spread := [name for name, p in named if isinstance(p, DTensor)]:
         raise Consumed(
             f"parameters of this {kind} are spread over devices already",
             seen=", ".join(spread[:3]),
@@ -241,7 +282,7 @@ def _refuse_parallel(model: Any) -> None:
 
 _AROUND = {
     "OptimizedModule": "the model itself, with compile=True",
-    **dict.fromkeys(
-        ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"), "model.module, which is inside"
-    ),
+    "DataParallel": "model.module, which is inside",
+    "DistributedDataParallel": "model.module, which is inside",
+    "FullyShardedDataParallel": "model.module, which is inside",
 }

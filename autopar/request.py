@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -18,30 +16,35 @@ from typing import Any
 
 import torch
 
+from autopar.arguments import (
+    RESERVE,
+    budget_of,
+    check_accumulation,
+    check_gap,
+    check_kinds,
+    check_optimizer,
+    check_outputs,
+    check_precision,
+    check_time_limit,
+    device_count,
+    refuse_unserved,
+)
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info
-from autopar.letters import BadBudget, BadCluster, BadConstraint, BadPreset, BadSharding, Infeasible, NotServed
-from autopar.runtime.world import world_size
+from autopar.letters import BadCluster, BadConstraint, BadPreset, Infeasible
 from autopar.sharding.cluster import Cluster
-from autopar.sharding.costs import OPTIMIZERS
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
 from autopar.solver.program import peak_where_nothing_is_dear, solve
 from autopar.space.presets import constraints_of, habits_of, said_of, window_of
 from autopar.space.shardings import shardings
+from autopar.space.space import Space
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
 
-_RESERVE = 0.1  # of a device's memory, for what no plan counts: the allocator's gaps, the libraries
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{u}iB": 2 ** (10 * (i + 1)) for i, u in enumerate("KMGT")},
-    **{f"{u}B": 10 ** (3 * (i + 1)) for i, u in enumerate("KMGT")},
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,68 +73,15 @@ class Request:
 
     def __post_init__(self) -> None:
         refuse_unserved(recompute=(self.recompute, ("auto", "none")), kernels=(self.kernels, (True, False)))
-        if not isinstance(self.gap, (int, float)) or not 0 <= self.gap < 1:
-            raise NotServed(f"gap={self.gap!r} is no share of the step time", advice="gap=0.01")
-        if (
-            not isinstance(self.solver, str)
-            or not isinstance(self.strict, bool)
-            or not (self.loss is None or callable(self.loss))
-            or not (self.assume is None or isinstance(self.assume, Assume))
-        ):
-            raise NotServed(
-                "solver, strict, loss or assume is of another kind than it may be",
-                seen=f"solver={self.solver!r}, strict={self.strict!r}, loss={self.loss!r}, assume={self.assume!r}",
-                advice='solver="cbc", loss=callable, assume=autopar.Assume(...)',
-            )
-        if (
-            self.optimizer not in OPTIMIZERS
-            if isinstance(self.optimizer, str)
-            else isinstance(self.optimizer, bool)
-            or not isinstance(self.optimizer, (int, float))
-            or not 0 <= self.optimizer < 1e6
-        ):
-            raise NotServed(
-                f"optimizer={self.optimizer!r} is not known",
-                seen=f"known: {', '.join(OPTIMIZERS)}",
-                advice="one of these, or the bytes of its states for each parameter: 8 for AdamW in float32",
-            )
-        if (
-            self.outputs not in ("auto", "full", "sharded")
-            if isinstance(self.outputs, str)
-            else not isinstance(self.outputs, (tuple, list)) or not all(isinstance(n, str) for n in self.outputs)
-        ):
-            raise NotServed(
-                f"outputs={self.outputs!r} is not known",
-                advice=(
-                    '"auto", "full", "sharded", or the names of outputs that come whole and may be given gradients: '
-                    'outputs=("logits",)'
-                ),
-            )
-        if (
-            isinstance(self.accumulation, bool)
-            or not isinstance(self.accumulation, int)
-            or not 1 <= self.accumulation < 2**20
-        ):
-            raise NotServed(
-                f"accumulation={self.accumulation!r} is no number of micro-batches",
-                advice="accumulation=4; meta_inputs are one micro-batch",
-            )
-        if self.time_limit is not None and (
-            isinstance(self.time_limit, bool)
-            or not isinstance(self.time_limit, (int, float))
-            or not self.time_limit > 0
-        ):
-            raise NotServed(
-                f"time_limit={self.time_limit!r} is no number of seconds",
-                advice="time_limit=10.0; without one the same inputs give the same plan",
-            )
-        if self.precision is not None and not isinstance(self.precision, Precision):
-            raise NotServed(
-                f"precision={self.precision!r} is no Precision",
-                advice='autopar.Precision(param="bfloat16", reduce="float32")',
-            )
+        check_gap(self.gap)
+        check_kinds(self.solver, self.strict, self.loss, self.assume)
+        check_optimizer(self.optimizer)
+        check_outputs(self.outputs)
+        check_accumulation(self.accumulation)
+        check_time_limit(self.time_limit)
+        check_precision(self.precision)
         object.__setattr__(self, "hardware", Cluster.of(self.cluster))
-        object.__setattr__(self, "budget", _bytes(self.memory_budget, self.hardware))
+        object.__setattr__(self, "budget", budget_of(self.memory_budget, self.hardware))
 
     @staticmethod
     def of(
@@ -147,11 +97,11 @@ class Request:
         except BadCluster:  # from a file that is elsewhere
             cluster = None
         return Request(
-            plan.mesh,
-            cluster,
-            plan.budget or math.inf,
-            plan.optimizer,
-            Precision(*plan.precision) if plan.precision else None,
+            mesh=plan.mesh,
+            cluster=cluster,
+            memory_budget=plan.budget,
+            optimizer=plan.optimizer,
+            precision=Precision(*plan.precision) if plan.precision else None,
             loss=loss,
             assume=assume,
             accumulation=plan.accumulation,
@@ -160,17 +110,12 @@ class Request:
 
     @without_collections
     def trace(self, model: torch.nn.Module, meta_inputs: Any) -> Graph:
+        """The graph of a model, with the loss and the outputs that were asked for."""
         graph = ColoTracer().trace(model, meta_inputs, assume=self.assume, loss=self.loss, precision=self.precision)
-        return (
-            graph
-            if isinstance(self.outputs, str) or graph.loss is None
-            else replace(
-                graph,
-                backward_from=tuple(
-                    n for i, n in enumerate(graph.output_names) if n in self.outputs and i != graph.loss
-                ),
-            )
-        )
+        if isinstance(self.outputs, str) or graph.loss is None:
+            return graph
+        named = (name for i, name in enumerate(graph.output_names) if name in self.outputs and i != graph.loss)
+        return replace(graph, backward_from=tuple(named))
 
     def plan(self, graph: Graph, started: float = math.inf) -> Plan:
         """The fastest plan found for a graph, on the mesh that is asked for or on the best one.
@@ -178,218 +123,162 @@ class Request:
         `started` a time of the monotonic clock, from which the time limit counts.
         """
         until = math.inf if self.time_limit is None else started + self.time_limit
-        on = without_collections(lambda mesh, known=math.inf: self._on(graph, mesh, known, until))
+        planning = _Planning(self, graph, until)
         if self.mesh is None or (isinstance(self.mesh, numbers.Integral) and not isinstance(self.mesh, bool)):
-            return best_mesh(meshes(_devices(None if self.mesh is None else int(self.mesh), self.hardware)), on, until)
-        return on(DeviceMesh.of(self.mesh))
+            count = device_count(None if self.mesh is None else int(self.mesh), self.hardware)
+            return best_mesh(meshes(count), planning.on, until)
+        return planning.on(DeviceMesh.of(self.mesh))
 
     def plan_again(self, graph: Graph, first: Plan) -> Plan:
-        """A plan of another graph of the same model, whose parameters stay stored as the first plan stores them.
+        """A plan of another graph of the same model, with parameters stored as in the first.
 
-        What else was asked for holds where it can.
+        The rest of the request holds where it can.
         """
-        before = first.parameters
-        stored = {
-            escape(name): f"{before[name].text(first.mesh.axes) if name in before else 'R'}; *"
-            for name in graph.parameters
-        }
-        mine = {
-            pattern: what
-            for pattern, what in (self.constraints or {}).items()
-            if pattern in _matching(graph, self.constraints or {})
-        }
+        before, axes, asked = first.parameters, first.mesh.axes, dict(self.constraints or {})
+        stored = {escape(name): f"{before[name].text(axes) if name in before else 'R'}; *" for name in graph.parameters}
+        reached = _matching(graph, asked)
+        mine = {pattern: sharding for pattern, sharding in asked.items() if pattern in reached}
+        again = replace(self, mesh=first.mesh, time_limit=None, gap=max(self.gap, _AGAIN))
         letter: Exception | None = None
-        for constraints, parallel, budget in (
-            (mine, self.parallel, self.memory_budget),
-            ({}, None, self.memory_budget),
-            ({}, None, math.inf),
+        for freer in (
+            {"constraints": {**stored, **mine}},
+            {"constraints": stored, "parallel": None},
+            {"constraints": stored, "parallel": None, "memory_budget": math.inf},
         ):
             try:
-                return replace(
-                    self,
-                    mesh=first.mesh,
-                    constraints={**stored, **constraints},
-                    parallel=parallel,
-                    memory_budget=budget,
-                    time_limit=None,
-                    gap=max(self.gap, _AGAIN),
-                ).plan(graph)
+                return replace(again, **freer).plan(graph)
             except (BadConstraint, BadPreset, Infeasible) as e:
                 letter = letter or e
         assert letter is not None
         raise letter
 
-    def _on(self, graph: Graph, mesh: DeviceMesh, known: float, until: float) -> Plan:
+    def defaults(self) -> list[tuple[str, str]]:
+        """The meaning of each argument that was left at its default, and of a time limit."""
+        said = []
+        if self.cluster is None:
+            said.append(("cluster", "generic: a documented stand-in, no machine was measured"))
+        if self.memory_budget is None:
+            memory = self.hardware.device.memory_bytes / 2**30
+            said.append(("memory_budget", f"{1 - RESERVE:.0%} of the {memory:.0f} GiB of a device"))
+        if self.precision is None:
+            said.append(("precision", "the model's own dtypes"))
+        if self.recompute == "auto":
+            said.append(("recompute", "none: no stage drops activations yet"))
+        if self.time_limit is not None:
+            found = f"{self.time_limit:g} s: what was found by then; another run may give another plan"
+            said.append(("time_limit", found))
+        return said
+
+
+@dataclass(frozen=True, slots=True)
+class _Planning:
+    """A request for a graph, on one mesh or another."""
+
+    request: Request
+    graph: Graph
+    until: float  # a time of the monotonic clock, after which a plan that was found is not improved
+
+    @without_collections
+    def on(self, mesh: DeviceMesh, known: float = math.inf) -> Plan:
+        """The fastest plan on a mesh. `known` are the seconds of a plan on another mesh."""
+        asked = self.request
         try:
-            return self._planned(graph, mesh, known, until)
+            return self._planned(mesh, known)
         except BadConstraint as e:
-            if self.parallel is None or self.constraints:
+            if asked.parallel is None or asked.constraints:
                 raise
             raise BadPreset(
-                f"parallel={self.parallel!r} does not fit this model on mesh {mesh}: {e.what}",
+                f"parallel={asked.parallel!r} does not fit this model on mesh {mesh}: {e.what}",
                 at=e.at,
                 seen=e.seen,
                 advice="another preset, or constraints beside it that free what is named",
             ) from e
         except Infeasible as e:
-            if (self.parallel is None and not self.constraints) or math.isinf(self.budget):
+            if (asked.parallel is None and not asked.constraints) or math.isinf(asked.budget):
                 raise
-            raise Infeasible(
-                e.what, at=e.at, seen=f"{e.seen}; {self._in_the_way(graph, mesh, until)}", advice=e.advice
-            ).of_bytes(e.needs, e.smallest) from e
+            seen = f"{e.seen}; {self._in_the_way(mesh)}"
+            raise Infeasible(e.what, at=e.at, seen=seen, advice=e.advice).of_bytes(e.needs, e.smallest) from e
 
-    def _in_the_way(self, graph: Graph, mesh: DeviceMesh, until: float) -> str:
-        """Which constraints a budget breaks on: without which of them there is a plan."""
+    def _in_the_way(self, mesh: DeviceMesh) -> str:
+        """The constraints that a budget breaks on: there is a plan without them."""
 
         def fits(**freer: Any) -> bool:
+            planning = replace(self, request=replace(self.request, **freer))
             try:
-                replace(self, **freer)._planned(graph, mesh, math.inf, until)
+                planning._planned(mesh, math.inf)
             except (Infeasible, BadConstraint, BadPreset):
                 return False
             return True
 
-        given = dict(self.constraints or {})
-        parts: list[tuple[str, dict[str, Any]]] = (
-            [(f"parallel={self.parallel!r}", {"parallel": None})] if self.parallel is not None else []
-        )
-        parts += [
-            (f"the constraint {pattern!r}", {"constraints": {p: w for p, w in given.items() if p != pattern}})
-            for pattern in list(given)[:_MOST_TRIED]
-        ]
+        given, preset = dict(self.request.constraints or {}), self.request.parallel
+        parts: list[tuple[str, dict[str, Any]]] = []
+        if preset is not None:
+            parts.append((f"parallel={preset!r}", {"parallel": None}))
+        for pattern in list(given)[:_MOST_TRIED]:
+            others = {p: sharding for p, sharding in given.items() if p != pattern}
+            parts.append((f"the constraint {pattern!r}", {"constraints": others}))
         if not fits(parallel=None, constraints=None):
             return "without the constraints there is none either"
         guilty = [what for what, freer in parts if fits(**freer)] if len(parts) > 1 else [parts[0][0]]
         return f"there is one without {' or without '.join(guilty) if guilty else 'all of the constraints together'}"
 
-    def _planned(self, graph: Graph, mesh: DeviceMesh, known: float, until: float) -> Plan:
-        if self.parallel is None:
-            return self._solved(graph, mesh, known, until, self._defaults())
-        expert = {"preset": constraints_of(self.parallel, graph, mesh), "window_bytes": window_of(self.parallel, mesh)}
-        habits = habits_of(self.parallel, mesh)
-
-        def solved(defaults: list[tuple[str, str]], **how: Any) -> Plan:
-            plan = self._solved(graph, mesh, known, until, defaults, **how, **expert)
-            return replace(plan, defaults=(*said_of(self.parallel, mesh, plan), *plan.defaults))
-
+    def _planned(self, mesh: DeviceMesh, known: float) -> Plan:
+        """The plan on a mesh, by a preset or freely."""
+        preset, defaults = self.request.parallel, self.request.defaults()
+        if preset is None:
+            return self._solved(mesh, known, defaults)
+        expert = {"preset": constraints_of(preset, self.graph, mesh), "window_bytes": window_of(preset, mesh)}
+        habits = habits_of(preset, mesh)
         try:
-            return solved(self._defaults(), habits=habits)
+            plan = self._solved(mesh, known, defaults, habits=habits, **expert)
         except (BadConstraint, Infeasible):
             if not habits:
                 raise
-            broken = (
-                "parallel",
-                f"{self.parallel!r} is not kept to everywhere: "
-                f"{', '.join(f'{habit} along {mesh.axes[a]}' for a, habit in habits)} leaves no plan",
-            )
-            return solved([broken, *self._defaults()])
+            kept = ", ".join(f"{habit} along {mesh.axes[a]}" for a, habit in habits)
+            broken = "parallel", f"{preset!r} is not kept to everywhere: {kept} leaves no plan"
+            plan = self._solved(mesh, known, [broken, *defaults], **expert)
+        return replace(plan, defaults=(*said_of(preset, mesh, plan), *plan.defaults))
 
-    def _solved(
-        self, graph: Graph, mesh: DeviceMesh, known: float, until: float, defaults: list[tuple[str, str]], **expert: Any
-    ) -> Plan:
+    def _solved(self, mesh: DeviceMesh, known: float, defaults: Sequence[tuple[str, str]], **expert: Any) -> Plan:
+        """The fastest plan of the space on a mesh that fits in the budget."""
+        asked = self.request
         space_with = functools.partial(
             shardings,
-            graph,
+            self.graph,
             mesh,
-            self.hardware,
-            self.constraints,
-            self.optimizer,
-            self.strict,
-            accumulation=self.accumulation,
-            reduce=self.precision.reduce if self.precision else "",
+            asked.hardware,
+            asked.constraints,
+            asked.optimizer,
+            asked.strict,
+            accumulation=asked.accumulation,
+            reduce=asked.precision.reduce if asked.precision else "",
             known=known,
             **expert,
         )
-        solved = functools.partial(
-            solve,
-            precision=(self.precision.param, self.precision.reduce) if self.precision else None,
-            solver=self.solver,
-            gap=self.gap,
-            until=until,
-            assumptions=graph.assumptions,
-            defaults=defaults,
-        )
         space = space_with()
-        if (
-            math.isinf(self.budget) or peak_where_nothing_is_dear(space) <= self.budget
-        ):  # else it hardly fits with every copy kept
-            fastest = solved(space)
-            if fastest.peak_bytes <= self.budget:
-                return (
-                    fastest
-                    if self.memory_budget is None or math.isinf(self.budget)
-                    else replace(fastest, budget=int(self.budget))
-                )
-        return solved(space_with(regather=True), budget=self.budget)
+        if math.isinf(asked.budget) or peak_where_nothing_is_dear(space) <= asked.budget:
+            plan = self._fastest(space, math.inf, defaults)
+            if plan.peak_bytes <= asked.budget:
+                has_asked = asked.memory_budget is not None and math.isfinite(asked.budget)
+                return replace(plan, budget=float(int(asked.budget))) if has_asked else plan
+        # it hardly fits with every copy kept
+        return self._fastest(space_with(regather=True), asked.budget, defaults)
 
-    def _defaults(self) -> list[tuple[str, str]]:
-        """What arguments left at their default meant, and what is priced that is not run so yet."""
-        said = [("recompute", "none: no stage drops activations yet")] if self.recompute == "auto" else []
-        if self.time_limit is not None:
-            said.append(
-                ("time_limit", f"{self.time_limit:g} s: what was found by then; another run may give another plan")
-            )
-        if self.precision is None:
-            said.insert(0, ("precision", "the model's own dtypes"))
-        if self.memory_budget is None:
-            said.insert(
-                0,
-                (
-                    "memory_budget",
-                    f"{1 - _RESERVE:.0%} of the {self.hardware.device.memory_bytes / 2**30:.0f} GiB of a device",
-                ),
-            )
-        if self.cluster is None:
-            said.insert(0, ("cluster", "generic: a documented stand-in, no machine was measured"))
-        return said
-
-
-def refuse_unserved(**arguments: Any) -> None:
-    """An argument that no stage serves yet is a letter, unless it has its default."""
-    for name, value in arguments.items():
-        given, served = (
-            value if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], tuple) else (value, (None,))
+    def _fastest(self, space: Space, budget: float, defaults: Sequence[tuple[str, str]]) -> Plan:
+        asked = self.request
+        plan = solve(space, asked.solver, budget=budget, gap=asked.gap, until=self.until)
+        return replace(
+            plan,
+            precision=(asked.precision.param, asked.precision.reduce) if asked.precision else None,
+            assumptions=tuple(self.graph.assumptions),
+            defaults=tuple(defaults),
         )
-        if given not in served:
-            raise NotServed(f"{name}={given!r} is not served by any stage yet", advice=f"leave {name} at its default")
 
 
 def _matching(graph: Graph, patterns: Mapping[str, Any]) -> set[str]:
     """Patterns that speak of something in this graph: another batch may not reach all that the first did."""
-    names = {"out", *(n for node in graph.nodes for n in (info(node).key, info(node).module, *info(node).names))}
-    return {p for p in patterns if any(fnmatchcase(n, p) for n in names if n)}
-
-
-def _devices(mesh: int | None, cluster: Cluster) -> int:
-    """How many devices there are to search meshes of."""
-    if mesh is not None:
-        return mesh
-    if world_size() > 1 or "WORLD_SIZE" in os.environ:
-        return max(world_size(), int(os.environ.get("WORLD_SIZE", "1")))
-    if re.search(r"-\d+x\d+$", cluster.name):
-        return cluster.devices_per_node * cluster.nodes
-    raise BadSharding(
-        "mesh=None, and nothing says how many devices there are", advice='mesh=8, cluster="h100-8x4", or torchrun'
-    )
-
-
-def _bytes(given: Any, cluster: Cluster) -> float:
-    """A budget in bytes from what a caller may pass."""
-    if given is None:
-        return cluster.device.memory_bytes * (1 - _RESERVE)
-    if (
-        isinstance(given, str)
-        and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?|inf)\s*([A-Za-z]*)\s*", given))
-        and match[2] in _UNITS
-    ):
-        given = float(match[1]) * _UNITS[match[2]]
-    if (
-        isinstance(given, bool)
-        or not isinstance(given, numbers.Real)
-        or not float(given) >= 1
-        or (isinstance(given, int) and given > 2**62)
-    ):
-        raise BadBudget(
-            f"memory_budget={given!r} is no number of bytes",
-            advice='bytes, or text such as "16GiB"; float("inf") for no limit',
-        )
-    return float(given)
+    names = {"out"}
+    for node in graph.nodes:
+        about = info(node)
+        names.update(name for name in (about.key, about.module, *about.names) if name)
+    return {pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)}

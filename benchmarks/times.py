@@ -40,7 +40,7 @@ from autopar.calibrate.calibration import calibrate
 from autopar.calibrate.workloads import WORKLOADS
 from autopar.sharding.mesh import DeviceMesh as Mesh
 from autopar.solver import solve
-from autopar.solver.program import plan_of
+from autopar.solver.chosen import plan_of
 from autopar.space import shardings
 from autopar.testing import on_processes
 from autopar.tracer import ColoTracer

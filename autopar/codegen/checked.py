@@ -20,7 +20,8 @@ from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, gradients, values
-from autopar.solver.plan import Conversion, Plan
+from autopar.solver.decision import Conversion
+from autopar.solver.plan import Plan
 from autopar.space.shardings import Link, sites_and_links
 from autopar.space.space import Site
 

@@ -23,7 +23,8 @@ from autopar.runtime.collectives import convert
 from autopar.sharding.convert import REDUCTIONS, Step, localise
 from autopar.sharding.placement import Sharding, local_shape
 from autopar.sharding.strategies import values
-from autopar.solver.plan import Decision, Plan
+from autopar.solver.decision import Decision
+from autopar.solver.plan import Plan
 from autopar.space.overlap import casts_of_parameters, reduced_in
 
 

@@ -15,6 +15,7 @@ seconds belong to the choices at the other end (`fold_single_ends`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,9 +33,7 @@ _WHOLE = 0.9  # a backend's tolerance is far from it
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a backend found: the picked choice of every site, if it came to any, what they cost, and whether its search
-    ended or was stopped.
-    """
+    """A backend's choice for every site, if it came to any, its cost, and whether the search ended or was stopped."""
 
     picked: list[int] | None
     value: float
@@ -71,7 +70,7 @@ class Program:
             self.rows += _ends_agree(e, flows, x)
 
     def hide(self) -> None:
-        """What is hidden of a window's communication: at most either of the two."""
+        """Let a window hide communication: at most all of it, and at most the compute beside it."""
         for k, w in enumerate(self.space.windows):
             hidden = pulp.LpVariable(f"h_{k}", lowBound=0)
             self.terms.append((hidden, -w.times))
@@ -90,7 +89,7 @@ class Program:
             self.rows += [pulp.LpAffineExpression([(hidden, 1), *part]) <= 0 for part in (moved, run)]
 
     def within(self, time: int, most: float, unit: float, variable: Any = None) -> None:
-        """What is held at a time is at most this, or at most a variable; both in units."""
+        """Hold at most so much at a time, or at most a variable; both in units."""
         assert self.space.memory is not None
         sites, edges = self.space.memory.row(time)
         terms = [
@@ -111,18 +110,15 @@ class Program:
         return max([1.0, *(float(held.max()) for held in (*sites.values(), *edges.values()))])
 
     def solve(self) -> Answer:
-        """What the backend found; of a program that has no answer, a letter."""
+        """The backend's answer; a letter where the program has none."""
         status = self.problem.solve(self.backend)
         if status in (pulp.LpStatusInfeasible, pulp.LpStatusUnbounded, pulp.LpStatusUndefined):
             raise infeasible(self.space, f"the solver says {pulp.LpStatus[status]}")
-        picked = [max(range(len(row)), key=lambda i, row=row: _value(row[i])) for row in self.x]  # type: ignore[misc]
-        if any(
-            _value(row[i]) < _WHOLE for row, i in zip(self.x, picked, strict=True)
-        ):  # stopped before it had whole choices
-            return Answer(None, float("inf"), False)
-        return Answer(
-            picked, float(pulp.value(self.problem.objective)), self.problem.sol_status == pulp.LpSolutionOptimal
-        )
+        picked = [_largest(row) for row in self.x]
+        if any(_value(row[i]) < _WHOLE for row, i in zip(self.x, picked, strict=True)):  # stopped before it had any
+            return Answer(None, math.inf, False)
+        has_ended = self.problem.sol_status == pulp.LpSolutionOptimal
+        return Answer(picked, float(pulp.value(self.problem.objective)), has_ended)
 
     def pose(self, terms: Any) -> None:
         self.problem.setObjective(pulp.LpAffineExpression(terms))
@@ -135,31 +131,39 @@ def _value(variable: Any) -> float:
     return -1.0 if variable is None else float(variable.value() or 0.0)
 
 
+def _largest(row: Sequence[Any]) -> int:
+    """The place of the variable with the largest value."""
+    return max(range(len(row)), key=lambda i: _value(row[i]))
+
+
 def _held(space: Space, picked: Sequence[int]) -> np.ndarray:
     assert space.memory is not None
     held: np.ndarray = np.sum(list(space.memory.held(picked, space.edges).values()), axis=0)
     return held
 
 
-def optimise(space: Space, backend: Any, budget: float | None = None, times: Sequence[int] = ()) -> Answer:
+def optimise(space: Space, backend: Any, budget: float = math.inf, times: Sequence[int] = ()) -> Answer:
     """The choices of least seconds; where the search ended, the value is a proven bound too.
 
     A time joins the memory rows where a plan holds more than the budget.
     """
-    program = Program(space, backend, fold=budget is None and not space.windows)
+    program = Program(space, backend, fold=math.isinf(budget) and not space.windows)
     program.hide()
     program.pose(program.terms)
     counted: set[int] = set()
     while True:
         for time in sorted({*times} - counted):
-            program.within(time, budget or 0.0, max(budget or 0.0, program.unit(time)))
+            program.within(time, budget, max(budget, program.unit(time)))
         counted |= set(times)
         answer = program.solve()
         answer = replace(answer, value=answer.value / _SCALE)
-        if answer.picked is None or budget is None or (held := _held(space, answer.picked)).max() <= budget:
+        if answer.picked is None or math.isinf(budget):
+            return answer
+        held = _held(space, answer.picked)
+        if held.max() <= budget:
             return answer
         if not answer.ended:  # of fewer rows than there are, and not even the best
-            return Answer(None, float("inf"), False)
+            return Answer(None, math.inf, False)
         if int(held.argmax()) in counted:  # within the backend's tolerance of a budget that nothing fits
             raise infeasible(space, "the solver's own tolerance")
         times = [int(held.argmax())]
@@ -220,7 +224,7 @@ def backend_of(name: str, gap: float = 0.0, nodes: int = _NODES, pivots: int = _
 
 
 def fold_single_ends(space: Space) -> tuple[list[np.ndarray], list[Edge]]:
-    """Costs of the sites with those edges folded in that have one flow at an end, and the edges that are left."""
+    """Costs of the sites, with edges of one flow at an end folded in, and the edges that are left."""
     costs, rest = [s.seconds.astype(float).copy() for s in space.sites], []
     for e in space.edges:
         if len(e.given) == 1:

@@ -21,7 +21,7 @@ from autopar.runtime.collectives import STEPS
 from autopar.sharding.cluster import Measured, Timed
 from autopar.sharding.costs import OPTIMIZERS, measured_seconds, step_seconds
 from autopar.solver import solve
-from autopar.solver.program import plan_of
+from autopar.solver.chosen import plan_of
 from autopar.space import shardings
 from autopar.tracer import ColoTracer
 from tests.models import eager_links, mlp_case

@@ -24,6 +24,7 @@ from autopar.solver import eliminate, integer, polish, program, solve
 from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import Factor, Problem
 from autopar.solver.integer import backend_of, fold_single_ends, optimise
+from autopar.solver.searches import SEARCHES, WholeProgram
 from autopar.space import shardings
 from autopar.space.space import Edge, Site, Space
 from autopar.tracer import ColoTracer
@@ -31,6 +32,7 @@ from benchmarks.hard_plans import causal_masks
 from tests.models import eager_links, mlp_case
 
 MESH = DeviceMesh((2,))
+WHOLE = (WholeProgram(always=True),)
 FLOWS = [flow(R), flow(S(0)), flow(S(1)), flow(P()), Flow(R, P())]
 
 
@@ -93,14 +95,14 @@ def by_trying_everything(space):
 
 
 @settings(max_examples=100, deadline=None)
-@given(spaces(), st.sampled_from(["cbc", "highs"]), st.booleans())
-def test_the_solver_agrees_with_trying_everything(space, solver, reduce):
+@given(spaces(), st.sampled_from(["cbc", "highs"]), st.sampled_from([SEARCHES, WHOLE]))
+def test_the_solver_agrees_with_trying_everything(space, solver, searches):
     best = by_trying_everything(space)
     if np.isinf(best):
         with pytest.raises(autopar.Infeasible):
-            solve(space, solver, reduce=reduce)
+            solve(space, solver, searches=searches)
         return
-    plan = solve(space, solver, reduce=reduce)
+    plan = solve(space, solver, searches=searches)
     assert plan.step_time_s == pytest.approx(best, abs=1e-12)
     assert plan.lower_bound_s <= best + 1e-12 and plan.gap <= 1e-6
     assert space.cost({name: d.choice for name, d in plan.decisions.items()}) == pytest.approx(
@@ -354,7 +356,7 @@ def test_a_backend_is_stopped_by_work_that_it_counts_and_claims_no_bound_then(mo
     whole, cut = optimise(space, backend_of("cbc")), optimise(space, backend_of("cbc", nodes=1, pivots=10))
     assert whole.ended and not cut.ended
     monkeypatch.setattr(program, "backend_of", lambda name: backend_of(name, nodes=1, pivots=10))
-    plan = solve(space, reduce=False)
+    plan = solve(space, searches=(*SEARCHES, *WHOLE))
     assert (
         plan.stopped and plan.lower_bound_s <= whole.value * (1 + 1e-6) and plan.step_time_s >= whole.value * (1 - 1e-6)
     )

@@ -16,6 +16,7 @@ from autopar import Cluster, DeviceMesh
 from autopar.solver import solve
 from autopar.solver.budget import Budgeted
 from autopar.solver.polish import numbered
+from autopar.solver.searches import WholeProgram
 from autopar.solver.ties import communication, settled
 from autopar.space import shardings
 from autopar.tracer import ColoTracer
@@ -101,7 +102,7 @@ def test_no_change_of_alike_sites_comes_before(mesh, regather, share):
 def test_a_settled_plan_is_as_certain_as_before():
     model, batch = mlp_case()
     space = shardings(ColoTracer().trace(model, batch), DeviceMesh((2, 2)), Cluster.of("h100-8x1"))
-    plan, whole = solve(space), solve(space, reduce=False)
+    plan, whole = solve(space), solve(space, searches=(WholeProgram(always=True),))
     assert plan.lower_bound_s <= plan.step_time_s <= plan.lower_bound_s * (
         1 + 1e-9
     ) and plan.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)

@@ -1,0 +1,160 @@
+"""The arguments of `autopar.plan`, read one by one: a letter for each that cannot be."""
+
+from __future__ import annotations
+
+import numbers
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar.letters import BadBudget, BadSharding, NotServed
+from autopar.runtime.world import world_size
+from autopar.sharding.cluster import Cluster
+from autopar.sharding.costs import OPTIMIZERS
+from autopar.tracer import Assume
+from autopar.tracer.precision import Precision
+
+RESERVE = 0.1  # of a device's memory, for what no plan counts: the allocator's gaps, the libraries
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{u}iB": 2 ** (10 * (i + 1)) for i, u in enumerate("KMGT")},
+    **{f"{u}B": 10 ** (3 * (i + 1)) for i, u in enumerate("KMGT")},
+}
+_MOST_BYTES = 2**62
+_MOST_OPTIMIZER_BYTES = 1e6  # of its states for each parameter
+
+
+def refuse_unserved(**arguments: tuple[Any, tuple[Any, ...]]) -> None:
+    """Raise a letter where an argument, given with the values that stages serve, is none of them."""
+    for name, (given, served) in arguments.items():
+        if given not in served:
+            raise NotServed(f"{name}={given!r} is not served by any stage yet", advice=f"leave {name} at its default")
+
+
+def check_gap(gap: Any) -> None:
+    if not isinstance(gap, (int, float)) or not 0 <= gap < 1:
+        raise NotServed(f"gap={gap!r} is no share of the step time", advice="gap=0.01")
+
+
+def check_kinds(solver: Any, strict: Any, loss: Any, assume: Any) -> None:
+    """Raise a letter unless each is of the type that it may have."""
+    has_loss = loss is None or callable(loss)
+    has_assume = assume is None or isinstance(assume, Assume)
+    if not (isinstance(solver, str) and isinstance(strict, bool) and has_loss and has_assume):
+        raise NotServed(
+            "solver, strict, loss or assume is of another kind than it may be",
+            seen=f"solver={solver!r}, strict={strict!r}, loss={loss!r}, assume={assume!r}",
+            advice='solver="cbc", loss=callable, assume=autopar.Assume(...)',
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise a letter unless it is one that is known by name, or bytes for each parameter."""
+    is_known = isinstance(optimizer, str) and optimizer in OPTIMIZERS
+    if not is_known and not (_is_number(optimizer) and 0 <= optimizer < _MOST_OPTIMIZER_BYTES):
+        raise NotServed(
+            f"optimizer={optimizer!r} is not known",
+            seen=f"known: {', '.join(OPTIMIZERS)}",
+            advice="one of these, or the bytes of its states for each parameter: 8 for AdamW in float32",
+        )
+
+
+def check_outputs(outputs: Any) -> None:
+    """Raise a letter unless it is a way in which outputs leave, or names of outputs."""
+    if isinstance(outputs, str):
+        is_known = outputs in ("auto", "full", "sharded")
+    else:
+        is_known = isinstance(outputs, (tuple, list)) and all(isinstance(name, str) for name in outputs)
+    if not is_known:
+        raise NotServed(
+            f"outputs={outputs!r} is not known",
+            advice=(
+                '"auto", "full", "sharded", or the names of outputs that come whole and may be given gradients: '
+                'outputs=("logits",)'
+            ),
+        )
+
+
+def check_accumulation(accumulation: Any) -> None:
+    is_whole = isinstance(accumulation, int) and not isinstance(accumulation, bool)
+    if not is_whole or not 1 <= accumulation < 2**20:
+        raise NotServed(
+            f"accumulation={accumulation!r} is no number of micro-batches",
+            advice="accumulation=4; meta_inputs are one micro-batch",
+        )
+
+
+def check_time_limit(time_limit: Any) -> None:
+    if time_limit is not None and not (_is_number(time_limit) and time_limit > 0):
+        raise NotServed(
+            f"time_limit={time_limit!r} is no number of seconds",
+            advice="time_limit=10.0; without one the same inputs give the same plan",
+        )
+
+
+def check_precision(precision: Any) -> None:
+    if precision is not None and not isinstance(precision, Precision):
+        raise NotServed(
+            f"precision={precision!r} is no Precision", advice='autopar.Precision(param="bfloat16", reduce="float32")'
+        )
+
+
+def check_pad_to(pad_to: Any) -> None:
+    if pad_to is not None and (isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1):
+        raise NotServed(
+            f"pad_to={pad_to!r} is no length", advice="pad_to=64: sequences are padded to the next multiple of it"
+        )
+
+
+def check_timeout(timeout_s: Any) -> None:
+    if not _is_number(timeout_s) or not 0 < timeout_s < 1e7:
+        raise NotServed(f"timeout_s={timeout_s!r} is no number of seconds", advice="timeout_s=600.0")
+
+
+def backend_name(compile: Any, known: Callable[[], Sequence[str]]) -> str | None:
+    """The backend of torch.compile that is meant, among those that are `known`; None: emitted code runs as it is."""
+    if compile is False:
+        return None
+    backend = "inductor" if compile is True else compile
+    if not isinstance(backend, str) or backend not in known():
+        raise NotServed(
+            f"compile={compile!r} is no backend of torch.compile", seen=", ".join(known()), advice="compile=True"
+        )
+    return backend
+
+
+def budget_of(given: Any, cluster: Cluster) -> float:
+    """Bytes a device from what a caller may pass; infinite for no limit."""
+    if given is None:
+        return cluster.device.memory_bytes * (1 - RESERVE)
+    number = given
+    if isinstance(given, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|inf)\s*([A-Za-z]*)\s*", given)
+        number = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else None
+    is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+    is_absurd = isinstance(number, int) and number > _MOST_BYTES  # and might not be a float
+    if not is_number or is_absurd or not float(number) >= 1:
+        raise BadBudget(
+            f"memory_budget={given!r} is no number of bytes",
+            advice='bytes, or text such as "16GiB"; float("inf") for no limit',
+        )
+    return float(number)
+
+
+def device_count(mesh: int | None, cluster: Cluster) -> int:
+    """The number of devices that meshes are searched for."""
+    if mesh is not None:
+        return mesh
+    if world_size() > 1 or "WORLD_SIZE" in os.environ:
+        return max(world_size(), int(os.environ.get("WORLD_SIZE", "1")))
+    if re.search(r"-\d+x\d+$", cluster.name):
+        return cluster.devices_per_node * cluster.nodes
+    raise BadSharding(
+        "mesh=None, and nothing says how many devices there are", advice='mesh=8, cluster="h100-8x4", or torchrun'
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

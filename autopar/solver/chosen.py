@@ -1,0 +1,113 @@
+"""The plan that the picked choices of a space make: its decisions, conversions, seconds and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.sharding.convert import Step
+from autopar.sharding.placement import Sharding
+from autopar.sharding.strategies import gradients, values
+from autopar.solver.decision import Conversion, Decision
+from autopar.solver.plan import Plan
+from autopar.space.overlap import reduces
+from autopar.space.space import Edge, Flows, Space
+
+
+def plan_of(space: Space, picked: Sequence[int], bound: float, budget: float = math.inf) -> Plan:
+    """The plan that picks these choices; no plan takes less than `bound` seconds."""
+    chosen = list(zip(space.sites, picked, strict=True))
+    conversions, moved = _conversions(space, picked)
+    beside, hidden = _overlap(space, picked)
+    decisions = {s.name: Decision(s.op, s.kind, s.choices[i], float(s.seconds[i]), s.source) for s, i in chosen}
+    step = sum(d.seconds for d in decisions.values())
+    for seconds in moved:
+        step += seconds
+    step -= hidden
+    memory, peak_at = _peak(space, picked)
+    names = _named_for_policies(space)
+    return Plan(
+        mesh=space.mesh,
+        cluster=str(space.cluster),
+        decisions=decisions,
+        conversions=conversions,
+        regathered=frozenset(
+            name for name, (s, i) in zip(names, chosen, strict=True) if s.regathered and s.regathered[i]
+        ),
+        step_time_s=step,
+        lower_bound_s=min(bound, step),
+        parameter_bytes={s.name: s.bytes for s in space.sites if s.kind == "parameter"},
+        digest=space.digest,
+        window_bytes=space.window_bytes,
+        optimizer=space.optimizer,
+        without_rule=tuple(s.name for s in space.sites if not s.has_rule),
+        memory=memory,
+        peak_at=peak_at,
+        budget=float(int(budget)) if math.isfinite(budget) else math.inf,
+        beside_s=beside,
+        hidden_s=hidden,
+        accumulation=space.accumulation,
+        scattered=frozenset(name for name, (s, i) in zip(names, chosen, strict=True) if s.scattered and s.scattered[i]),
+        first_peak_bytes=round(space.memory.first(picked, space.edges)) if space.memory else 0,
+        suspected=tuple(sorted({(s.op, s.suspected) for s in space.sites if s.suspected})),
+    )
+
+
+def _conversions(space: Space, picked: Sequence[int]) -> tuple[tuple[Conversion, ...], list[float]]:
+    """The conversions that have steps, and the seconds of every edge."""
+    conversions, moved = [], []
+    for e in space.edges:
+        f, g = int(e.given_by[picked[e.source]]), int(e.taken_by[picked[e.target]])
+        seconds = float(e.seconds[f, g])
+        moved.append(seconds)
+        if e.given[f] != e.taken[g]:
+            conversion = _conversion(space, e, e.given[f], e.taken[g], seconds)
+            if conversion.forward or conversion.backward:
+                conversions.append(conversion)
+    return tuple(conversions), moved
+
+
+def _conversion(space: Space, e: Edge, given: Flows, taken: Flows, seconds: float) -> Conversion:
+    value = values(given), values(taken)
+    gradient = (gradients(taken), gradients(given)) if e.has_gradient else None
+    forward = space.conversions.path(e.shape, e.itemsize, *value).steps
+    backward = _backward(space, e, given, taken, gradient) if gradient else ()
+    source, target = space.sites[e.source].name, space.sites[e.target].name
+    return Conversion(source, target, e.operand, value, gradient, forward, backward, seconds)
+
+
+def _backward(
+    space: Space, e: Edge, given: Flows, taken: Flows, gradient: tuple[Sharding, Sharding]
+) -> tuple[Step, ...]:
+    """The steps of a gradient, which may be reduced in another dtype and travel in buckets."""
+    is_reduced = e.reduced_in and reduces([taken], [given]).any()
+    itemsize = e.reduced_in if is_reduced else e.itemsize
+    return (e.back or space.conversions).path(e.shape, itemsize, *gradient).steps
+
+
+def _overlap(space: Space, picked: Sequence[int]) -> tuple[float, float]:
+    """Seconds of communication in windows, and those of them that compute hides."""
+    pairs = [(w.times, *w.seconds(picked, space.edges)) for w in space.windows]
+    beside = sum(times * moved for times, moved, _ in pairs)
+    hidden = sum(times * min(moved, run) for times, moved, run in pairs)
+    return float(beside), float(hidden)
+
+
+def _peak(space: Space, picked: Sequence[int]) -> tuple[dict[str, int], str]:
+    """Bytes at the fullest time by kind, and when that is."""
+    if space.memory is None:
+        return {}, ""
+    held = space.memory.held(picked, space.edges)
+    time = int(np.sum(list(held.values()), axis=0).argmax())
+    return {kind: round(float(n[time])) for kind, n in held.items()}, space.memory.when(time)
+
+
+def _named_for_policies(space: Space) -> list[str]:
+    """For each site the name of whose policy it decides: a cast decides that of the parameter which it casts."""
+    parameter_of = {}
+    for e in space.edges:
+        if space.sites[e.target].regathered or space.sites[e.target].scattered:
+            parameter_of[e.target] = e.source
+    return [space.sites[parameter_of.get(k, k)].name for k in range(len(space.sites))]

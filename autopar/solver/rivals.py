@@ -1,0 +1,56 @@
+"""The rivals of a choice: the best plans in which one site does otherwise, at the prices of the bound.
+
+They are looked for when `plan.explain` asks. That needs the whole space with its tables, so a plan holds it only until
+`autoparallelize` takes the plan: training would carry it along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.sharding.strategies import Choice
+from autopar.solver.budget import Budgeted, Prices
+from autopar.solver.eliminate import Problem
+
+
+class PricedSpace:
+    """The space that a plan was chosen from, at the prices of its bound, until it is let go."""
+
+    def __init__(self, counted: Budgeted, picked: Sequence[int], prices: Prices) -> None:
+        self.counted: Budgeted | None = counted
+        self.picked = picked
+        self.prices = prices
+        self._problem: Problem | None = None
+        self._hubs: set[int] = set()  # variables that keep their choice while rivals of others are looked for
+
+    @property
+    def is_priced(self) -> bool:
+        """Does a byte cost seconds, because of a budget?"""
+        return any(self.prices.of_bytes.values())
+
+    @property
+    def is_over(self) -> bool:
+        """Has it been let go?"""
+        return self.counted is None
+
+    def let_go(self) -> None:
+        """Give up the space and its tables."""
+        self.counted = self._problem = None
+
+    def rivals(self, name: str, most: int = 3) -> list[tuple[Choice, float, float]]:
+        """The best other choices of a site.
+
+        Each with the seconds that the best plan with it takes more, at least, and those that the op itself does.
+        """
+        assert self.counted is not None
+        if self._problem is None:
+            self._problem = self.counted.priced(self.prices.of_bytes, exposed=self.prices.exposed)
+        sites = self.counted.space.sites
+        v = next(i for i, s in enumerate(sites) if s.name == name)
+        least = self._problem.by_choice(v, self.picked, hubs=self._hubs)
+        choices, own, mine = sites[v].choices, sites[v].seconds, self.picked[v]
+        others = [int(i) for i in np.argsort(least, kind="stable") if np.isfinite(least[i])]
+        rivals = [i for i in others if choices[i] != choices[mine]]
+        return [(choices[i], float(least[i] - least[mine]), float(own[i] - own[mine])) for i in rivals[:most]]

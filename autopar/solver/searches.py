@@ -1,0 +1,239 @@
+"""The searches for the fastest plan, in the order in which they are tried.
+
+    elimination        exact where no window couples choices
+    prices             of bytes and of exposed communication, which give a bound and plans
+    between plans      layers that do the same, and plans that are spliced, out of those that prices led to
+    smaller budgets    whose plans fit too
+    whole program      an integer program over all choices of a space that is small
+    smallest plan      where none that fits was found
+
+Each is told what those before it have found, says whether it has anything to add, and leaves a better plan, a higher
+bound, or both. Another search is another entry of `SEARCHES`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from autopar.letters import Infeasible
+from autopar.solver.budget import Budgeted, Outcome, Point
+from autopar.solver.eliminate import Factor, Problem, regions_of
+from autopar.solver.integer import optimise, smallest
+from autopar.solver.polish import polished
+from autopar.space.space import Space
+
+_CLOSED, _NEARLY = 1e-9, 1e-3  # a gap that is rounding; and one that a larger integer program is not worth
+_FAR, _LESS = 0.05, (0.94, 0.88, 0.8)  # a gap from which on plans of smaller budgets are looked at, and which
+_SMALL, _SMALL_WITH_ROWS = 20_000, 4_000  # flow pairs that an integer program is given; memory rows make it hard
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A space whose fastest plan within a budget is wanted, and how hard it is to be looked for."""
+
+    counted: Budgeted
+    budget: float  # bytes a device; infinite where there is none
+    solver: str
+    backend: Any  # of integer programs
+    gap: float  # at which a plan is good enough
+    until: float  # a time of the monotonic clock, after which a plan that was found is not improved
+
+    @property
+    def space(self) -> Space:
+        return self.counted.space
+
+    @property
+    def has_budget(self) -> bool:
+        return math.isfinite(self.budget)
+
+    @property
+    def has_time(self) -> bool:
+        return time.monotonic() < self.until
+
+    def is_small(self, with_rows: bool | None = None) -> bool:
+        """Is the whole space something for an integer program?"""
+        if with_rows is None:
+            with_rows = bool(self.counted.rows or self.space.windows)
+        pairs = sum(e.seconds.size for e in self.space.edges)
+        return pairs <= (_SMALL_WITH_ROWS if with_rows else _SMALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The best plan and the highest bound so far, and how they were come by."""
+
+    best: Point | None = None
+    bound: float = -math.inf  # seconds that no plan goes under
+    outcome: Outcome | None = None  # of prices
+    stopped: tuple[str, ...] = ()  # searches that were stopped before their end
+
+    def is_open(self, gap: float) -> bool:
+        """May a plan be faster than the best one by more than this share?"""
+        return self.best is None or self.best.seconds - self.bound > gap * self.best.seconds
+
+
+class Search(Protocol):
+    """One way to look for plans and bounds."""
+
+    def accepts(self, task: Task, found: Findings) -> bool:
+        """Can it add anything here?"""
+
+    def look(self, task: Task, found: Findings) -> Findings:
+        """The findings with a better plan or a higher bound, where it came to any."""
+
+
+class Elimination:
+    """A sum of tables, minimised exactly, or nearly. Its plan may be over the budget."""
+
+    def accepts(self, task: Task, found: Findings) -> bool:
+        return not task.space.windows
+
+    def look(self, task: Task, found: Findings) -> Findings:
+        least = problem_of(task.space).minimise(gap=task.gap)
+        best = task.counted.point(least.picked) if np.isfinite(least.cost) else None
+        return replace(found, best=best, bound=least.bound)
+
+
+class PriceSearch:
+    """Prices of bytes and of exposed communication, raised until plan and bound meet, or no price helps."""
+
+    def accepts(self, task: Task, found: Findings) -> bool:
+        return bool(task.space.windows) or (found.best is not None and found.best.peak > task.budget)
+
+    def look(self, task: Task, found: Findings) -> Findings:
+        outcome = task.counted.fastest(task.budget, task.gap, until=task.until)
+        if outcome.hopeless:
+            raise over_budget(task)
+        return replace(found, best=outcome.best, bound=max(found.bound, outcome.bound), outcome=outcome)
+
+
+class BetweenPlans:
+    """Better plans out of those that prices led to."""
+
+    def accepts(self, task: Task, found: Findings) -> bool:
+        return found.outcome is not None and task.has_time
+
+    def look(self, task: Task, found: Findings) -> Findings:
+        assert found.outcome is not None
+        stopped = list(found.stopped)
+        best = polished(task.counted, found.outcome, task.budget, task.gap, task.solver, stopped)
+        return replace(found, best=best, stopped=tuple(stopped))
+
+
+class SmallerBudgets:
+    """Plans for smaller budgets, which fit too: prices lead past some that this one's never ask for."""
+
+    def accepts(self, task: Task, found: Findings) -> bool:
+        was_priced = found.outcome is not None and found.best is not None
+        return was_priced and task.has_budget and found.is_open(_FAR)
+
+    def look(self, task: Task, found: Findings) -> Findings:
+        assert found.best is not None
+        best, stopped = found.best, list(found.stopped)
+        for plan in self._plans(task, stopped):
+            if plan is not None and plan.seconds < best.seconds:
+                best = plan
+        return replace(found, best=best, stopped=tuple(stopped))
+
+    def _plans(self, task: Task, stopped: list[str]) -> Iterator[Point | None]:
+        for share in _LESS:
+            if task.has_time:
+                budget = task.budget * share
+                outcome = task.counted.fastest(budget, task.gap, until=task.until)
+                yield polished(task.counted, outcome, budget, task.gap, task.solver, stopped)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeProgram:
+    """The integer program of all choices: for small spaces whose gap is open, or `always`."""
+
+    always: bool = False
+
+    def accepts(self, task: Task, found: Findings) -> bool:
+        if self.always:
+            return True
+        gap = max(task.gap, _CLOSED if task.is_small(with_rows=True) else _NEARLY)
+        has_time = found.best is None or task.has_time
+        return task.is_small() and has_time and found.is_open(gap)
+
+    def look(self, task: Task, found: Findings) -> Findings:
+        try:
+            answer = optimise(task.space, task.backend, task.budget, sorted(task.counted.rows))
+        except (
+            Infeasible
+        ):  # of the space; or of a budget that the backend's tolerance steps over: what was found stands
+            if not task.has_budget:
+                raise
+            return found
+        if answer.ended:
+            found = replace(found, bound=max(found.bound, answer.value))
+        else:
+            found = replace(found, stopped=(*found.stopped, "the integer program of all choices"))
+        if answer.picked is None:
+            return found
+        plan = task.counted.point(answer.picked)
+        is_faster = found.best is None or plan.seconds < found.best.seconds
+        return replace(found, best=plan) if answer.ended or (math.isfinite(plan.seconds) and is_faster) else found
+
+
+class SmallestPlan:
+    """The plan of the lowest peak that is known: prices did not lead to any that fits."""
+
+    def accepts(self, task: Task, found: Findings) -> bool:
+        return found.best is None and task.has_budget
+
+    def look(self, task: Task, found: Findings) -> Findings:
+        lowest, _ = task.counted.smallest()
+        return replace(found, best=lowest) if lowest.peak <= task.budget else found
+
+
+SEARCHES: tuple[Search, ...] = (
+    Elimination(),
+    PriceSearch(),
+    BetweenPlans(),
+    SmallerBudgets(),
+    WholeProgram(),
+    SmallestPlan(),
+)
+
+
+def problem_of(space: Space) -> Problem:
+    """The space as tables to eliminate."""
+    factors = [Factor((e.source, e.target), (e.given_by, e.taken_by), e.seconds) for e in space.edges]
+    return Problem([s.seconds for s in space.sites], factors, regions_of(space))
+
+
+def over_budget(task: Task) -> Infeasible:
+    """The letter about a budget that nothing fits: the bytes that any plan needs, and the smallest plan."""
+    best, bound = task.counted.smallest()
+    if task.is_small() and best.peak > bound:
+        answer = smallest(task.space, task.backend, best.peak)
+        if answer.picked is not None:
+            best = min(best, task.counted.point(answer.picked), key=lambda p: p.peak)
+        if answer.ended:
+            bound = max(bound, _whole_bytes(answer.value))
+    space, memory = task.space, task.space.memory
+    assert memory is not None
+    fullest = int(best.held.argmax())
+    kinds = {kind: held[fullest] for kind, held in memory.held(best.picked, space.edges).items()}
+    fills = ", ".join(f"{kind} {n:,.0f}" for kind, n in sorted(kinds.items(), key=lambda pair: -pair[1]) if n)
+    return Infeasible(
+        f"no plan of {task.budget:,.0f} bytes a device was found on mesh {space.mesh}",
+        seen=(
+            f"{bound:,.0f} bytes are needed by any plan; at the {memory.when(fullest)}, the fullest time of the "
+            f"smallest plan: {fills}"
+        ),
+        advice=f"memory_budget={math.ceil(best.peak)}, the smallest for which a plan was found, or more devices",
+    ).of_bytes(bound, best.peak)
+
+
+def _whole_bytes(value: float) -> int:
+    """Bytes that a backend's tolerance may have moved off a whole number."""
+    nearest = round(value)
+    return nearest if abs(value - nearest) < 1e-6 * value else math.floor(value)
