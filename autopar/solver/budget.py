@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import pulp
 
-from autopar.solver.eliminate import Factor, Problem, regions_of
+from autopar.solver.eliminate import minimise, regions_of
+from autopar.solver.tables import Factor, Problem
 from autopar.space.space import Space
 
 ROUNDS = 16  # of prices, at least; the search counts rounds, never seconds
@@ -115,7 +116,7 @@ class Budgeted:
         self, prices: Mapping[int, float], of_time: float = 1.0, exposed: Sequence[float] | None = None
     ) -> tuple[Point, float]:
         """The plan of least seconds (times `of_time`) and priced bytes, and a bound of that sum."""
-        found = self.priced(prices, of_time, exposed).minimise(tries=1)
+        found = minimise(self.priced(prices, of_time, exposed), tries=1)
         return self.point(found.picked), found.bound
 
     def priced(

@@ -12,7 +12,8 @@ import numpy as np
 
 from autopar.sharding.strategies import Choice
 from autopar.solver.budget import Budgeted, Prices
-from autopar.solver.eliminate import Problem
+from autopar.solver.eliminate import least_by_choice
+from autopar.solver.tables import Problem
 
 
 class PricedSpace:
@@ -49,7 +50,7 @@ class PricedSpace:
             self._problem = self.counted.priced(self.prices.of_bytes, exposed=self.prices.exposed)
         sites = self.counted.space.sites
         v = next(i for i, s in enumerate(sites) if s.name == name)
-        least = self._problem.by_choice(v, self.picked, hubs=self._hubs)
+        least = least_by_choice(self._problem, v, self.picked, hubs=self._hubs)
         choices, own, mine = sites[v].choices, sites[v].seconds, self.picked[v]
         others = [int(i) for i in np.argsort(least, kind="stable") if np.isfinite(least[i])]
         rivals = [i for i in others if choices[i] != choices[mine]]

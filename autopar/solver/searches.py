@@ -1,6 +1,6 @@
 """The searches for the fastest plan, in the order in which they are tried.
 
-    elimination        exact where no window couples choices
+    exact search       by elimination, where no window couples choices
     prices             of bytes and of exposed communication, which give a bound and plans
     between plans      layers that do the same, and plans that are spliced, out of those that prices led to
     smaller budgets    whose plans fit too
@@ -23,9 +23,10 @@ import numpy as np
 
 from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Outcome, Point
-from autopar.solver.eliminate import Factor, Problem, regions_of
+from autopar.solver.eliminate import minimise, regions_of
 from autopar.solver.integer import optimise, smallest
 from autopar.solver.polish import polished
+from autopar.solver.tables import Factor, Problem
 from autopar.space.space import Space
 
 _CLOSED, _NEARLY = 1e-9, 1e-3  # a gap that is rounding; and one that a larger integer program is not worth
@@ -88,14 +89,14 @@ class Search(Protocol):
         """The findings with a better plan or a higher bound, where it came to any."""
 
 
-class Elimination:
+class ExactSearch:
     """A sum of tables, minimised exactly, or nearly. Its plan may be over the budget."""
 
     def accepts(self, task: Task, found: Findings) -> bool:
         return not task.space.windows
 
     def look(self, task: Task, found: Findings) -> Findings:
-        least = problem_of(task.space).minimise(gap=task.gap)
+        least = minimise(problem_of(task.space), gap=task.gap)
         best = task.counted.point(least.picked) if np.isfinite(least.cost) else None
         return replace(found, best=best, bound=least.bound)
 
@@ -194,7 +195,7 @@ class SmallestPlan:
 
 
 SEARCHES: tuple[Search, ...] = (
-    Elimination(),
+    ExactSearch(),
     PriceSearch(),
     BetweenPlans(),
     SmallerBudgets(),

@@ -20,11 +20,12 @@ from autopar.letters import BadPlan, Infeasible, NotServed
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.placement import Flow, P, R, S, flow
 from autopar.sharding.strategies import Choice, Strategy
-from autopar.solver import eliminate, integer, polish, program, solve
+from autopar.solver import elimination, integer, polish, program, solve
 from autopar.solver.budget import Budgeted
-from autopar.solver.eliminate import Factor, Problem
+from autopar.solver.eliminate import minimise
 from autopar.solver.integer import backend_of, fold_single_ends, optimise
 from autopar.solver.searches import SEARCHES, WholeProgram
+from autopar.solver.tables import Factor, Problem
 from autopar.space import shardings
 from autopar.space.space import Edge, Site, Space
 from autopar.tracer import ColoTracer
@@ -145,7 +146,7 @@ def problems(draw):
 @given(problems(), st.sampled_from([1 << 22, 8, 3, 1]))
 def test_elimination_finds_the_least_and_goes_under_it_where_variables_are_split(problem, widest):
     best = min(problem.value(pick) for pick in itertools.product(*(range(len(c)) for c in problem.costs)))
-    found = problem.minimise(widest)
+    found = minimise(problem, widest)
     assert found.bound <= best + 1e-9
     if not found.split:
         assert found.bound == pytest.approx(best) and found.cost == pytest.approx(best)
@@ -179,7 +180,7 @@ def grid(seed: int, side: int = 7, most: int = 6) -> Problem:
 @pytest.mark.parametrize("seed", range(4))
 def test_where_everything_goes_together_elimination_finds_choices(seed):
     problem = grid(seed)
-    found = problem.minimise(widest=100)
+    found = minimise(problem, widest=100)
     assert found.split and found.bound <= found.cost == pytest.approx(problem.value(found.picked))
 
 
@@ -225,7 +226,7 @@ def layered(draw):
 @given(layered(), st.sampled_from([1 << 22, 8, 3, 1]))
 def test_regions_are_contracted_to_what_they_were(problem, widest):
     best = min(problem.value(pick) for pick in itertools.product(*(range(len(c)) for c in problem.costs)))
-    found = problem.minimise(widest)
+    found = minimise(problem, widest)
     assert (
         found.bound <= best + 1e-9
         and problem.value(found.picked) == pytest.approx(found.cost)
@@ -243,7 +244,7 @@ def test_a_variable_may_have_a_hundred_neighbours():
         Factor((0, v), (three, one if v % 2 else three), rng.random((3, 1 if v % 2 else 3))) for v in range(1, 120)
     ]
     factors += [Factor((v, v + 1), (three, three), rng.random((3, 3))) for v in range(1, 119)]
-    found = Problem(costs, factors).minimise()
+    found = minimise(Problem(costs, factors))
     by_hand = []
     for k in range(3):  # a chain, once the hub is held
         along = costs[1] + factors[0].table[k, factors[0].classes[1]]
@@ -384,9 +385,9 @@ def test_a_hopeless_budget_is_known_after_a_few_eliminations(monkeypatch):
 
 def test_what_a_site_needs_to_be_explained_serves_the_next(monkeypatch):
     runs = []
-    start = eliminate._Run.__init__
+    start = elimination.Elimination.__init__
     monkeypatch.setattr(
-        eliminate._Run, "__init__", lambda self, *how, **more: runs.append(how[1]) or start(self, *how, **more)
+        elimination.Elimination, "__init__", lambda self, *how, **more: runs.append(how[1]) or start(self, *how, **more)
     )
     config = transformers.LlamaConfig(
         num_hidden_layers=2,

@@ -1,0 +1,414 @@
+"""One elimination of a sum of tables, and the choices that it comes to.
+
+    eliminate    add up all that a variable has a part in, minimise over it, and leave a factor over its neighbours
+    region       variables that are contracted first, to tables over what surrounds them: a region whose tables are
+                 those of another costs nothing
+    hub          a variable that many others neighbour (a rotary table, a mask, an encoder's output): it is split into
+                 copies when tables would grow over the limit, one a region if that is enough
+    decide       backwards through the steps: each variable takes what is best for those decided after it
+
+What was computed once for the same tables is found again by their identity. The chain that regions leave is halved, and
+not eaten from its end, so that it costs its logarithm.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from autopar.solver.tables import CHEAP, Factor, Problem, minimum_over
+
+_T = TypeVar("_T")
+_Rank = tuple[int, int, int]
+
+
+class TooWide(Exception):
+    """A region cannot be contracted: these variables make its tables wide."""
+
+    def __init__(self, near: set[int]) -> None:
+        super().__init__()
+        self.near = near
+
+
+class Remainder:
+    """The costs of the variables that are left, and the factors over them, while others are eliminated."""
+
+    def __init__(self, problem: Problem, fixed: Mapping[int, int]) -> None:
+        self.memo = problem.memo
+        self.costs: dict[int, np.ndarray] = dict(enumerate(problem.costs))
+        self.factors: dict[int, list[Factor]] = {v: [] for v in self.costs}  # of each variable
+        self.constant = 0.0
+        self.count = len(problem.costs)  # of variables, and of the copies of those that were split
+        for v, choice in fixed.items():
+            self.constant += float(self.costs.pop(v)[choice])
+        for factor in problem.factors:
+            self.add(self._without_fixed(factor, fixed))
+
+    def once(self, key: Any, held: Any, compute: Callable[[], _T]) -> _T:
+        """A value by its key, computed the first time.
+
+        The tables whose identities a key has are held, so that they stay theirs.
+        """
+        if key not in self.memo:
+            self.memo[key] = (held, compute())
+        return self.memo[key][1]
+
+    def add(self, factor: Factor) -> None:
+        if 1 in factor.table.shape:  # a variable that is seen as one class has no part in it
+            factor = self._squeezed(factor)
+        if not factor.scope:
+            self.constant += float(factor.table)
+        elif len(factor.scope) == 1:
+            (v,), (m,), before = factor.scope, factor.classes, self.costs[factor.scope[0]]
+            key, held = ("unary", id(before), id(factor.table), id(m)), (before, factor.table, m)
+            self.costs[v] = self.once(key, held, lambda: before + factor.table[m])
+        else:
+            for v in factor.scope:
+                self.factors[v].append(factor)
+
+    def add_cost(self, v: int, more: np.ndarray) -> None:
+        before = self.costs[v]
+        self.costs[v] = self.once(("more", id(before), id(more)), (before, more), lambda: before + more)
+
+    def take(self, v: int) -> tuple[np.ndarray, list[Factor]]:
+        """A variable's cost and factors, which leave with it."""
+        cost, factors = self.costs.pop(v), self.factors.pop(v)
+        for f in factors:
+            for u in f.scope:
+                if u != v:
+                    self.factors[u].remove(f)
+        return cost, factors
+
+    def neighbours(self, *variables: int) -> set[int]:
+        """The variables that share a factor with one of these, which are among them."""
+        return {u for v in variables for f in self.factors[v] for u in f.scope}
+
+    def _squeezed(self, factor: Factor) -> Factor:
+        seen = [i for i, n in enumerate(factor.table.shape) if n > 1]
+        shape = [factor.table.shape[i] for i in seen]
+        table = self.once(("squeezed", id(factor.table)), factor.table, lambda: factor.table.reshape(shape))
+        scope, classes = tuple(factor.scope[i] for i in seen), tuple(factor.classes[i] for i in seen)
+        return Factor(scope, classes, table, factor.generation)
+
+    def _without_fixed(self, factor: Factor, fixed: Mapping[int, int]) -> Factor:
+        free = [i for i, v in enumerate(factor.scope) if v not in fixed]
+        if len(free) == len(factor.scope):
+            return factor
+        held = tuple(int(m[fixed[v]]) if v in fixed else None for v, m in factor.axes())
+        at = tuple(slice(None) if place is None else place for place in held)
+        table = self.once(("fixed", id(factor.table), held), (factor.table,), lambda: factor.table[at])
+        return Factor(tuple(factor.scope[i] for i in free), tuple(factor.classes[i] for i in free), table)
+
+
+class Hubs:
+    """Variables that were split into copies, so that tables stay narrow."""
+
+    def __init__(self, left: Remainder, region: Mapping[int, int]) -> None:
+        self.left = left
+        self.region = region  # of each variable that is in one
+        self.copies: dict[int, list[int]] = {}  # of each variable that was split
+        self.parent: dict[int, int] = {}  # of each copy: what was split
+
+    def split_among(self, near: Collection[int]) -> list[int]:
+        """Split the one of these that is loosest; the variables whose tables changed, none where none can be split."""
+        able = [u for u in sorted(near) if self._can_split(u)]
+        return self._split(min(able, key=lambda u: (self._looseness(u), u))) if able else []
+
+    def root(self, v: int) -> int:
+        """The variable whose copy this is, or a copy's copy."""
+        while v in self.parent:
+            v = self.parent[v]
+        return v
+
+    def within(self, region: Sequence[int]) -> list[int]:
+        """Copies that nothing outside of a region neighbours."""
+        if not self.copies:
+            return []
+        mine = set(region)
+        around = self.left.neighbours(*region) - mine
+        near = sorted(u for u in around if u not in self.region and u in self.parent)
+        return [u for u in near if self.left.neighbours(u) <= {u, *mine}]
+
+    def _can_split(self, u: int) -> bool:
+        return len({tuple(sorted(x for x in f.scope if x != u)) for f in self.left.factors[u]}) > 1
+
+    def _looseness(self, u: int) -> float:
+        """The lower, the better it is split.
+
+        Its factors change little with its choice, so that disagreeing copies save little, and many neighbour it.
+        """
+        factors = self.left.factors[u]
+        return sum(self._spread(f, f.scope.index(u)) for f in factors) / len(factors) ** 2
+
+    def _spread(self, factor: Factor, axis: int) -> float:
+        """The most that a factor changes along one of its axes."""
+
+        def most() -> float:
+            finite = np.isfinite(factor.table)
+            highest = np.where(finite, factor.table, -math.inf).max(axis)
+            spread = highest - np.where(finite, factor.table, math.inf).min(axis)
+            return float(spread[np.isfinite(spread)].max(initial=0.0))
+
+        return float(self.left.once(("spread", id(factor.table), axis), factor.table, most))
+
+    def _split(self, hub: int) -> list[int]:
+        """Put copies in a variable's place, each with an equal share of its cost."""
+        left = self.left
+        cost, factors = left.take(hub)
+        groups = self._groups(hub, factors)
+        share = left.once(("share", id(cost), len(groups)), cost, lambda: cost / len(groups))
+        touched, made = set[int](), list[int]()
+        for group in groups:
+            copy, left.count = left.count, left.count + 1
+            left.costs[copy], left.factors[copy] = share, []
+            made.append(copy)
+            for f in group:
+                touched.update(u for u in f.scope if u != hub)
+                left.add(f.over({hub: copy}))
+        root = self.root(hub)  # it may be a copy that is split again
+        self.copies[root] = [c for c in self.copies.get(root, ()) if c != hub] + made
+        self.parent.update(dict.fromkeys(made, hub))
+        return [*made, *touched]
+
+    def _groups(self, hub: int, factors: Sequence[Factor]) -> list[list[Factor]]:
+        """The factors of each copy: one for each region that neighbours it, or else for each neighbour."""
+        for by_region in (True, False):
+            groups: dict[Any, list[Factor]] = {}
+            for f in factors:
+                others = tuple(sorted(u for u in f.scope if u != hub))
+                regions = {self.region.get(u) for u in others} if by_region else {None}
+                is_inside = len(regions) == 1 and regions != {None}
+                groups.setdefault(regions.pop() if is_inside else others, []).append(f)
+            if len(groups) > 1:
+                break
+        return list(groups.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Eliminated:
+    """A variable that is gone, and the tables that decide for it."""
+
+    variable: int
+    cost: np.ndarray
+    factors: list[Factor]
+
+    def totals(self, decided: Mapping[int, int]) -> np.ndarray:
+        """The cost of each of its choices, with its neighbours' choices."""
+        total = self.cost.copy()
+        for f in self.factors:
+            total += f.table[tuple(m if u == self.variable else m[decided[u]] for u, m in f.axes())]
+        return total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Contracted:
+    """A region, and the variables around it in the order that its tables speak of.
+
+    `run` is of the first region that was alike.
+    """
+
+    inside: tuple[int, ...]
+    around: tuple[int, ...]
+    run: Elimination
+
+
+class Elimination:
+    """One elimination of everything, with some variables `fixed` at a choice.
+
+    With `kept` it is that of a region: its last variables stay, so many, and what is left speaks of them. There
+    nothing is split: tables that are too wide are an error, `TooWide`.
+    """
+
+    def __init__(self, problem: Problem, fixed: Mapping[int, int], widest: int, kept: int | None = None) -> None:
+        self.widest = widest
+        self.fixed = dict(fixed)
+        self.is_region = kept is not None
+        self.last = len(problem.costs) - (kept or 0)  # from there on variables are kept
+        self.zeros = problem.costs[self.last :]  # the costs of the kept variables, before it
+        self.left = Remainder(problem, fixed)
+        self.hubs = Hubs(self.left, {v: i for i, region in enumerate(problem.regions) for v in region})
+        self.steps: list[_Eliminated | _Contracted] = []
+        self.marginals: dict[int, np.ndarray] = {}  # of each copy the cost of each choice
+        self.picked: list[int] = []
+        self._within: dict[tuple[int, ...], tuple[list[int], list[np.ndarray]]] = {}
+        self._run(problem.regions)
+        self.bound = self.left.constant
+        if not self.is_region:
+            decided, self.marginals = self._decide(self.fixed)
+            self.picked = [decided[v] for v in range(len(problem.costs))]
+
+    @property
+    def copies(self) -> Mapping[int, Sequence[int]]:
+        """The copies of each variable that was split."""
+        return self.hubs.copies
+
+    def _run(self, regions: Sequence[Sequence[int]]) -> None:
+        """Eliminate what leads to hubs, then region after region, then the rest."""
+        left = self.left
+        if regions:  # what leads to a hub first: its copies share the cost of that
+            near = left.neighbours(*(v for v in self.hubs.region if v in left.factors))
+            self._eliminate({v for v in left.costs if v not in near and v < self.last}, only_cheap=True)
+        for region in regions:
+            self._contract(tuple(v for v in region if v in left.costs))
+        self._eliminate({v for v in left.costs if v < self.last} if self.is_region else None)
+
+    # -- regions
+
+    def _contract(self, region: tuple[int, ...]) -> None:
+        """Put tables over what surrounds a region in its place; where they are too wide, split what makes them so."""
+        left = self.left
+        while region:
+            inside = (*region, *self.hubs.within(region))
+            around, run = self._region_run(inside)
+            if not isinstance(run, TooWide):
+                self._replace(inside, around, run)
+                return
+            number = (*inside, *around)
+            near = {number[n] for n in run.near}
+            if self.is_region:  # what is kept is one variable
+                raise TooWide(near)
+            if not self.hubs.split_among(near):
+                return  # left to the elimination of everything, which knows no limit where nothing can be split
+            region = tuple(v for v in region if v in left.costs)  # it may have been one of them
+
+    def _region_run(self, inside: tuple[int, ...]) -> tuple[tuple[int, ...], Elimination | TooWide]:
+        """The variables around a region, and its elimination: that of the first region with the same tables."""
+        left = self.left
+        number = {v: i for i, v in enumerate(inside)}
+        factors = list({id(f): f for v in inside for f in left.factors[v]}.values())
+        for f in factors:
+            for u in f.scope:
+                number.setdefault(u, len(number))
+        around = tuple(number)[len(inside) :]
+        costs = [left.costs[v] for v in inside]
+        lines = [(id(f.table), *((number[u], id(m)) for u, m in f.axes())) for f in factors]
+        key = ("region", len(inside), *map(id, costs), *(len(left.costs[u]) for u in around), *lines)
+
+        def run() -> Elimination | TooWide:
+            zeros = [self._zeros(len(left.costs[u])) for u in around]
+            problem = Problem([*costs, *zeros], [f.over(number) for f in factors], memo=left.memo)
+            try:
+                return Elimination(problem, {}, self.widest, len(around))
+            except TooWide as e:
+                return e
+
+        return around, left.once(key, (factors, costs), run)
+
+    def _zeros(self, n: int) -> np.ndarray:
+        return self.left.once(("zeros", n), None, lambda: np.zeros(n))
+
+    def _replace(self, inside: tuple[int, ...], around: tuple[int, ...], run: Elimination) -> None:
+        """Put what an elimination of a region has left in the region's place."""
+        left = self.left
+        for v in inside:
+            left.take(v)
+        left.constant += run.left.constant
+        for i, u in enumerate(around, len(inside)):
+            more = run.left.costs[i]
+            if more is not run.zeros[i - len(inside)]:
+                left.add_cost(u, more)
+        kept = range(len(inside), len(inside) + len(around))
+        for f in {id(f): f for v in kept for f in run.left.factors[v]}.values():
+            left.add(Factor(tuple(around[u - len(inside)] for u in f.scope), f.classes, f.table))
+        self.steps.append(_Contracted(inside, around, run))
+
+    # -- elimination
+
+    def _eliminate(self, among: Collection[int] | None, only_cheap: bool = False) -> None:
+        """Eliminate all variables or some, the one that leaves the narrowest table first."""
+        left, queue = self.left, list[tuple[_Rank, int]]()
+        current: dict[int, _Rank] = {}
+
+        def rank(v: int) -> None:
+            if among is None or v in among:
+                current[v] = self._rank(v)
+                heapq.heappush(queue, (current[v], v))
+
+        for v in left.costs:
+            rank(v)
+        while queue:
+            priority, v = heapq.heappop(queue)
+            if current.get(v) != priority or v not in left.costs or (only_cheap and priority[0] > CHEAP):
+                continue
+            changed = self._split_around(v) if priority[0] > self.widest else []
+            if changed:
+                heapq.heappush(queue, (priority, v))
+            else:
+                changed = self._eliminate_one(v)
+                del current[v]
+            for u in changed:
+                rank(u)
+
+    def _rank(self, v: int) -> _Rank:
+        """The width of the table that its elimination leaves.
+
+        Among equals, or where all is cheap, the ones that have been through least come first, so that chains are halved
+        and not eaten from one end.
+        """
+        factors, costs = self.left.factors[v], self.left.costs
+        axes: dict[int, dict[int, int]] = {}
+        for f in factors:
+            for u, m, n in zip(f.scope, f.classes, f.table.shape, strict=True):
+                if u != v:
+                    axes.setdefault(u, {})[id(m)] = n
+        width = math.prod(min(math.prod(maps.values()), len(costs[u])) for u, maps in axes.items())
+        return width if width > CHEAP else 0, max((f.generation for f in factors), default=0), len(factors)
+
+    def _split_around(self, v: int) -> Sequence[int]:
+        """Split a variable near one whose elimination leaves too wide a table; none where none can be."""
+        near = self.left.neighbours(*self.left.neighbours(v))
+        if self.is_region:
+            raise TooWide(near)
+        return self.hubs.split_among(near)
+
+    def _eliminate_one(self, v: int) -> Sequence[int]:
+        """Put a factor over a variable's neighbours in its place; the neighbours."""
+        cost, factors = self.left.take(v)
+        self.steps.append(_Eliminated(v, cost, factors))
+        scope = tuple(sorted({u for f in factors for u in f.scope if u != v}))
+        place = {u: i for i, u in enumerate(scope)}
+        lines = tuple((id(f.table), tuple((place.get(u, -1), id(m)) for u, m in f.axes())) for f in factors)
+        key = ("eliminate", id(cost), lines)
+        classes, table = self.left.once(key, (cost, factors), lambda: minimum_over(v, cost, factors, scope))
+        self.left.add(Factor(scope, classes, table, 1 + max((f.generation for f in factors), default=0)))
+        return scope
+
+    # -- choices
+
+    def _decide(self, given: Mapping[int, int]) -> tuple[dict[int, int], dict[int, np.ndarray]]:
+        """Every variable's choice, and the cost of each choice of each copy of a split variable.
+
+        Of a region: of each variable, since copies that are split outside it may be inside.
+        """
+        parent = self.hubs.parent
+        decided: dict[int, int] = dict(given)
+        marginals: dict[int, np.ndarray] = {}
+        for step in reversed(self.steps):
+            if isinstance(step, _Contracted):
+                picks, totals = step.run.within(tuple(decided[u] for u in step.around))
+                decided.update(zip(step.inside, picks, strict=True))
+                costs = list(zip(step.inside, totals, strict=True)) if parent else []
+            else:
+                total = step.totals(decided)
+                decided[step.variable] = int(np.argmin(total))
+                costs = [(step.variable, total)]
+            for v, total in costs:
+                if v in parent or self.is_region:
+                    marginals[v] = total
+                hub = v
+                while hub in parent:  # what was eliminated before the split asks for it
+                    hub = parent[hub]
+                    decided.setdefault(hub, decided[v])
+        return decided, marginals
+
+    def within(self, around: tuple[int, ...]) -> tuple[list[int], list[np.ndarray]]:
+        """The choices of a region whose surroundings have decided, and the costs of all choices of its variables."""
+        if around not in self._within:
+            decided, totals = self._decide({self.last + i: choice for i, choice in enumerate(around)})
+            self._within[around] = [decided[v] for v in range(self.last)], [totals[v] for v in range(self.last)]
+        return self._within[around]

@@ -1,0 +1,152 @@
+"""A sum of small tables, and the minimum over one of its variables.
+
+variable     a site; its cost table is one number a choice
+factor       a table over classes of choices of some variables: an edge prices what leaves and what arrives, not
+             whole choices
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+CHEAP = 1 << 16  # tables up to this size are all as good: what has been through least goes first
+_RIVALS, _NOWHERE = 12, 1e300  # kinds that others are compared with; and what stands for infinity there
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factor:
+    """A table over classes of choices: its axes are variables, each with the class of every choice."""
+
+    scope: tuple[int, ...]
+    classes: tuple[np.ndarray, ...]
+    table: np.ndarray
+    generation: int = 0  # how many eliminations it has been through
+
+    def axes(self) -> Any:
+        """Each variable with its classes."""
+        return zip(self.scope, self.classes, strict=True)
+
+    def over(self, variables: Mapping[int, int]) -> Factor:
+        """The same table over other variables; those that are not named stay."""
+        scope = tuple(variables.get(v, v) for v in self.scope)
+        return Factor(scope, self.classes, self.table, self.generation)
+
+
+@dataclass(slots=True)
+class Problem:
+    """Costs of the choices of each variable, and factors over them."""
+
+    costs: list[np.ndarray]
+    factors: list[Factor]
+    regions: Sequence[Sequence[int]] = ()  # variables that are eliminated together, before all others
+    memo: dict[Any, Any] = field(default_factory=dict)  # what was computed once, by the identity of its tables
+
+    def __post_init__(self) -> None:
+        alike: dict[bytes, np.ndarray] = {}
+        known = {id(c): alike.setdefault(c.tobytes(), c) for c in {id(c): c for c in self.costs}.values()}
+        self.costs = [known[id(c)] for c in self.costs]
+
+    def value(self, picked: Sequence[int]) -> float:
+        """The cost of these choices."""
+        alone = sum(c[i] for c, i in zip(self.costs, picked, strict=True))
+        together = sum(f.table[tuple(m[picked[v]] for v, m in f.axes())] for f in self.factors)
+        return float(alone + together)
+
+
+def minimum_over(
+    v: int, cost: np.ndarray, factors: Sequence[Factor], scope: tuple[int, ...]
+) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """The minimum over one variable of its cost and its factors: the classes of each neighbour, and the table."""
+    joint, views = _joint_classes(v, factors, scope)
+    shape = tuple(int(classes.max()) + 1 for classes in joint)
+    result = np.full(shape, math.inf)
+    finite = np.flatnonzero(np.isfinite(cost))
+    if not len(finite):
+        return joint, result
+    kinds, least = _kinds(v, cost, factors, finite)
+    terms = [_spread(f, v, scope, shape, views) for f in factors]
+    # what is small is added up before it is spread
+    order = sorted(range(len(terms)), key=lambda i: math.prod(terms[i].shape[1:]))
+    count = kinds.shape[1]
+    whole: np.ndarray = np.empty(shape)
+    for k in _undominated(least, terms, kinds) if count * result.size > CHEAP else range(count):
+        total: Any = least[k]
+        for i in order[:-1]:
+            total = total + terms[i][kinds[i, k]]
+        if order:  # without factors there is one kind, and no term
+            total = np.add(total, terms[order[-1]][kinds[order[-1], k]], out=whole)
+        np.minimum(result, total, out=result)
+    return joint, result
+
+
+def _joint_classes(
+    v: int, factors: Sequence[Factor], scope: tuple[int, ...]
+) -> tuple[tuple[np.ndarray, ...], list[dict[int, np.ndarray]]]:
+    """The classes of each neighbour that all factors together see, and for each classes of a factor their part."""
+    seen: dict[int, dict[int, np.ndarray]] = {u: {} for u in scope}  # by the identity of the classes
+    for f in factors:
+        for u, m in f.axes():
+            if u != v:
+                seen[u].setdefault(id(m), m)
+    joint, views = [], []
+    for u in scope:
+        known = list(seen[u].values())
+        if len(known) > 1:
+            rows, inverse = np.unique(np.stack(known), axis=1, return_inverse=True)
+        else:
+            rows, inverse = np.arange(known[0].max() + 1)[None], known[0]
+        joint.append(np.asarray(inverse).reshape(-1))
+        views.append({id(m): rows[i] for i, m in enumerate(known)})
+    return tuple(joint), views
+
+
+def _kinds(v: int, cost: np.ndarray, factors: Sequence[Factor], finite: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The choices that differ to some factor, as a column of classes each, and the least cost of each."""
+    rows = [m for f in factors for u, m in f.axes() if u == v]
+    own = np.stack(rows) if rows else np.zeros((1, len(cost)), int)
+    kinds, where = np.unique(own[:, finite], axis=1, return_inverse=True)
+    least = np.full(kinds.shape[1], math.inf)
+    np.minimum.at(least, np.asarray(where).reshape(-1), cost[finite])
+    return kinds, least
+
+
+def _spread(
+    f: Factor, v: int, scope: tuple[int, ...], shape: tuple[int, ...], views: Sequence[Mapping[int, np.ndarray]]
+) -> np.ndarray:
+    """A factor's table with its variable first, and its other axes where the result has them."""
+    others = [u for u in f.scope if u != v]
+    table = np.moveaxis(f.table, f.scope.index(v), 0)
+    for axis, u in enumerate(others):
+        table = np.take(table, views[scope.index(u)][id(f.classes[f.scope.index(u)])], axis=axis + 1)
+    order = np.argsort([scope.index(u) for u in others], kind="stable")
+    table = table.transpose(0, *(int(o) + 1 for o in order))
+    wide = [1] * len(scope)
+    for u in others:
+        wide[scope.index(u)] = shape[scope.index(u)]
+    return table.reshape(table.shape[0], *wide)
+
+
+def _undominated(least: np.ndarray, terms: Sequence[np.ndarray], kinds: np.ndarray) -> list[int]:
+    """The kinds of a variable that some neighbours may want.
+
+    Not those that a kind which looks cheap beats, whatever the neighbours do.
+    """
+    # finite, so that what leads nowhere can be compared
+    rows = [np.minimum(term.reshape(term.shape[0], -1), _NOWHERE) for term in terms]
+    rough = least + sum(r.mean(axis=1)[own] for r, own in zip(rows, kinds, strict=True))
+    left: np.ndarray = np.isfinite(least)
+    for rival in np.argsort(rough, kind="stable")[:_RIVALS]:
+        if not left[rival]:
+            continue
+        worst = least[rival] - least  # by how much the rival can be dearer than each kind
+        for r, own in zip(rows, kinds, strict=True):
+            worst = worst + (r[own[rival]] - r).max(axis=1)[own]
+        beaten = worst <= 0
+        beaten[rival] = False
+        left &= ~beaten
+    return [int(k) for k in np.flatnonzero(left)]
