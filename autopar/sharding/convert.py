@@ -14,7 +14,6 @@ never in a training step.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
@@ -45,7 +44,7 @@ class Step:
     to_blocks: tuple[int, ...] = ()
 
     def after(self, layout: Layout, mesh: DeviceMesh) -> Layout | None:
-        """What it leaves; None where it cannot be made."""
+        """The layout that it leaves; None where it cannot be made."""
         n, sums = mesh.shape[self.axis], layout.partial
         if self.kind in ("all_reduce", "reduce_scatter"):
             layout = replace(layout, partial=sums - {self.axis})
@@ -56,19 +55,18 @@ class Step:
             if gathered is None or self.kind == "all_gather":
                 return gathered
             return gathered.with_row(self.to_dim, gathered.rows[self.to_dim].cut(self.axis, n, self.to_blocks))
-        return (
-            layout
-            if self.kind == "all_reduce"
-            else layout.with_row(self.dim, layout.rows[self.dim].cut(self.axis, n, self.blocks))
-        )
+        if self.kind == "all_reduce":
+            return layout
+        return layout.with_row(self.dim, layout.rows[self.dim].cut(self.axis, n, self.blocks))
 
     def text(self, axes: Sequence[str]) -> str:
-        first, second = (
-            f"{d}" + (f":{'|'.join(map(str, b))}" if b else "")
-            for d, b in ((self.dim, self.blocks), (self.to_dim, self.to_blocks))
-        )
-        dims = f"({first}->{second})" if self.to_dim >= 0 else f"({first})" if self.dim >= 0 else ""
-        return f"{self.kind}{dims}@{axes[self.axis]}"
+        at = f"@{axes[self.axis]}"
+        if self.dim < 0:
+            return f"{self.kind}{at}"
+        dims = _dim_text(self.dim, self.blocks)
+        if self.to_dim >= 0:
+            dims += f"->{_dim_text(self.to_dim, self.to_blocks)}"
+        return f"{self.kind}({dims}){at}"
 
     @staticmethod
     def parse(text: str, mesh: DeviceMesh) -> Step:
@@ -79,8 +77,15 @@ class Step:
         return Step(match[1], mesh.axis(match[6]), int(match[2] or -1), int(match[4] or -1), blocks, to_blocks)
 
 
+def _dim_text(dim: int, blocks: Sequence[int]) -> str:
+    return f"{dim}:{'|'.join(map(str, blocks))}" if blocks else str(dim)
+
+
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 KINDS = ("all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "lodge")
+
+
+_Tensor = tuple[tuple[int, ...], int, frozenset[Placement]]  # shape, bytes of an element, blocks it may be cut by
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +107,23 @@ class ShapeConsistencyManager:
     """
 
     def __init__(self, mesh: DeviceMesh, cluster: Cluster, most_bytes: float = math.inf, bucket: float = 0.0) -> None:
-        self.mesh, self.cluster, self.most_bytes, self.bucket = mesh, cluster, most_bytes, bucket
-        self._levels = {kind: [cluster.levels(mesh, a, kind) for a in range(len(mesh.shape))] for kind in KINDS}
-        self._from: dict[Any, dict[Layout, Path]] = {}
+        self.mesh = mesh
+        self.cluster = cluster
+        self.most_bytes = most_bytes
+        self.bucket = bucket
+        axes = range(len(mesh.shape))
+        self._levels = {kind: [cluster.levels(mesh, a, kind) for a in axes] for kind in KINDS}
+        # found once for a shape, and kept as long as the manager: one planning or lowering
+        self._graphs: dict[_Tensor, nx.DiGraph] = {}
+        self._seconds: dict[_Tensor, tuple[dict[Layout, int], np.ndarray]] = {}
+        self._paths: dict[tuple[_Tensor, Layout], dict[Layout, Path]] = {}
 
     def path(self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding) -> Path:
         """The cheapest way from `source` to `target` for a tensor of this global shape."""
         start, end = Layout.of(shape, source, self.mesh), Layout.of(shape, target, self.mesh)
         found = None
         if start is not None and end is not None:
-            found = self._all_from(shape, itemsize, start, _blocks_of(source, target)).get(end)
+            found = self._all_from((shape, itemsize, _blocks_of(source, target)), start).get(end)
         if found is None:
             raise BadSharding(
                 f"no sequence of collectives leads from {source.text(self.mesh.axes)} to {target.text(self.mesh.axes)}",
@@ -123,23 +135,22 @@ class ShapeConsistencyManager:
         self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Sharding], targets: Sequence[Sharding]
     ) -> np.ndarray:
         """Seconds from every source to every target; inf where no path leads."""
-        index, distances = self._distances(shape, itemsize, _blocks_of(*sources, *targets))
+        index, distances = self._distances((shape, itemsize, _blocks_of(*sources, *targets)))
         nowhere = len(index)  # the last row and column lead nowhere
-        rows, columns = (
-            [
-                nowhere if (layout := Layout.of(shape, s, self.mesh)) is None else index.get(layout, nowhere)
-                for s in ends
-            ]
-            for ends in (sources, targets)
-        )
-        return distances[np.ix_(rows, columns)]
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019 - lives as long as one planning or lowering
-    def _distances(
-        self, shape: tuple[int, ...], itemsize: int, blocks: frozenset[Placement]
-    ) -> tuple[dict[Layout, int], np.ndarray]:
-        """The seconds of the cheapest way between any two layouts of a shape."""
-        graph = self._graph(shape, itemsize, blocks)
+        def place(sharding: Sharding) -> int:
+            layout = Layout.of(shape, sharding, self.mesh)
+            return nowhere if layout is None else index.get(layout, nowhere)
+
+        return distances[np.ix_([*map(place, sources)], [*map(place, targets)])]
+
+    def _distances(self, tensor: _Tensor) -> tuple[dict[Layout, int], np.ndarray]:
+        """The seconds of the cheapest way between any two layouts of a tensor, by their places in it."""
+        if tensor not in self._seconds:
+            self._seconds[tensor] = self._all_pairs(self._graph(tensor), tensor[1])
+        return self._seconds[tensor]
+
+    def _all_pairs(self, graph: nx.DiGraph, itemsize: int) -> tuple[dict[Layout, int], np.ndarray]:
         index = {state: i for i, state in enumerate(graph)}
         distances = np.full((len(index) + 1, len(index) + 1), math.inf)
         np.fill_diagonal(distances[:-1, :-1], 0.0)
@@ -151,29 +162,34 @@ class ShapeConsistencyManager:
             np.minimum(distances, distances[:, k, None] + distances[None, k, :], out=distances)
         return index, distances
 
-    def _all_from(
-        self, shape: tuple[int, ...], itemsize: int, source: Layout, blocks: frozenset[Placement]
-    ) -> dict[Layout, Path]:
-        key = (shape, itemsize, source, blocks)
-        if key not in self._from:
-            graph = self._graph(shape, itemsize, blocks)
-            narrow = {state for state in graph if state != source and self._bytes(state, itemsize) > self.most_bytes}
-            lengths, routes = (
-                nx.single_source_dijkstra(
-                    graph, source, weight=lambda u, v, edge: None if u in narrow else edge["seconds"]
-                )
-                if source in graph
-                else ({}, {})
-            )
-            self._from[key] = {
-                t: Path(tuple(graph.edges[u, v]["step"] for u, v in itertools.pairwise(route)), lengths[t])
-                for t, route in routes.items()
-            }
-        return self._from[key]
+    def _all_from(self, tensor: _Tensor, source: Layout) -> dict[Layout, Path]:
+        """The cheapest path from a layout to each that it leads to."""
+        if (tensor, source) not in self._paths:
+            self._paths[tensor, source] = self._paths_from(self._graph(tensor), tensor[1], source)
+        return self._paths[tensor, source]
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019 - lives as long as one planning or lowering
-    def _graph(self, shape: tuple[int, ...], itemsize: int, blocks: frozenset[Placement]) -> nx.DiGraph:
-        """Every layout of a shape, those in `blocks` too, and every step between two of them, with its seconds."""
+    def _paths_from(self, graph: nx.DiGraph, itemsize: int, source: Layout) -> dict[Layout, Path]:
+        if source not in graph:
+            return {}
+        too_large = {state for state in graph if state != source and self._bytes(state, itemsize) > self.most_bytes}
+
+        def weight(u: Layout, v: Layout, edge: dict[str, Any]) -> float | None:
+            return None if u in too_large else edge["seconds"]
+
+        found = {}
+        lengths, routes = nx.single_source_dijkstra(graph, source, weight=weight)
+        for target, route in routes.items():
+            steps = tuple(graph.edges[u, v]["step"] for u, v in itertools.pairwise(route))
+            found[target] = Path(steps, lengths[target])
+        return found
+
+    def _graph(self, tensor: _Tensor) -> nx.DiGraph:
+        """Every layout of a tensor, by its blocks too, and every step between two of them, with its seconds."""
+        if tensor not in self._graphs:
+            self._graphs[tensor] = self._steps_of(*tensor)
+        return self._graphs[tensor]
+
+    def _steps_of(self, shape: tuple[int, ...], itemsize: int, blocks: frozenset[Placement]) -> nx.DiGraph:
         graph = nx.DiGraph()
         cuts = [*(S(d) for d in range(len(shape))), *sorted(blocks, key=repr)]
         graph.add_nodes_from(self._states(shape, cuts))
@@ -185,14 +201,14 @@ class ShapeConsistencyManager:
 
     def _states(self, shape: tuple[int, ...], cuts: Sequence[Placement]) -> Iterator[Layout]:
         placements: list[Placement] = [R, P(), *cuts]
-        axes = range(len(self.mesh.shape))
-        for combination in itertools.product(*([R] if self.mesh.shape[a] == 1 else placements for a in axes)):
-            for sharding in dict.fromkeys(Sharding(combination, order) for order in itertools.permutations(axes)):
+        orders = list(itertools.permutations(range(len(self.mesh.shape))))
+        for combination in itertools.product(*([R] if n == 1 else placements for n in self.mesh.shape)):
+            for sharding in dict.fromkeys(Sharding(combination, order) for order in orders):
                 if layout := Layout.of(shape, sharding, self.mesh):
                     yield layout
 
     def step_seconds(self, step: Step, before: Layout, itemsize: int) -> float:
-        """What one step costs the fullest device."""
+        """Seconds of one step on the fullest device."""
         gathered = (
             before.with_row(step.dim, before.rows[step.dim].without(step.axis))
             if step.kind in ("all_gather", "all_to_all")
@@ -227,7 +243,7 @@ class ShapeConsistencyManager:
         )
 
     def _bytes(self, layout: Layout, itemsize: int) -> int:
-        """What the fullest device holds, the one at coordinate 0."""
+        """Bytes on the fullest device, the one at coordinate 0."""
         return math.prod(layout.local_shape(self.mesh, (0,) * len(self.mesh.shape))) * itemsize
 
 
@@ -248,7 +264,7 @@ def steps_from(state: Layout, cuts: Sequence[Placement], mesh: DeviceMesh) -> It
 
 
 def leads_to(path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh: DeviceMesh) -> Layout | None:
-    """How a tensor lies after these steps; None where one of them cannot be taken."""
+    """The layout of a tensor after these steps; None where one of them cannot be taken."""
     state = Layout.of(tuple(shape), source, mesh)
     for step in path:
         cuts = [
@@ -297,7 +313,8 @@ def localise(
 ) -> tuple[tuple[LocalStep, ...], tuple[int, ...]]:
     """Steps as the device at `coordinate` runs them, and the local shape that they end with."""
     state = Layout.of(tuple(shape), source, mesh)
-    steps, local = [], () if state is None else state.local_shape(mesh, coordinate)
+    local = () if state is None else state.local_shape(mesh, coordinate)
+    steps = []
     for step in path:
         after = step.after(state, mesh) if state else None
         if state is None or after is None:
@@ -305,12 +322,13 @@ def localise(
                 f"{step.text(mesh.axes)} cannot follow here",
                 seen=f"a tensor of shape {list(shape)}, {source.text(mesh.axes)} at first, on mesh {mesh}",
             )
-        before, local, dims = local, after.local_shape(mesh, coordinate), []
-        for d in filter(lambda d: d >= 0, (step.dim, step.to_dim)):
-            cut, size = (
-                (state, local[d]) if step.axis in state.rows[d].axes else (after, before[d])
-            )  # the size that the dim has when the axis does not cut it
-            dims.append((d, size, cut.rows[d].met(step.axis, size)))
+        before, local = local, after.local_shape(mesh, coordinate)
+        dims = []
+        for d in (step.dim, step.to_dim):
+            if d >= 0:  # the size is that which the dim has when the axis does not cut it
+                is_cut_before = step.axis in state.rows[d].axes
+                row, size = (state.rows[d], local[d]) if is_cut_before else (after.rows[d], before[d])
+                dims.append((d, size, row.met(step.axis, size)))
         steps.append(LocalStep(step.kind, mesh.axes[step.axis], tuple(dims)))
         state = after
     return tuple(steps), local

@@ -36,7 +36,7 @@ class Row:
     blocks: Blocks = ()
 
     @staticmethod
-    @functools.cache
+    @functools.lru_cache(maxsize=1 << 16)
     def whole(size: int) -> Row:
         return Row(size, ((NOBODY, size),) if size > 1 else ())
 
@@ -44,31 +44,36 @@ class Row:
     def axes(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(a for a, _ in (self.nested or self.digits) if a != NOBODY))
 
-    @functools.cache  # noqa: B019 - a row is small, and shared by every tensor of its size
     def cut(self, axis: int, n: int, blocks: Blocks = ()) -> Row | None:
-        """With one more axis inside, which cuts each of the blocks.
+        """The row with one more axis inside, which cuts each of the blocks.
 
         None where that leaves a device without a part, or parts of blocks unequal.
         """
+        return _cut(self, axis, n, blocks)
+
+    def without(self, axis: int) -> Row | None:
+        """The row with that axis gathered; None where it would be no gather of one run of parts."""
+        return _without(self, axis)
+
+    def _cut(self, axis: int, n: int, blocks: Blocks) -> Row | None:
         if sum(blocks) not in (0, self.size):
             return None
-        if not self.nested and len(set(blocks)) < 2 and (row := self._read(axis, n, max(1, len(blocks)))) is not None:
-            return row
+        if not self.nested and len(set(blocks)) < 2:
+            row = self._read(axis, n, max(1, len(blocks)))
+            if row is not None:
+                return row
         inner = self._as_nested(blocks)
         if inner is None:
             return None
         nested = (*inner, (axis, n))
+        parts = [k for _, k in nested]
         if blocks:
-            return (
-                Row(self.size, nested=nested, blocks=blocks)
-                if len(set(blocks)) > 1 and all(b % math.prod(k for _, k in nested) == 0 for b in blocks)
-                else None
-            )
-        return Row(self.size, nested=nested) if every_part_holds_something(self.size, [k for _, k in nested]) else None
+            fits = len(set(blocks)) > 1 and all(b % math.prod(parts) == 0 for b in blocks)
+        else:
+            fits = every_part_holds_something(self.size, parts)
+        return Row(self.size, nested=nested, blocks=blocks) if fits else None
 
-    @functools.cache  # noqa: B019
-    def without(self, axis: int) -> Row | None:
-        """With that axis gathered; None where it would be no gather of one run of parts."""
+    def _without(self, axis: int) -> Row | None:
         if self.nested:
             if self.nested[-1][0] != axis:
                 return None
@@ -82,7 +87,7 @@ class Row:
         return replace(self, digits=_tidy([(NOBODY if a == axis else a, n) for a, n in self.digits]))
 
     def met(self, axis: int, local: int) -> Blocks:
-        """Blocks that the axis cuts on one device, of a dim that has this local size where the axis does not cut it."""
+        """Blocks that the axis cuts on one device, of a dim of this local size where the axis does not cut it."""
         if self.nested:
             return tuple(b * local // self.size for b in self.blocks)
         before = itertools.takewhile(lambda digit: digit[0] != axis, self.digits)
@@ -90,7 +95,7 @@ class Row:
         return (local // count,) * count if count > 1 else ()
 
     def local(self, mesh: DeviceMesh, coordinate: Sequence[int]) -> int:
-        """How many rows the device at `coordinate` holds."""
+        """The number of rows on the device at `coordinate`."""
         size = self.size
         for axis, n in self.nested:
             size = part(size, n, coordinate[axis])[1]
@@ -117,7 +122,7 @@ class Row:
         return replace(self, digits=_tidy(digits))
 
     def _as_nested(self, blocks: Blocks) -> tuple[tuple[int, int], ...] | None:
-        """The axes that cut it, major first, where they cut it one inside the other as plainly as the blocks say."""
+        """The axes that cut it, major first, where one cuts inside the other as plainly as the blocks say."""
         if self.nested:
             return self.nested if self.blocks == blocks else None
         axes = [(a, n) for a, n in self.digits if a != NOBODY]
@@ -125,6 +130,11 @@ class Row:
         for a, n in axes:
             again = again.cut(a, n) if again else None
         return tuple(axes) if not axes or (again == self and not blocks) else None
+
+
+# rows are small, and shared by every tensor with a dim of their size
+_cut = functools.lru_cache(maxsize=1 << 16)(Row._cut)
+_without = functools.lru_cache(maxsize=1 << 16)(Row._without)
 
 
 def _divide(digits: list[tuple[int, int]], at: int, wanted: int) -> bool:
@@ -140,9 +150,9 @@ def _divide(digits: list[tuple[int, int]], at: int, wanted: int) -> bool:
 
 def _tidy(digits: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Neighbours that one axis reads, or nobody, are one digit."""
-    return tuple(
-        (a, n) for a, run in itertools.groupby(digits, key=lambda d: d[0]) if (n := math.prod(d[1] for d in run)) > 1
-    )
+    runs = itertools.groupby(digits, key=lambda digit: digit[0])
+    merged = [(axis, math.prod(n for _, n in run)) for axis, run in runs]
+    return tuple((axis, n) for axis, n in merged if n > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +173,8 @@ class Layout:
             for axis in axes:
                 row = rows[dim]
                 rows[dim] = row.cut(axis, mesh.shape[axis], sharding.placements[axis].blocks) if row else None
-        return None if None in rows else Layout(tuple(rows), frozenset(sharding.partial_axes))  # type: ignore[arg-type]
+        found = [row for row in rows if row is not None]
+        return Layout(tuple(found), frozenset(sharding.partial_axes)) if len(found) == len(rows) else None
 
     def cut_by(self, axis: int) -> int | None:
         """The dim that an axis cuts."""

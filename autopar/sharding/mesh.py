@@ -30,10 +30,8 @@ class DeviceMesh:
         self, shape: tuple[int, ...] | int, axes: tuple[str, ...] | None = None, ranks: Sequence[int] = ()
     ) -> None:
         try:
-            shape = tuple(
-                n if isinstance(n, (bool, float)) else operator.index(n)
-                for n in ((shape,) if hasattr(shape, "__index__") else shape)
-            )
+            sizes = (shape,) if hasattr(shape, "__index__") else shape
+            shape = tuple(n if isinstance(n, (bool, float)) else operator.index(n) for n in sizes)
             axes = tuple(str(a) for a in range(len(shape))) if axes is None else tuple(axes)
             ranks = [operator.index(r) for r in ranks]
         except TypeError:
@@ -41,20 +39,12 @@ class DeviceMesh:
                 f"{shape!r} is not a mesh shape, or {axes!r} no names of axes, or {ranks!r} no ranks",
                 advice='DeviceMesh((2, 4), ("dp", "tp"))',
             ) from None
-        if not shape or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in shape):
-            raise BadSharding(f"{shape} is not a mesh shape", advice="positive sizes, for example (2, 4)")
-        if len(axes) != len(shape) or len(set(axes)) != len(axes):
-            raise BadSharding(f"axes {axes} do not name the {len(shape)} axes of shape {shape} once each")
-        if bad := [a for a in axes if not a or any(c in a for c in "@,;/ ")]:
-            raise BadSharding(f"{bad[0]!r} is not an axis name", advice="a word without spaces or any of @ , ; /")
+        _check_shape(shape)
+        _check_axes(axes, shape)
+        _check_ranks(ranks, shape)
         object.__setattr__(self, "shape", shape)
-        if ranks and (len(ranks) != math.prod(shape) or sorted(ranks) != list(range(len(ranks)))):
-            raise BadSharding(
-                f"ranks {list(ranks)} do not stand on a mesh of shape {shape}",
-                advice=f"each of 0 to {math.prod(shape) - 1} once",
-            )
         object.__setattr__(self, "axes", axes)
-        object.__setattr__(self, "ranks", () if list(ranks) == sorted(ranks) else tuple(ranks))
+        object.__setattr__(self, "ranks", () if ranks == sorted(ranks) else tuple(ranks))
 
     def __str__(self) -> str:
         return "(" + ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True)) + ")"
@@ -73,7 +63,7 @@ class DeviceMesh:
         raise BadSharding(f"the mesh has no axis {name!r}", seen=f"mesh {self}")
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Where a rank stands, one index per axis."""
+        """The place of a rank, one index per axis."""
         rank, result = self.ranks.index(rank) if self.ranks else rank, []
         for n in reversed(self.shape):
             rank, index = divmod(rank, n)
@@ -81,10 +71,9 @@ class DeviceMesh:
         return tuple(reversed(result))
 
     def rank(self, coordinate: Sequence[int]) -> int:
-        """Who stands there."""
-        if len(coordinate) != len(self.shape) or any(
-            not 0 <= c < n for c, n in zip(coordinate, self.shape, strict=True)
-        ):
+        """The rank at a place."""
+        places = zip(coordinate, self.shape, strict=False)
+        if len(coordinate) != len(self.shape) or not all(0 <= c < n for c, n in places):
             raise BadSharding(f"{tuple(coordinate)} is no place on mesh {self}")
         rank = 0
         for c, n in zip(coordinate, self.shape, strict=True):
@@ -110,13 +99,14 @@ class DeviceMesh:
 
     def to_torch(self, device_type: str) -> torch.distributed.device_mesh.DeviceMesh:
         """torch's own mesh over the same ranks; needs a process group of exactly this size."""
+        # here, for start-up time: meshes are planned for without torch
         import torch
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed import device_mesh
 
-        if dist.get_world_size() != self.size:
+        ranks = torch.distributed.get_world_size()
+        if ranks != self.size:
             raise Disagreement(
-                f"mesh {self} has {self.size} devices, the world has {dist.get_world_size()} ranks",
+                f"mesh {self} has {self.size} devices, the world has {ranks} ranks",
                 advice=f"torchrun --nproc-per-node {self.size}, or another mesh",
             )
         if any(list(group) != sorted(group) for axis in self.axes for group in self.groups(axis)):
@@ -126,10 +116,9 @@ class DeviceMesh:
                 advice="start the job with its ranks in the mesh's order",
             )
         if self.ranks:
-            return dist.device_mesh.DeviceMesh(
-                device_type, torch.tensor(self.ranks).view(self.shape), mesh_dim_names=self.axes
-            )
-        return init_device_mesh(device_type, self.shape, mesh_dim_names=self.axes)
+            places = torch.tensor(self.ranks).view(self.shape)
+            return device_mesh.DeviceMesh(device_type, places, mesh_dim_names=self.axes)
+        return device_mesh.init_device_mesh(device_type, self.shape, mesh_dim_names=self.axes)
 
     @staticmethod
     def of(given: Any) -> DeviceMesh:
@@ -142,4 +131,27 @@ class DeviceMesh:
             return DeviceMesh(tuple(given) if isinstance(given, (tuple, list)) else (given,))
         raise BadSharding(
             f"{given!r} is not a mesh", advice='DeviceMesh((2, 4), ("dp", "tp")), or a shape such as (2, 4)'
+        )
+
+
+def _check_shape(shape: Sequence[Any]) -> None:
+    """Raise a letter unless all sizes are positive whole numbers."""
+    if not shape or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in shape):
+        raise BadSharding(f"{shape} is not a mesh shape", advice="positive sizes, for example (2, 4)")
+
+
+def _check_axes(axes: Sequence[str], shape: Sequence[int]) -> None:
+    """Raise a letter unless each axis has a name of its own that can stand in a sharding."""
+    if len(axes) != len(shape) or len(set(axes)) != len(axes):
+        raise BadSharding(f"axes {axes} do not name the {len(shape)} axes of shape {shape} once each")
+    if bad := [a for a in axes if not a or not set(a).isdisjoint("@,;/ ")]:
+        raise BadSharding(f"{bad[0]!r} is not an axis name", advice="a word without spaces or any of @ , ; /")
+
+
+def _check_ranks(ranks: Sequence[int], shape: Sequence[int]) -> None:
+    """Raise a letter unless none is said, or each rank stands somewhere once."""
+    if ranks and sorted(ranks) != list(range(math.prod(shape))):
+        raise BadSharding(
+            f"ranks {list(ranks)} do not stand on a mesh of shape {shape}",
+            advice=f"each of 0 to {math.prod(shape) - 1} once",
         )

@@ -241,7 +241,7 @@ def outside_brackets(text: str, separator: str = ",") -> list[str]:
     return pieces
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1 << 14)
 def _holds_something(size: int, parts: tuple[int, ...]) -> bool:
     sizes = {size}
     for count in parts:
