@@ -220,7 +220,7 @@ def _refuse_planning(plan: Plan | None, planning: Mapping[str, Any]) -> None:
 
 
 def _let_search_go(plan: Plan) -> None:
-    """Give up the space that a plan was chosen from: what it decides is lowered, and training would hold the rest."""
+    """Give up the space that a plan was chosen from: training would hold it, and needs it no more."""
     if plan.search is not None:
         plan.search.let_go()
 

@@ -114,7 +114,7 @@ def check_timeout(timeout_s: Any) -> None:
 
 
 def backend_name(compile: Any, known: Callable[[], Sequence[str]]) -> str | None:
-    """The backend of torch.compile that is meant, among those that are `known`; None: emitted code runs as it is."""
+    """The backend of torch.compile that is meant, among the `known`; None: code runs as it is emitted."""
     if compile is False:
         return None
     backend = "inductor" if compile is True else compile

@@ -12,9 +12,10 @@ T = TypeVar("T")
 
 
 def without_collections(working: Callable[P, T]) -> Callable[P, T]:
-    """Tracing, planning and lowering make many small objects that all stay and hold no cycles.
+    """Run a function while the garbage collector rests.
 
-    The collector would look through them, and all of torch, again and again.
+    Tracing, planning and lowering make many small objects that all stay and hold no cycles. The collector
+    would look through them, and all of torch, again and again.
     """
 
     @functools.wraps(working)

@@ -102,8 +102,9 @@ def calibrate(
 
 
 def fit(kind: str, n: int, times: dict[int, float]) -> tuple[float, float]:
-    """(latency in seconds, bytes/s) with which the formula of a collective comes nearest to what sizes took, in
-    relative terms.
+    """The latency in seconds, and bytes/s, with which a collective's formula comes nearest to measured times.
+
+    By relative differences.
     """
     terms = []
     for size, taken in times.items():  # a formula is linear in its latency and in one over its bandwidth
@@ -203,7 +204,7 @@ class Alone:
 
 
 def _agreed(times: Sequence[float], crowding: float) -> list[float]:
-    """What all ranks take on average, by the wall's clock."""
+    """The seconds that all ranks take on average, by the wall's clock."""
     together = torch.tensor([*times, crowding], dtype=torch.float64)
     if dist.get_backend() == "nccl":
         together = together.cuda()
@@ -243,7 +244,10 @@ def _alone(
 
 
 def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, int, Callable[[], Any]]]:
-    """torch's own steps by the elements of a parameter on a device: parameters are DTensors, as in a parallel model."""
+    """torch's own steps by the elements of a parameter on a device.
+
+    Parameters are DTensors, as in a parallel model.
+    """
     steps = {
         "adamw": torch.optim.AdamW,
         "sgd": torch.optim.SGD,
@@ -269,7 +273,7 @@ def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, 
 
 
 def _hidden(axis: Axis, device: str, repetitions: int, product_s: float) -> float:
-    """Of the shorter of a collective and compute that run at once, the share that takes no time.
+    """The share that takes no time of the shorter of a collective and compute that run at once.
 
     All of it where they share nothing, none where they share their cores.
     """

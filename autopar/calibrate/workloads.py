@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.runtime import collectives, forms  # noqa: F401 - forms trace conversions
+from autopar.runtime.private import FakeTensorMode
 
 WIDTH = 256  # of a row
 ELEMENTS = (

@@ -85,7 +85,10 @@ def run_program() -> None:
 
 
 def agree(what: object, said: str, is_call: bool = True) -> None:
-    """Wait until all ranks are about to do `what`, which `said` tells a person; a letter on all where some are not."""
+    """Wait until all ranks are about to do `what`; a letter on all of them where some are not.
+
+    `said` tells it to a person.
+    """
     here = _standing()
     if here is None:
         return
@@ -110,7 +113,7 @@ def agree(what: object, said: str, is_call: bool = True) -> None:
 
 
 def wait_for(work: Any) -> None:
-    """Wait for a collective; where that takes long, look whether another rank asks for something else meanwhile."""
+    """Wait for a collective; where that takes long, look whether another rank asks for something else."""
     if work is None:
         return
     if not _HERE.is_patient:
@@ -145,7 +148,7 @@ def _look(here: Standing) -> None:
 
 
 def _await_verdict(here: Standing, said: str) -> None:
-    """Until all ranks have come, one has said that it never will, or time is up."""
+    """Wait until all ranks have come, one has said that it never will, or time is up."""
     store, k, end = here.store, here.agreements, time.monotonic() + here.limit_s
     has_asked = False
     while True:
@@ -181,7 +184,7 @@ def _judge(store: Any, k: int, differ: str, is_final: bool) -> None:
 
 
 def _difference(said: list[str]) -> str:
-    """Who does what, in the order of ranks."""
+    """The ranks that do each thing, in their order."""
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(said):
         by_text.setdefault(text, []).append(rank)
@@ -195,7 +198,7 @@ def _letter(here: Standing, differ: str, is_final: bool) -> Disagreement:
 
 
 def _tidy(here: Standing, k: int, mine: str) -> None:
-    """What was written before the last agreement has been read by all."""
+    """Delete the keys of the last agreement but one: all have read them."""
     for key in here.written:
         here.store.delete_key(key)
     names = (0, mine, "came", "judges", "asked", "verdict") if dist.get_rank() == 0 else (dist.get_rank(),)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.runtime.private import attention_kernel, fused_attention, fused_attention_backward
+from autopar.runtime.private import AttentionCall, attention_kernel, fused_attention, fused_attention_backward
 
 GROUPED = ("cpu", "flash")  # kernels that take fewer heads of keys than of queries
 
@@ -29,7 +29,7 @@ GROUPED = ("cpu", "flash")  # kernels that take fewer heads of keys than of quer
 def causal_attention_part(
     query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None = None, enable_gqa: bool = False
 ) -> Tensor:
-    """Causal attention of the queries that stand at `start` and after it in the whole; key and value are whole."""
+    """Causal attention of queries of which the first stands at `start`; key and value are whole."""
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     given = _with_batch_and_heads(query, key, value, enable_gqa)
     out: Tensor = CausalAttentionPart.apply(*given, start, factor)
@@ -72,7 +72,7 @@ class Rows:
 
 
 def rows_of(start: int, queries: int, keys: int) -> list[Rows]:
-    """What the queries of a part see: its first rows the keys before it and a square of its own.
+    """The keys that the queries of a part see: its first rows those before it and a square of its own.
 
     Rows behind the last key see all keys.
     """
@@ -101,7 +101,8 @@ class CausalAttentionPart(torch.autograd.Function):
         for rows in rows_of(start, q.shape[-2], k.shape[-2]):
             here = _range(q, rows.first, rows.last)
             parts = [
-                _attend(kernel, here, _range(k, a, b), _range(v, a, b), diagonal, scale) for a, b, diagonal in rows.sees
+                _attend(AttentionCall(kernel, diagonal, scale), here, _range(k, a, b), _range(v, a, b))
+                for a, b, diagonal in rows.sees
             ]
             out, log_sum = parts[0] if len(parts) == 1 else _merged(*parts)
             outs.append(out)
@@ -123,7 +124,13 @@ class CausalAttentionPart(torch.autograd.Function):
             sums = log_sum[..., rows.first : rows.last]
             found = [
                 _attend_backward(
-                    ctx.kernel, g_here, here, _range(k, a, b), _range(v, a, b), whole, sums, diagonal, ctx.scale
+                    AttentionCall(ctx.kernel, diagonal, ctx.scale),
+                    g_here,
+                    here,
+                    _range(k, a, b),
+                    _range(v, a, b),
+                    whole,
+                    sums,
                 )
                 for a, b, diagonal in rows.sees
             ]
@@ -142,7 +149,7 @@ class CausalAttentionPart(torch.autograd.Function):
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """What rows attend to over two ranges of keys, and its log-sum-exp.
+    """The attention of rows over two ranges of keys, and its log-sum-exp.
 
     The sums are of the dtype of accumulation, and so are the weights.
     """
@@ -182,54 +189,42 @@ def _reaching(parts: Sequence[Tensor], rows: int) -> Tensor:
     return _joined([*parts, *zeros])
 
 
-def _attend(
-    kernel: str, query: Tensor, key: Tensor, value: Tensor, diagonal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exps of one call; with `diagonal`, of a square up to its diagonal."""
-    if kernel in GROUPED:
-        return fused_attention(kernel, query, key, value, diagonal, scale)
+def _attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exps of one call."""
+    if call.kernel in GROUPED:
+        return fused_attention(call, query, key, value)
     key, value = _by_head(key, query), _by_head(value, query)
-    if kernel:
-        return fused_attention(kernel, query, key, value, diagonal, scale)
-    scores = _scores(query, key, diagonal, scale)
+    if call.kernel:
+        return fused_attention(call, query, key, value)
+    scores = _scores(call, query, key)
     log_sum = scores.logsumexp(-1)
     return (scores - log_sum.unsqueeze(-1)).exp() @ value, log_sum
 
 
 def _attend_backward(
-    kernel: str,
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    diagonal: bool,
-    scale: float,
+    call: AttentionCall, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One call's share of the gradients of query, key and value, from output and log-sum-exps of whole rows."""
-    if kernel in GROUPED:
-        return fused_attention_backward(kernel, gradient, query, key, value, out, log_sum, diagonal, scale)
+    """One call's share of the gradients of query, key and value; output and log-sum-exps are of whole rows."""
+    if call.kernel in GROUPED:
+        return fused_attention_backward(call, gradient, query, key, value, out, log_sum)
     groups, key, value = key.shape[1], _by_head(key, query), _by_head(value, query)
-    if kernel:
-        of_query, of_key, of_value = fused_attention_backward(
-            kernel, gradient, query, key, value, out, log_sum, diagonal, scale
-        )
+    if call.kernel:
+        of_query, of_key, of_value = fused_attention_backward(call, gradient, query, key, value, out, log_sum)
     else:
-        weights = (_scores(query, key, diagonal, scale) - log_sum.unsqueeze(-1)).exp()
+        scale = call.scale
+        weights = (_scores(call, query, key) - log_sum.unsqueeze(-1)).exp()
         of_value = weights.transpose(-2, -1) @ gradient
         of_scores = weights * (gradient @ value.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True)) * scale
         of_query, of_key = of_scores @ key, of_scores.transpose(-2, -1) @ query
     return of_query, _by_group(of_key, groups), _by_group(of_value, groups)
 
 
-def _scores(query: Tensor, key: Tensor, diagonal: bool, scale: float) -> Tensor:
-    scores = query @ key.transpose(-2, -1) * scale
-    return (
-        scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-        if diagonal
-        else scores
-    )
+def _scores(call: AttentionCall, query: Tensor, key: Tensor) -> Tensor:
+    scores = query @ key.transpose(-2, -1) * call.scale
+    if not call.is_causal:
+        return scores
+    ahead = scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(ahead, -torch.inf)
 
 
 def _by_head(x: Tensor, query: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def pack_all_reduce(xs: list[Tensor], axis: Axis) -> Message:
 
 
 def _summed(flat: Tensor) -> Tensor:
-    """What can be added up: truth values as numbers."""
+    """The same memory as numbers that can be added up: truth values are 0 and 1."""
     return flat.view(torch.uint8) if flat.dtype == torch.bool else flat
 
 
@@ -241,7 +241,7 @@ def lodge(x: Tensor, axis: Axis) -> Tensor:
 
 
 def part_start(like: Tensor, axis: Axis, size: int, on_host: bool = False) -> Any:
-    """Where this rank's part of a dim begins, as a number or as a tensor beside `like`."""
+    """The start of this rank's part of a dim, as a number or as a tensor beside `like`."""
     step = -(-size // axis.size)
     start = step * axis.index if size % axis.size == 0 else part(size, axis.size, axis.index)[0]
     return start if on_host else torch.full((), start, dtype=torch.int64, device=like.device)
@@ -306,7 +306,7 @@ BEGIN: dict[str, Callable[..., Pending]] = {
     "autopar::convert", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )  # so tagged, it is never computed while tracing, though its operand is a constant
 def convert(x: Tensor, forward: str, backward: str, shape: list[int], dtype: str = "") -> Tensor:
-    """A change of sharding: `forward` names its steps, `backward` those of its gradient, `shape` is what it leaves.
+    """A change of sharding by its steps, `forward` and those of its gradient, and the `shape` that it leaves.
 
     With a `dtype` it is also a cast, which comes before the steps, forward and backward.
     """

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.letters import Letter, Lost
 from autopar.runtime.agreement import wait_at_most
@@ -36,12 +37,12 @@ _SIGNS = (
 _has_said = False  # does something stand in the store of this rank?
 
 
-def limit(mesh: object, seconds: float) -> None:
+def limit(mesh: DeviceMesh, seconds: float) -> None:
     """No collective on these axes, and no agreement, waits longer."""
     wait_at_most(seconds)
     if dist.get_backend() in ("gloo", "nccl"):
-        for axis in range(mesh.ndim):  # type: ignore[attr-defined]
-            set_timeout(mesh.get_group(axis), timedelta(seconds=seconds))  # type: ignore[attr-defined]
+        for axis in range(mesh.ndim):
+            set_timeout(mesh.get_group(axis), timedelta(seconds=seconds))
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.runtime.private import dirichlet_slope, gamma_slope
 from autopar.runtime.random import SECOND, Cuts, bits, kept, normal, start_of, uniform
 from autopar.runtime.sampling import gamma_at, places_of, poisson_at
 
@@ -63,11 +64,8 @@ def cross_entropy_part(
     place = torch.where(here, place, 0)
     picked = input.gather(1, place.unsqueeze(1)).squeeze(1)
     if weight is None:
-        of_target, of_all, spread = (
-            here.to(input.dtype) * (1.0 - e),
-            counts.to(input.dtype),
-            input.sum(1) if e else None,
-        )
+        of_target, of_all = here.to(input.dtype) * (1.0 - e), counts.to(input.dtype)
+        spread = input.sum(1) if e else None
     else:
         of_target = torch.where(here, weight[place], 0) * (1.0 - e)
         of_all = _reduced(of_target, "all_reduce", axes)
@@ -95,9 +93,8 @@ def amax_part(
     if floats:
         mine = signed.detach() == top
         count = _reduced(mine.sum(dims, keepdim=True).to(input.dtype), "all_reduce", axes)
-        value = (
-            top + torch.where(mine & signed.isfinite(), signed - signed.detach(), 0).sum(dims, keepdim=True) / count
-        )  # which is zero, and has the gradient
+        slope = torch.where(mine & signed.isfinite(), signed - signed.detach(), 0)  # zero, and has the gradient
+        value = top + slope.sum(dims, keepdim=True) / count
     value = (-value if least else value).to(input.dtype)
     return value if keepdim else value.squeeze(dims)
 
@@ -176,9 +173,8 @@ class BatchNormPart(torch.autograd.Function):
         y = (_wide(input) - mean.view(shape)) * scale.view(shape)
         of_bias, of_weight = g.sum(dims), (g * y).sum(dims)
         shared = _exchanged(torch.stack([of_bias, of_weight]), ctx.axes) / ctx.count
-        x = (g - shared[0].view(shape) - y * shared[1].view(shape)) * (
-            scale if weight is None else scale * weight
-        ).view(shape)
+        x = g - shared[0].view(shape) - y * shared[1].view(shape)
+        x = x * (scale if weight is None else scale * weight).view(shape)
         return (
             x.to(input.dtype),
             None if weight is None else of_weight.to(weight.dtype),
@@ -209,7 +205,7 @@ def dropout_by_position(
 def channel_dropout_by_position(
     input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5
 ) -> Tensor:
-    """Dropout of whole channels: one draw for each place in the leading dims, of which `shape` and `cuts` speak."""
+    """Dropout of whole channels: a draw for each place in the leading dims, which `shape` and `cuts` are of."""
     keep = kept(key, op, p, shape, cuts, input.shape[: len(shape)])
     keep = keep.view(*keep.shape, *[1] * (input.dim() - len(shape)))
     return torch.where(keep, input if p >= 1.0 else input * (1.0 / (1.0 - p)), 0)
@@ -218,7 +214,7 @@ def channel_dropout_by_position(
 def alpha_dropout_by_position(
     input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5
 ) -> Tensor:
-    """What is dropped takes selu's lowest value, and all are scaled and shifted so that mean and variance stay."""
+    """Dropout to selu's lowest value, scaled and shifted so that mean and variance stay."""
     if p >= 1.0:
         return input * 0
     low = -1.7580993408473766  # the lowest value of selu
@@ -248,20 +244,10 @@ def drawn_by_position(
         return normal(key, op, shape, cuts, local, dtype)
 
     def whole_numbers() -> Tensor:
-        first, last = (
-            (
-                0,
-                2**24
-                if dtype.is_floating_point
-                else 2
-                if dtype == torch.bool
-                else min(2**31, torch.iinfo(dtype).max + 1),
-            )
-            if a is None
-            else (0, int(a))
-            if b is None
-            else (int(a), int(b))
-        )
+        if a is None:
+            first, last = 0, _whole_numbers_of(dtype)
+        else:
+            first, last = (0, int(a)) if b is None else (int(a), int(b))
         return (uniform(key, op, shape, cuts, local, torch.float64) * (last - first)).floor() + first
 
     kinds: dict[str, Callable[[], Tensor]] = {
@@ -274,6 +260,13 @@ def drawn_by_position(
         "random": whole_numbers,
     }
     return kinds[kind]().to(dtype)
+
+
+def _whole_numbers_of(dtype: torch.dtype) -> int:
+    """The count of whole numbers from 0 that `random_` draws from where no range is said."""
+    if dtype.is_floating_point:
+        return 2**24
+    return 2 if dtype == torch.bool else min(2**31, torch.iinfo(dtype).max + 1)
 
 
 def bernoulli_by_position(
@@ -326,7 +319,7 @@ def normal_by_position(
 
 
 def _of_no_slope(drawn: Tensor, *operands: Any) -> Tensor:
-    """What is drawn; to torch, its gradient of what says its distribution is zeros, and not none."""
+    """Draws whose gradient of the numbers that say their distribution is zeros to torch, and not none."""
     for operand in operands:
         if isinstance(operand, Tensor) and operand.requires_grad:
             drawn = torch.where(torch.zeros((), dtype=torch.bool, device=drawn.device), operand, drawn)
@@ -348,7 +341,7 @@ def rrelu_by_position(
     lower: float = 1 / 8,
     upper: float = 1 / 3,
 ) -> Tensor:
-    """What is not above zero is scaled by a slope of its own."""
+    """Scale each element that is not above zero by a slope of its own."""
     slope = uniform(key, op, shape, cuts, input.shape, input.dtype) * (upper - lower) + lower
     return torch.where(input > 0, input, input * slope.to(input.dtype))
 
@@ -360,7 +353,7 @@ def poisson_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int
 
 
 def gamma_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts]) -> Tensor:
-    """Draws of gamma distributions of scale 1; `input` says their shapes, and has the gradient that torch gives it."""
+    """Draws of gamma distributions of scale 1, whose shapes `input` says; its gradient is torch's."""
     sample = gamma_at(input.detach(), key, op, list(shape), places_of(key, cuts, input.shape)).to(input.dtype)
     return _Gamma.apply(input, sample.clamp(min=torch.finfo(input.dtype).tiny))
 
@@ -383,7 +376,7 @@ class _Gamma(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         alpha, sample = ctx.saved_tensors
-        return gradient * torch.ops.aten._standard_gamma_grad(alpha, sample), None
+        return gradient * gamma_slope(alpha, sample), None
 
 
 class _Dirichlet(torch.autograd.Function):
@@ -398,7 +391,7 @@ class _Dirichlet(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         alpha, sample = ctx.saved_tensors
         total = alpha.sum(-1, keepdim=True).expand_as(alpha).contiguous()
-        along = torch.ops.aten._dirichlet_grad(sample, alpha.contiguous(), total)
+        along = dirichlet_slope(sample, alpha.contiguous(), total)
         return along * (gradient - (sample * gradient).sum(-1, keepdim=True)), None
 
 
@@ -408,11 +401,9 @@ def arange_part(start: float, step: float, length: int, cuts: Cuts, dtype: torch
         start, step = int(start), int(step)
     places = torch.arange(length)
     places = places + start_of(places, cuts)
-    return (
-        (places.double() * step + start).to(dtype)
-        if isinstance(start, float) or isinstance(step, float)
-        else (places * step + start).to(dtype)
-    )
+    if isinstance(start, float) or isinstance(step, float):
+        places = places.double()
+    return (places * step + start).to(dtype)
 
 
 def attention_by_position(

@@ -18,6 +18,7 @@
     ..._backward        backward from an output and log-sum-exps that are given
     let_anomalies_be_looked_for   so that they are, in DTensors
     before_fully_shard  it takes the parameters of a module without a word to the module
+    ctc_losses_of, ...  ops of losses and of samples whose gradients have no public name
     before_call         a part of a parallel model is called by itself
     skip_together       torch asks the first gradient alone over which ranks an inf is made known; it must be known to
                         all
@@ -31,20 +32,22 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 
 @contextlib.contextmanager
 def clean_room() -> Iterator[None]:
-    """No dispatch mode of the caller's is active inside, nor is torch.autograd.detect_anomaly, which looks for NaN in
-    gradients without values.
+    """A context without the caller's dispatch modes and torch.autograd.detect_anomaly.
 
-    Whoever calls it holds the lock under which captures and joint traces run: the latter is the process's.
+    (The latter looks for NaN, in gradients without values here.) Whoever calls it holds the lock under which captures
+    and joint traces run: anomaly detection is the process's.
     """
     with torch.autograd.set_detect_anomaly(False), _disable_current_modes():
         yield
@@ -52,7 +55,7 @@ def clean_room() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """What autograd saves inside is not seen by hooks of the caller's: a checkpoint counts it.
+    """A context whose saved tensors the caller's hooks do not see: a checkpoint counts them.
 
     (Hooks that do nothing would do, and make tracing ten times slower.)
     """
@@ -133,8 +136,9 @@ def skip_together() -> None:
 
 
 def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Which of torch's fused kernels runs attention without mask or dropout on tensors like these, with batch and heads
-    and of one width; none: "". Only "cpu" and "flash" take grouped heads as they are.
+    """The fused kernel of torch that runs attention without mask or dropout on tensors like these; none: "".
+
+    They have batch and heads, and one width. Only "cpu" and "flash" take grouped heads as they are.
     """
     if query.device.type == "cpu":
         return "cpu" if query.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) else ""
@@ -149,47 +153,45 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
     return "efficient" if can_use_efficient_attention(SDPAParams(query, key, value, None, 0.0, False, False)) else ""
 
 
-def fused_attention(
-    kernel: str, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output and the log-sum-exp of each row, [batch, heads, rows].
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """A call of a kernel of attention.
 
-    A causal call is of a square: kernels differ in where they begin the diagonal of others.
+    A causal one is of a square: kernels differ in where they begin the diagonal of others.
     """
-    aten = torch.ops.aten
-    if kernel == "cpu":
-        out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
-    elif kernel == "flash":
-        out, log_sum = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)[
-            :2
-        ]
+
+    kernel: str
+    is_causal: bool
+    scale: float
+
+
+def fused_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and the log-sum-exp of each row, [batch, heads, rows]."""
+    aten, given = torch.ops.aten, (query, key, value)
+    causal, scale = call.is_causal, call.scale
+    if call.kernel == "cpu":
+        out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, causal, scale=scale)
+    elif call.kernel == "flash":
+        out, log_sum = aten._scaled_dot_product_flash_attention(*given, 0.0, causal, False, scale=scale)[:2]
     else:
-        out, log_sum = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, is_causal, scale=scale
-        )[:2]
+        found = aten._scaled_dot_product_efficient_attention(*given, None, True, 0.0, causal, scale=scale)
+        out, log_sum = found[:2]
     return out, log_sum[..., : query.shape[-2]]  # the efficient kernel's are a multiple of 32
 
 
 def fused_attention_backward(
-    kernel: str,
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    is_causal: bool,
-    scale: float,
+    call: AttentionCall, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. `out` and `log_sum` may be those of more keys than this call has."""
     aten = torch.ops.aten
     given = (gradient, query, key, value)
-    if kernel == "cpu":
+    is_causal, scale = call.is_causal, call.scale
+    if call.kernel == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, out, log_sum, 0.0, is_causal, scale=scale
         )
     seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))  # of dropout, which there is not
-    if kernel == "flash":
+    if call.kernel == "flash":
         rows, keys = query.shape[-2], key.shape[-2]
         found = aten._scaled_dot_product_flash_attention_backward(
             *given, out, log_sum.contiguous(), None, None, rows, keys, 0.0, is_causal, seed, offset, scale=scale
@@ -285,3 +287,27 @@ def let_go(ctx: Any) -> None:
 def inside_backward() -> bool:
     """Is this thread inside a backward?"""
     return torch._C._current_graph_task_id() != -1
+
+
+def ctc_losses_of(log_probs: Tensor, targets: Tensor, lengths: tuple[list[int], list[int]], *how: Any) -> Any:
+    """The CTC loss of each sequence, and the sums over paths that its backward reads."""
+    return torch.ops.aten._ctc_loss(log_probs, targets.contiguous(), *lengths, *how)
+
+
+def ctc_gradient_of(
+    gradient: Tensor, log_probs: Tensor, targets: Tensor, lengths: tuple[list[int], list[int]], *how: Any
+) -> Tensor:
+    """The gradient of the log-probabilities, with the sums over paths worked out again."""
+    losses, paths = ctc_losses_of(log_probs, targets, lengths, *how)
+    given = log_probs, targets.contiguous(), *lengths
+    return torch.ops.aten._ctc_loss_backward(gradient.contiguous(), *given, losses, paths, *how)
+
+
+def gamma_slope(shape: Tensor, sample: Tensor) -> Tensor:
+    """The change of a gamma variate with the shape of its distribution."""
+    return torch.ops.aten._standard_gamma_grad(shape, sample)
+
+
+def dirichlet_slope(sample: Tensor, shapes: Tensor, total: Tensor) -> Tensor:
+    """The change of a Dirichlet variate with the shapes of its distribution, of which `total` is the sum."""
+    return torch.ops.aten._dirichlet_grad(sample, shapes, total)

@@ -59,7 +59,7 @@ def key_of(seed: int, step: int) -> int:
 
 
 def kept(key: Tensor, op: int, p: float, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
-    """Which elements of this device's part survive: a mask of shape `local` of a tensor of shape `shape`."""
+    """A mask of the elements that survive in this device's part, of shape `local`, of a tensor of shape `shape`."""
     if p >= 1.0:
         return torch.zeros(tuple(local), dtype=torch.bool, device=key.device)
     threshold = int(p * 2**32) - 2**31
@@ -68,15 +68,11 @@ def kept(key: Tensor, op: int, p: float, shape: Sequence[int], cuts: Sequence[Cu
 
 def bits(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
     """32 random bits for each element of this device's part."""
-    return bits_at(
-        key,
-        op,
-        shape,
-        [
-            torch.arange(n, dtype=torch.int64, device=key.device) + start_of(key, cut)
-            for n, cut in zip(local, cuts, strict=True)
-        ],
-    )
+    places = [
+        torch.arange(n, dtype=torch.int64, device=key.device) + start_of(key, cut)
+        for n, cut in zip(local, cuts, strict=True)
+    ]
+    return bits_at(key, op, shape, places)
 
 
 def bits_at(key: Tensor, op: int, shape: Sequence[int], places: Sequence[Tensor]) -> Tensor:
@@ -135,7 +131,7 @@ def mix(h: Tensor) -> Tensor:
 
 
 def start_of(like: Tensor, cuts: Cuts) -> Tensor | int:
-    """Where this device's part of a dim begins."""
+    """The start of this device's part of a dim."""
     start: Tensor | int = 0
     for axis, size in cuts:
         start = start + torch.ops.autopar.start(like, axis, size)

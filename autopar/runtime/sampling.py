@@ -18,7 +18,7 @@ _HALVINGS = 24  # enough for rates up to 10^10
 
 
 def places_of(key: Tensor, cuts: Sequence[Cuts], local: Sequence[int]) -> list[Tensor]:
-    """Where this device's part lies, dim by dim."""
+    """The places of this device's part, dim by dim."""
     counts = [torch.arange(n, dtype=torch.int64, device=key.device) for n in local]
     return [count + start_of(key, cut) for count, cut in zip(counts, cuts, strict=True)]
 
@@ -29,10 +29,10 @@ def _uniform(key: Tensor, op: int, shape: Sequence[int], places: Sequence[Tensor
 
 @torch.library.custom_op("autopar::gamma_at", mutates_args=())
 def gamma_at(alpha: Tensor, key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Tensor:
-    """Gamma variates of scale 1 in float64, by Marsaglia and Tsang: the first of several tries that is kept.
+    """Gamma variates of scale 1 in float64, by Marsaglia and Tsang.
 
-    Each try has streams of its own. Below a shape of one, of a shape that is larger by one, brought down by a power of
-    a uniform draw.
+    The first of several tries that is kept. Each try has streams of its own. Below a shape of one, of a shape that is
+    larger by one, brought down by a power of a uniform draw.
     """
 
     def u(stream: int) -> Tensor:
@@ -53,9 +53,10 @@ def gamma_at(alpha: Tensor, key: Tensor, op: int, shape: list[int], places: list
 
 @torch.library.custom_op("autopar::poisson_at", mutates_args=())
 def poisson_at(rate: Tensor, key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Tensor:
-    """Poisson variates in float64: the least count up to which probabilities add up to more than a uniform draw.
+    """Poisson variates in float64.
 
-    It is found by halving the range that holds it.
+    The least count up to which probabilities add up to more than a uniform draw. It is found by halving the range that
+    holds it.
     """
     rate, drawn = rate.double(), _uniform(key, op, shape, places)
     reach = 10 * rate.sqrt() + 50  # further than 32 bits of a draw see

@@ -45,12 +45,12 @@ def world_size() -> int:
 
 
 def coordinate(mesh: DeviceMesh) -> Sequence[int]:
-    """Where this rank stands."""
+    """The place of this rank on a mesh."""
     return mesh.coordinate(dist.get_rank())
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What `make` gives on rank 0, on every rank; its error too."""
+    """Make a value on rank 0, and give it to every rank; its error too."""
     if not _ranks_can_talk():
         return make()
     box: list[Any] = [None]
@@ -78,10 +78,10 @@ def all_ranks_hold(what: str, value: Any) -> None:
 
 
 def once_all_have(make: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
-    """What `make` gives on this rank, once all ranks have theirs: before any of them waits for another in vain.
+    """Make a value on this rank, and return it once all ranks have theirs, so that none waits in vain.
 
-    Beside it, it gives what it was told, in words by name: a letter on every rank where they differ. What one rank
-    raises all are told.
+    Beside the value, `make` gives the arguments it was told, in words by name: a letter on every rank where they
+    differ. All are told of an error on one.
     """
     made, error = None, None
     try:

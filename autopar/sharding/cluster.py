@@ -108,25 +108,23 @@ class Cluster:
                 return ((size, m),)
         inner, outer = self.links[0], self.links[-1]
         if mesh.ranks:
-            counts = {c for group in mesh.groups(axis) for c in Counter(rank // node for rank in group).values()}
+            nodes = [Counter(rank // node for rank in group) for group in mesh.groups(axis)]
+            counts = {count for of_group in nodes for count in of_group.values()}
             here = counts.pop() if len(counts) == 1 else 1
         else:
-            here = (
-                size
-                if node % (stride * size) == 0
-                else node // stride
-                if node % stride == 0 and size % (node // stride) == 0
-                else 1
-            )
+            here = _in_a_node(size, stride, node)
         return tuple((n, link) for n, link in ((here, inner), (size // here, outer)) if n > 1) or ((1, inner),)
 
     def times_of(self, op: str, dtype: str) -> Timed | None:
-        """What was measured of an op; None where nothing was."""
+        """The measured times of an op; None where there are none."""
         return _by_name(self.timed).get((op, dtype))
 
     @staticmethod
     def of(given: Any) -> Cluster:
-        """A cluster from what a caller may pass: a Cluster, a name ("h100-8x4": 8 a node, 4 nodes), a path, or None."""
+        """A cluster from what a caller may pass: a Cluster, a name, a path, or None.
+
+        "h100-8x4" names 4 nodes of 8 devices each.
+        """
         if given is None:
             return Cluster.of(DEFAULT)
         if isinstance(given, Cluster):
@@ -139,11 +137,9 @@ class Cluster:
             known = sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
             if match and match[1] in known:
                 cluster = _read(match[1], folder.joinpath(f"{match[1]}.json"))
-                return (
-                    replace(cluster, name=str(given), devices_per_node=int(match[2]), nodes=int(match[3]))
-                    if match[2]
-                    else cluster
-                )
+                if not match[2]:
+                    return cluster
+                return replace(cluster, name=str(given), devices_per_node=int(match[2]), nodes=int(match[3]))
             raise BadCluster(
                 f"no cluster is called {str(given)!r}",
                 seen=f"known: {', '.join(known)}",
@@ -161,6 +157,15 @@ class Cluster:
         Path(path).write_text(
             json.dumps({k: v for k, v in data.items() if k != "name"}, indent=2) + "\n", encoding="utf-8"
         )
+
+
+def _in_a_node(size: int, stride: int, node: int) -> int:
+    """The devices of a group that share a node, where ranks are so far apart; 1 where they do in no regular way."""
+    if node % (stride * size) == 0:
+        return size
+    if node % stride == 0 and size % (node // stride) == 0:
+        return node // stride
+    return 1
 
 
 @functools.lru_cache(maxsize=8)

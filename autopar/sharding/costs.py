@@ -43,8 +43,9 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 
 
 def optimizer_figures(optimizer: str | float, itemsize: int) -> dict[str, float]:
-    """The line of an optimizer; one given by the bytes of its states for each parameter reads and writes them beside
-    parameter and gradient, and makes one tensor for the while.
+    """The line of an optimizer, by its name or by the bytes of its states for each parameter.
+
+    The latter reads and writes them beside parameter and gradient, and makes one tensor for the while.
     """
     if isinstance(optimizer, str):
         return OPTIMIZERS[optimizer]

@@ -118,19 +118,20 @@ class Rule:
         )
 
     def _spread(self, pattern: tuple[Dim, ...], shape: Shape) -> tuple[Dim, ...]:
-        """One pattern dim per dim of the shape: leading dims are numbered from the right, which aligns operands."""
+        """A pattern dim for each dim of the shape; leading ones count from the right, which aligns operands."""
         free = len(shape) - sum(d.factor != ELLIPSIS for d in pattern)
         if free < 0 or (free > 0 and all(d.factor != ELLIPSIS for d in pattern)):
             raise BadRule(f"the rule {self.text!r} does not fit", seen=f"an operand of shape {list(shape)}")
-        return tuple(
-            e
-            for d in pattern
-            for e in ([Dim((f"{ELLIPSIS}{free - i}",)) for i in range(free)] if d.factor == ELLIPSIS else [d])
-        )
+        leading = [Dim((f"{ELLIPSIS}{free - i}",)) for i in range(free)]
+        found: list[Dim] = []
+        for d in pattern:
+            found += leading if d.factor == ELLIPSIS else [d]
+        return tuple(found)
 
     def _sizes(self, pairs: list[tuple[Dim, int]]) -> dict[str, int]:
-        """The size of every factor: from dims that are one factor, then from dims that join known ones and at most one
-        other.
+        """The size of every factor.
+
+        From dims that are one factor, then from dims that join known ones and at most one other.
         """
         sizes = dict(self.given)
         for d, n in pairs:

@@ -48,10 +48,11 @@ class Strategy:
         left, arrow, right = text.partition("->")
         if not arrow:
             raise BadSharding(f"{text!r} is not a strategy", advice='"S(0), R/P(sum) -> S(0)"')
-        flows = [
-            tuple(Flow.parse(piece) for piece in outside_brackets(side) if piece.strip()) for side in (left, right)
-        ]
-        return Strategy(flows[0], flows[1])
+        return Strategy(_flows(left), _flows(right))
+
+
+def _flows(text: str) -> tuple[Flow, ...]:
+    return tuple(Flow.parse(piece) for piece in outside_brackets(text) if piece.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Choice:
         return "; ".join(map(repr, self.strategies))
 
     def operand(self, i: int) -> tuple[Flow, ...]:
-        """What operand `i` carries, a flow per axis."""
+        """The flows of operand `i`, one per axis."""
         return tuple(s.operands[i] for s in self.strategies)
 
     def output(self, i: int = 0) -> tuple[Flow, ...]:
@@ -117,7 +118,7 @@ def strategies_on_one_axis(
 
 
 def _place(row: Sequence[Dim], cut: Cut, binding: Binding) -> Placement | None:
-    """How an operand with these dims lies when an axis makes this cut; None where it has no part in it."""
+    """The placement of an operand with these dims under a cut; None where it has no part in it."""
     for i, dim in enumerate(row):
         if dim.joined == "|" and dim.factors == cut.factors:
             return S(i, tuple(binding.sizes[f] for f in dim.factors))
@@ -137,17 +138,16 @@ def cross(per_axis: Sequence[Strategy], sizes: dict[str, int], mesh: DeviceMesh)
 
     An axis of size 1 is no axis.
     """
-    menus = [
-        per_axis if n > 1 else [s for s in per_axis if all(f == KEPT for f in (*s.operands, *s.outputs))]
-        for n in mesh.shape
-    ]
+    unused = [s for s in per_axis if all(f == KEPT for f in (*s.operands, *s.outputs))]
+    menus = [per_axis if n > 1 else unused for n in mesh.shape]
     result = []
     for combination in itertools.product(*menus):
         cuts: dict[tuple[str, ...], list[tuple[Cut, int, int]]] = {}
         for axis, (strategy, n) in enumerate(zip(combination, mesh.shape, strict=True)):
             if strategy.cut is not None:
                 cuts.setdefault(strategy.cut.factors, []).append((strategy.cut, axis, n))
-        if all(_holds(tuple(sizes[f] for f in factors), tuple(made)) for factors, made in cuts.items()):
+        wholes = {factors: tuple(sizes[f] for f in factors) for factors in cuts}
+        if all(_holds(wholes[factors], tuple(made)) for factors, made in cuts.items()):
             result.append(Choice(combination))
     return tuple(result)
 
@@ -157,8 +157,8 @@ def _holds(wholes: tuple[int, ...], cuts: tuple[tuple[Cut, int, int], ...]) -> b
     """May these axes cut a factor, or several that are cut together, one inside the other?"""
     if any(cut.even for cut, _, _ in cuts) and any(n % math.prod(parts for _, _, parts in cuts) for n in wholes):
         return False
-    for whole in wholes:
-        row: Row | None = Row.whole(whole)
+    for size in wholes:
+        row: Row | None = Row.whole(size)
         for cut, axis, n in cuts:
             row = row.cut(axis, n, cut.blocks) if row else None
         if row is None:
@@ -169,7 +169,7 @@ def _holds(wholes: tuple[int, ...], cuts: tuple[tuple[Cut, int, int], ...]) -> b
 def storage_strategies(
     shape: Sequence[int], blocks: dict[int, set[tuple[int, ...]]] | None = None
 ) -> tuple[Strategy, ...]:
-    """How a tensor may be stored on one axis: whole, or cut; its gradient and optimizer states lie the same way."""
+    """The ways to store a tensor on one axis: whole, or cut, and its gradient and states with it."""
     cuts = [
         (d, Cut((f"dim{d}",), b, bool(b)))
         for d, n in enumerate(shape)

@@ -9,6 +9,7 @@ each other so that the slowest of the opposite pairs is fastest.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -41,17 +42,7 @@ def logical_mesh(
         )
     groups: list[tuple[int, ...]] = [(i,) for i in range(len(distance))]
     for level, size in enumerate(sizes):
-        between = np.array(
-            [
-                [
-                    0.0
-                    if a is b
-                    else max(distance[x, y] for x, y in zip(a, _opposite(a, b, distance, level), strict=True))
-                    for b in groups
-                ]
-                for a in groups
-            ]
-        )
+        between = np.array([[_apart(a, b, distance, level) for b in groups] for a in groups])
         merged = []
         for clique in _cliques(between, size):
             first, *others = (groups[i] for i in clique)
@@ -59,6 +50,13 @@ def logical_mesh(
         groups = merged
     ranks = groups[0]
     return DeviceMesh(tuple(reversed(sizes)), axes, ranks)
+
+
+def _apart(a: tuple[int, ...], b: tuple[int, ...], distance: np.ndarray, level: int) -> float:
+    """The distance of the slowest pair of members that stand opposite each other."""
+    if a is b:
+        return 0.0
+    return max(float(distance[x, y]) for x, y in zip(a, _opposite(a, b, distance, level), strict=True))
 
 
 def _distances(latency: np.ndarray, bandwidth: np.ndarray, message: float) -> np.ndarray:
@@ -81,15 +79,15 @@ def _distances(latency: np.ndarray, bandwidth: np.ndarray, message: float) -> np
 
 
 def _sizes(distance: np.ndarray) -> tuple[int, ...]:
-    """How many devices each kind of link joins, innermost first.
+    """The number of devices that each kind of link joins, innermost first.
 
     Components of what is as near as the nearest, then of these.
     """
     sizes, parts = [], [(i,) for i in range(len(distance))]
     while len(parts) > 1:
-        between = np.array(
-            [[max(distance[x, y] for x in a for y in b) if a is not b else math.inf for b in parts] for a in parts]
-        )
+        between = np.full((len(parts), len(parts)), math.inf)
+        for (i, a), (j, b) in itertools.permutations(enumerate(parts), 2):
+            between[i, j] = distance[np.ix_(a, b)].max()
         joined = nx.Graph((i, j) for i, j in np.argwhere(between <= between.min() * _ALIKE))
         joined.add_nodes_from(range(len(parts)))
         found = [sorted(c) for c in nx.connected_components(joined)]
@@ -101,7 +99,10 @@ def _sizes(distance: np.ndarray) -> tuple[int, ...]:
 
 
 def _opposite(a: tuple[int, ...], b: tuple[int, ...], distance: np.ndarray, level: int) -> tuple[int, ...]:
-    """The members of b in the order in which they stand opposite those of a. Groups of groups keep their order."""
+    """The members of b in the order in which they stand opposite those of a.
+
+    Groups of groups keep their order.
+    """
     if level != 1 or len(a) == 1:
         return b
     for most in np.unique(distance[np.ix_(a, b)]):
@@ -126,7 +127,7 @@ def _cliques(distance: np.ndarray, size: int) -> list[list[int]]:
 
 
 def _cover(near: np.ndarray, size: int) -> list[list[int]] | None:
-    """A partition into cliques of this size, by backtracking from the device that has fewest left to go with."""
+    """A partition into cliques of this size, by backtracking from the device with the fewest partners."""
     free = set(range(len(near)))
     chosen: list[list[int]] = []
 

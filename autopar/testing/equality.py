@@ -106,7 +106,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def scales_of(tensors: Tensors) -> dict[str, float]:
-    """What an error is relative to: the tensor's norm, but not less than a thousandth of a typical one."""
+    """The norm that an error is relative to: the tensor's, but at least a thousandth of a typical one."""
     norms = {n: float(t.detach().double().norm()) for n, t in tensors.items()}
     typical = sum(v * v for v in norms.values()) ** 0.5 / max(1, len(norms)) ** 0.5
     return {n: max(v, 1e-3 * typical, torch.finfo(torch.float64).tiny) for n, v in norms.items()}

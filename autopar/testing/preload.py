@@ -1,4 +1,4 @@
-"""What the server that forks test processes imports and warms once, so that no rank does.
+"""Imports and first runs of the server that forks test processes, so that no rank has them.
 
 A rank then starts in milliseconds.
 
@@ -7,11 +7,11 @@ It runs no backward: where torch is built for GPUs, that starts threads, and a p
 
 import torch
 import torch.distributed.tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autopar.api
 import autopar.testing.ranks
+from autopar.runtime.private import FakeTensorMode
 
 torch.set_num_threads(1)
 with FakeTensorMode():

@@ -69,7 +69,9 @@ def on_threads(ranks: int, body: Body, *args: Any, timeout_s: float = 60.0) -> l
 
 
 def on_local_tensor(ranks: int, body: Body, *args: Any) -> Any:
-    """Run `body(None, *args)` once: every tensor in `args`, models' parameters too, stands for one equal tensor a rank.
+    """Run `body(None, *args)` once, with every tensor standing for an equal one on each rank.
+
+    Parameters of models in `args` too.
 
     What it returns comes back as plain tensors, which must be equal on every rank.
     """
@@ -100,7 +102,7 @@ def _on_every_rank(mode: Any, value: Any) -> Any:
 
 @contextlib.contextmanager
 def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
-    """A process group of any size in which this process is one rank and collectives give no meaningful values."""
+    """A process group of any size whose collectives give no meaningful values; this process is one rank."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield

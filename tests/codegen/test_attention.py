@@ -184,9 +184,9 @@ def test_a_cut_model_computes_what_it_computes(length, mesh, order, how, threads
 def backward_of_its_own_sums(patch):
     """Each call goes backward from its own output and sums instead of the rows'."""
 
-    def broken(kernel, gradient, query, key, value, out, log_sum, diagonal, scale):
-        out, log_sum = attend(kernel, query, key, value, diagonal, scale)
-        return attend_backward(kernel, gradient, query, key, value, out, log_sum, diagonal, scale)
+    def broken(call, gradient, query, key, value, out, log_sum):
+        out, log_sum = attend(call, query, key, value)
+        return attend_backward(call, gradient, query, key, value, out, log_sum)
 
     attend, attend_backward = attention._attend, attention._attend_backward
     patch.setattr(attention, "_attend_backward", broken)
