@@ -55,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+# imports inside functions below are for start-up time: help and mistakes need no torch
+
+
 def _calibrate(asked: argparse.Namespace) -> int:
     if asked.ranks is not None and "RANK" not in os.environ:
         from autopar.testing.ranks import on_processes
@@ -82,7 +85,7 @@ def _calibrate(asked: argparse.Namespace) -> int:
 
 
 def measure(rank: int, shape: str | None, largest: int, with_pairs: bool, out: str, with_ops: bool = True) -> str:
-    """Calibrate as one rank; what rank 0 has to say."""
+    """Calibrate as one rank, and return the text that rank 0 prints."""
     import torch.distributed as dist
 
     from autopar.calibrate.calibration import SIZES, calibrate, pairs

@@ -17,13 +17,13 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, Strategy, gradients, values
 from autopar.solver.decision import Conversion, Decision
-from autopar.space.overlap import BUCKET
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Plan
 
 VERSION = 3
 _MOST = 2**62  # whole numbers of a file are below
+_WINDOW_BYTES = 25 * 2**20  # of a file that does not say it
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 # how many operands and outputs a site has, where its kind says so
 _ARITIES = {"parameter": (0, 1), "buffer": (0, 1), "input": (0, 1), "output": (1, 0), "update": (1, 0)}
@@ -134,7 +134,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "lower_bound_s": _number(data["lower_bound_s"]),
         "parameter_bytes": _sizes(data["parameter_bytes"]),
         "digest": _text(data["digest"]),
-        "window_bytes": _whole(data.get("window_bytes", BUCKET), least=1),
+        "window_bytes": _whole(data.get("window_bytes", _WINDOW_BYTES), least=1),
         "optimizer": _optimizer(data["optimizer"]),
         "without_rule": _each(data["without_rule"], _text),
         "assumptions": _each(data["assumptions"], _text),
@@ -269,7 +269,7 @@ def _refuse(constant: str) -> Any:
 
 
 def refuse_contradictions(plan: Plan) -> None:
-    """Raise a letter where a part of the plan speaks of other things than its decisions, or otherwise than they."""
+    """Raise a letter where a part of the plan says something else than its decisions."""
     if set(plan.parameter_bytes) != {name for name, d in plan.decisions.items() if d.kind == "parameter"}:
         raise BadPlan("the plan has sizes of other parameters than it decides")
     if unknown := sorted({*plan.without_rule, *plan.regathered, *plan.scattered} - set(plan.decisions)):

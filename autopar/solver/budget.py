@@ -29,12 +29,8 @@ ROUNDS = 16  # of prices, at least; the search counts rounds, never seconds
 _MOST_ROUNDS, _WORK = 64, 1 << 21  # more of them where tables are small: so many entries in all
 _SAME, _MET = 1e-12, 1e-9
 _NEAR = 1e-3  # of a smallest peak and its bound: no more is looked for
-_ABSURD, _ASKED = (
-    2,
-    3,
-    # times the seconds of the slowest plan: a bound that no plan will have; and how often it is looked whether there is
-    # any
-)
+_ABSURD = 2  # times the seconds of the slowest plan: a bound that no plan will have
+_ASKED = 3  # how often it is looked whether there is any
 _WORTH, _LITTLE = 1e-6, 0.03  # of a bound, and of a gap: what is not worth a round
 _TINY, _ROUNDING = 1e-30, 1e-12
 _PIVOTS = 10_000  # of a linear program of prices, which has a row a plan
@@ -100,15 +96,13 @@ class Budgeted:
         self._smallest: tuple[Point, float] | None = None
         self.regions = regions_of(self.space)
         kinds: dict[Any, int] = {}
-        self.kind_of = [
-            kinds.setdefault((w.times, *((id(t)) for _, t in (*w.communication, *w.compute))), len(kinds))
-            for w in self.space.windows
-        ]  # windows whose tables are the same
+        self.kind_of = []  # of each window; those whose tables are the same are of one kind
+        for w in self.space.windows:
+            key = (w.times, *(id(t) for _, t in (*w.communication, *w.compute)))
+            self.kind_of.append(kinds.setdefault(key, len(kinds)))
         self.kinds = len(kinds)
-        self.rounds = max(
-            ROUNDS,
-            min(_MOST_ROUNDS, _WORK // max(1, sum({id(e.seconds): e.seconds.size for e in self.space.edges}.values()))),
-        )
+        entries = sum({id(e.seconds): e.seconds.size for e in self.space.edges}.values())
+        self.rounds = max(ROUNDS, min(_MOST_ROUNDS, _WORK // max(1, entries)))
 
     # -- a plan at prices
 
@@ -132,21 +126,17 @@ class Budgeted:
         def priced(base: np.ndarray, extras: list[tuple[float, np.ndarray]]) -> np.ndarray:
             key = (id(base), *((p, id(b)) for p, b in extras))
             if key not in memo:
-                memo[key] = (
-                    base
-                    if of_time == 1.0
-                    else np.where(np.isfinite(base), np.nan_to_num(base, posinf=0.0) * of_time, math.inf)
-                ) + sum(p * b for p, b in extras)  # what leads nowhere does so at any price
+                memo[key] = _times(base, of_time) + sum(p * b for p, b in extras)
             return memo[key]
 
         rows = [(price, self.row(t)) for t, price in sorted(prices.items()) if price > 0]
         on_sites: dict[int, list[tuple[float, np.ndarray]]] = {}
         on_edges: dict[int, list[tuple[float, np.ndarray]]] = {}
-        for w, kind in zip(self.space.windows, self.kind_of, strict=True) if exposed is not None else ():
-            share = exposed[kind]  # type: ignore[index]
+        shares = [1.0] * len(self.kind_of) if exposed is None else [exposed[kind] for kind in self.kind_of]
+        for w, share in zip(self.space.windows, shares, strict=True):
             for k, table in w.communication if share < 1 else ():
                 on_edges.setdefault(k, []).append((-(1 - share) * w.times * of_time, table))
-            for i, run in w.compute if share > 0 else ():
+            for i, run in w.compute if share > 0 and exposed is not None else ():
                 on_sites.setdefault(i, []).append((-share * w.times * of_time, run))
         for price, (held_by_sites, held_by_edges) in rows:
             for i, held in held_by_sites.items():
@@ -155,14 +145,11 @@ class Budgeted:
                 on_edges.setdefault(k, []).append((price, held))
         costs = [priced(s.seconds, on_sites.get(i, [])) for i, s in enumerate(self.space.sites)]
         tables = [priced(e.seconds, on_edges.get(k, [])) for k, e in enumerate(self.space.edges)]
-        return Problem(
-            costs,
-            [
-                Factor((e.source, e.target), (e.given_by, e.taken_by), t)
-                for e, t in zip(self.space.edges, tables, strict=True)
-            ],
-            self.regions,
-        )
+        factors = [
+            Factor((e.source, e.target), (e.given_by, e.taken_by), table)
+            for e, table in zip(self.space.edges, tables, strict=True)
+        ]
+        return Problem(costs, factors, self.regions)
 
     def point(self, picked: Sequence[int]) -> Point:
         over, moved, hidden = [0.0] * self.kinds, 0.0, 0.0
@@ -184,24 +171,28 @@ class Budgeted:
     def row(self, time: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
         assert self.memory is not None
         if time not in self.rows:
-            self.rows[time] = tuple(
-                {i: self._alike.setdefault(b.tobytes() + repr(b.shape).encode(), b) for i, b in part.items()}
-                for part in self.memory.row(time)
-            )  # type: ignore[assignment]
+            sites, edges = self.memory.row(time)
+            self.rows[time] = self._shared(sites), self._shared(edges)
         return self.rows[time]
+
+    def _shared(self, tables: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """The same tables, with equal ones of one identity: what is computed for one serves all."""
+        return {i: self._alike.setdefault(t.tobytes() + repr(t.shape).encode(), t) for i, t in tables.items()}
 
     # -- the search
 
     def fastest(
         self, budget: float, gap: float, incumbents: Iterable[Sequence[int]] = (), until: float = math.inf
     ) -> Outcome:
-        """Prices are raised until plan and bound meet within the gap, or no price raises the bound.
+        """The best plan that prices lead to within a budget, and a bound.
 
-        `until` a time, once there is a plan.
+        Prices are raised until plan and bound meet within the gap, or no price raises the bound, or, once there is a
+        plan, `until` a time.
         """
         points, times = [self.point(p) for p in incumbents], list[int]()
-        at = Prices({}, (0.0,) * self.kinds)
-        centre, bound, tried, asked = at, -math.inf, set[Any](), 0
+        at = centre = Prices({}, (0.0,) * self.kinds)
+        bound, tried, asked = -math.inf, set[Any](), 0
+        enough = max(gap, _WORTH if self.rounds == ROUNDS else _SAME)
         for _ in range(self.rounds):
             point, least = self.at(at.of_bytes, exposed=at.exposed)
             tried.add(at.rounded)
@@ -209,29 +200,24 @@ class Budgeted:
             worth = least - sum(at.of_bytes.values()) * (budget if at.of_bytes else 0.0)
             centre, bound = (at, worth) if worth > bound else (centre, bound)
             best = min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
-            if (
-                best is not None
-                and best.seconds - bound <= max(gap, _WORTH if self.rounds == ROUNDS else _SAME) * best.seconds
-            ):
+            if best is not None and (best.seconds - bound <= enough * best.seconds or time.monotonic() > until):
                 break
-            if best is not None and time.monotonic() > until:
-                break
-            if best is None and worth > _ABSURD * max((p.seconds for p in points), default=math.inf) and asked < _ASKED:
+            slowest = max((p.seconds for p in points), default=math.inf)
+            if best is None and worth > _ABSURD * slowest and asked < _ASKED:
                 asked += 1
                 if self.none_within(budget, at.of_bytes):
                     return Outcome(None, bound, points, centre, hopeless=True)
             times = sorted({*times, *(t for t in self._peaks(point) if point.held[t] > budget)})
             ahead, most = _prices(points, times, budget, self.kinds)
             left = 0.0 if best is None else _LITTLE * (best.seconds - bound)
-            if points and most - bound <= max(
-                _WORTH * abs(bound), left
-            ):  # no price is worth more, or so little of what is open
+            if points and most - bound <= max(_WORTH * abs(bound), left):
+                break  # no price is worth more, or so little of what is open
+            # after a leap that led nowhere, half the way
+            steps = (ahead,) if centre is at else (ahead.towards(centre), ahead)
+            untried = [step for step in steps if step.rounded not in tried]
+            if not untried:
                 break
-            at = ahead if centre is at else ahead.towards(centre)  # after a leap that led nowhere, half the way
-            if at.rounded in tried:
-                at = ahead
-            if at.rounded in tried:
-                break
+            at = untried[0]
         return Outcome(best, bound, points, centre)
 
     def none_within(self, budget: float, prices: Mapping[int, float]) -> bool:
@@ -276,12 +262,19 @@ class Budgeted:
         return best, min(bound, best.peak)
 
     def _peaks(self, point: Point) -> list[int]:
-        """Where a plan holds most: in the forward, in each half of the backward, and in the optimizer's step."""
+        """The fullest time of the forward, of each half of the backward, and of the optimizer's step."""
         if self.memory is None:
             return []
         n = len(self.memory.ops)
         edges = [0, n, n + n // 2, 2 * n, 2 * n + 1]
         return [low + int(point.held[low:high].argmax()) for low, high in itertools.pairwise(edges) if high > low]
+
+
+def _times(seconds: np.ndarray, of_time: float) -> np.ndarray:
+    """Seconds times a number; what leads nowhere does so at any price."""
+    if of_time == 1.0:
+        return seconds
+    return np.where(np.isfinite(seconds), np.nan_to_num(seconds, posinf=0.0) * of_time, math.inf)
 
 
 def _backend() -> Any:
@@ -317,7 +310,7 @@ def _prices(points: Sequence[Point], times: Sequence[int], budget: float, kinds:
 
 
 def _weights(points: Sequence[Point], times: Sequence[int]) -> tuple[dict[int, float], float]:
-    """The mixture of times at which the smallest of the plans met so far holds most, and what it holds then."""
+    """The mixture of times at which the smallest plan met so far holds most, and its bytes then."""
     program = pulp.LpProblem("weights", pulp.LpMaximize)
     unit = max(_TINY, *(p.peak for p in points))
     theta = pulp.LpVariable("theta")

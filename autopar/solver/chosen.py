@@ -105,7 +105,7 @@ def _peak(space: Space, picked: Sequence[int]) -> tuple[dict[str, int], str]:
 
 
 def _named_for_policies(space: Space) -> list[str]:
-    """For each site the name of whose policy it decides: a cast decides that of the parameter which it casts."""
+    """The name whose policy each site decides: of a cast, the parameter that it casts."""
     parameter_of = {}
     for e in space.edges:
         if space.sites[e.target].regathered or space.sites[e.target].scattered:

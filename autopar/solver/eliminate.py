@@ -37,7 +37,7 @@ class Found:
 
 
 def minimise(problem: Problem, widest: int = WIDEST, tries: int = 8, gap: float = 0.0) -> Found:
-    """The best choices; where variables had to be split, the best of a few ways to make their copies agree."""
+    """The best choices; where variables were split, the best of a few ways to make their copies agree."""
     try:
         return _minimised(problem, widest, tries, gap)
     finally:

@@ -115,7 +115,7 @@ class Hubs:
         self.parent: dict[int, int] = {}  # of each copy: what was split
 
     def split_among(self, near: Collection[int]) -> list[int]:
-        """Split the one of these that is loosest; the variables whose tables changed, none where none can be split."""
+        """Split the loosest of these; the variables whose tables changed, none where none can be split."""
         able = [u for u in sorted(near) if self._can_split(u)]
         return self._split(min(able, key=lambda u: (self._looseness(u), u))) if able else []
 
@@ -260,7 +260,7 @@ class Elimination:
     # -- regions
 
     def _contract(self, region: tuple[int, ...]) -> None:
-        """Put tables over what surrounds a region in its place; where they are too wide, split what makes them so."""
+        """Put tables over its surroundings in a region's place; split hubs where they are too wide."""
         left = self.left
         while region:
             inside = (*region, *self.hubs.within(region))
@@ -407,7 +407,7 @@ class Elimination:
         return decided, marginals
 
     def within(self, around: tuple[int, ...]) -> tuple[list[int], list[np.ndarray]]:
-        """The choices of a region whose surroundings have decided, and the costs of all choices of its variables."""
+        """The choices of a region whose surroundings have decided, and the costs of all its choices."""
         if around not in self._within:
             decided, totals = self._decide({self.last + i: choice for i, choice in enumerate(around)})
             self._within[around] = [decided[v] for v in range(self.last)], [totals[v] for v in range(self.last)]

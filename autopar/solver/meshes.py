@@ -70,7 +70,7 @@ def best_mesh(
 
 
 def _least(refused: Sequence[tuple[DeviceMesh, Letter]]) -> Letter:
-    """Of what every mesh was refused for one letter: of a budget rather than of a preset.
+    """One letter of those by which all meshes were refused: of a budget rather than of a preset.
 
     The least that any plan needs on any of them, and the smallest plan of all.
     """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Search(Protocol):
+class SearchedSpace(Protocol):
     """The space and the prices that a plan was chosen at: only the process that planned has them."""
 
     @property
@@ -39,7 +39,7 @@ class Search(Protocol):
         """Has it been let go?"""
 
     def rivals(self, name: str, most: int = 3) -> list[tuple[Choice, float, float]]:
-        """The best other choices of a site: for each, the seconds that the best plan with it and the op take more."""
+        """The best other choices of a site: of each the seconds that the plan, and that the op, takes more."""
 
     def let_go(self) -> None:
         """Give up the space. `autoparallelize` does, so that no training holds it."""
@@ -82,7 +82,7 @@ class Plan:
     suspected: tuple[tuple[str, str], ...] = ()
     # searches that were stopped before their end, after work that was counted: the gap says what they left open
     stopped: tuple[str, ...] = ()
-    search: Search | None = field(default=None, repr=False, compare=False)
+    search: SearchedSpace | None = field(default=None, repr=False, compare=False)
 
     check_graph: ClassVar[GraphCheck | None] = None  # given by autopar.api, which can trace a model
 

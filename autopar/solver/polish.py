@@ -24,7 +24,7 @@ from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Outcome, Point
 from autopar.solver.integer import Program, backend_of
 from autopar.space.overlap import Window
-from autopar.space.space import Edge, Space
+from autopar.space.space import Edge, Site, Space
 
 _GAP, _NODES, _PIVOTS = 4e-3, 50, 5_000  # of the integer program
 _STEPS = 3  # of the search for a price of memory
@@ -97,9 +97,8 @@ def alike(
         saved = sum(p * (over.held[t] - under.held[t]) for t, p in prices.items())
         if saved <= 0 or under.seconds <= over.seconds:
             break
-        height = (
-            under.seconds - over.seconds
-        ) / saved  # at which both are worth the same: something between them may be worth more
+        # at which both are worth the same: something between them may be worth more
+        height = (under.seconds - over.seconds) / saved
     return found
 
 
@@ -120,71 +119,58 @@ class _Folded:
         kind = numbered(space)
         first = [kind.index(k) for k in range(max(kind) + 1)]
         left = [np.array(sorted(taken)) for taken in _taken(space, kind, first, points)]
-        sites = [
-            replace(
-                space.sites[i],
-                choices=tuple(space.sites[i].choices[c] for c in left[k]),
-                seconds=np.zeros(len(left[k])),
-                regathered=(),
-                scattered=(),
-                compute=(),
-            )
-            for k, i in enumerate(first)
-        ]
+        sites = [_with_choices(space.sites[i], left[k]) for k, i in enumerate(first)]
         for i, k in enumerate(kind):
             sites[k].seconds[:] += problem.costs[i][left[k]]
         edge_of = _numbered(
             (kind[e.source], kind[e.target], e.operand, id(e.given_by), id(e.taken_by)) for e in space.edges
         )
         edges, flows = list[Edge](), list[tuple[np.ndarray, np.ndarray]]()
-        for j, (e, factor) in enumerate(zip(space.edges, problem.factors, strict=True)):
-            k = edge_of[j]
+        for k, e, factor in zip(edge_of, space.edges, problem.factors, strict=True):
             if k == len(edges):
-                given, given_by = np.unique(e.given_by[left[kind[e.source]]], return_inverse=True)
-                taken, taken_by = np.unique(e.taken_by[left[kind[e.target]]], return_inverse=True)
-                flows.append((given, taken))
-                edges.append(
-                    replace(
-                        e,
-                        source=kind[e.source],
-                        target=kind[e.target],
-                        given=tuple(e.given[f] for f in given),
-                        taken=tuple(e.taken[f] for f in taken),
-                        given_by=given_by.reshape(-1),
-                        taken_by=taken_by.reshape(-1),
-                        seconds=np.zeros((len(given), len(taken))),
-                    )
-                )
+                folded, of_edge = _with_flows(e, kind, left)
+                edges.append(folded)
+                flows.append(of_edge)
             edges[k].seconds[:] += factor.table[np.ix_(*flows[k])]
         windows: dict[Any, list[Window]] = {}
         for w in space.windows:
-            communication, compute = (
-                _summed((edge_of[j], t) for j, t in w.communication),
-                _summed((kind[i], c) for i, c in w.compute),
-            )
+            communication = _summed((edge_of[j], table) for j, table in w.communication)
+            compute = _summed((kind[i], run) for i, run in w.compute)
             key = w.times, *((k, t.tobytes()) for part in (communication, compute) for k, t in part)
-            windows.setdefault(key, []).append(
-                replace(
-                    w,
-                    communication=tuple((k, t[np.ix_(*flows[k])]) for k, t in communication),
-                    compute=tuple((k, c[left[k]]) for k, c in compute),
-                )
-            )
-        return _Folded(
-            replace(
-                space,
-                sites=tuple(sites),
-                edges=tuple(edges),
-                memory=None,
-                windows=tuple(replace(same[0], times=sum(w.times for w in same)) for same in windows.values()),
-            ),
-            kind,
-            left,
-        )
+            moved = tuple((k, t[np.ix_(*flows[k])]) for k, t in communication)
+            run = tuple((k, c[left[k]]) for k, c in compute)
+            windows.setdefault(key, []).append(replace(w, communication=moved, compute=run))
+        alike = tuple(replace(same[0], times=sum(w.times for w in same)) for same in windows.values())
+        space = replace(space, sites=tuple(sites), edges=tuple(edges), memory=None, windows=alike)
+        return _Folded(space, kind, left)
+
+
+def _with_choices(site: Site, left: np.ndarray) -> Site:
+    """A site with some of its choices, and no seconds yet."""
+    choices = tuple(site.choices[c] for c in left)
+    return replace(site, choices=choices, seconds=np.zeros(len(left)), regathered=(), scattered=(), compute=())
+
+
+def _with_flows(e: Edge, kind: Sequence[int], left: Sequence[np.ndarray]) -> tuple[Edge, tuple[np.ndarray, np.ndarray]]:
+    """An edge between kinds of sites, without seconds yet, and the flows that their choices leave."""
+    source, target = kind[e.source], kind[e.target]
+    given, given_by = np.unique(e.given_by[left[source]], return_inverse=True)
+    taken, taken_by = np.unique(e.taken_by[left[target]], return_inverse=True)
+    folded = replace(
+        e,
+        source=source,
+        target=target,
+        given=tuple(e.given[f] for f in given),
+        taken=tuple(e.taken[f] for f in taken),
+        given_by=given_by.reshape(-1),
+        taken_by=taken_by.reshape(-1),
+        seconds=np.zeros((len(given), len(taken))),
+    )
+    return folded, (given, taken)
 
 
 def numbered(space: Space) -> list[int]:
-    """Of each site its kind, as a number: that of the sites which do the same in other layers."""
+    """The kind of each site, as a number: that of the sites which do the same in other layers."""
     return _numbered(
         (name, id(s.choices), len(s.choices))
         for name, s in zip(_alike([s.name for s in space.sites]), space.sites, strict=True)
@@ -208,13 +194,13 @@ def _alike(names: Sequence[str]) -> list[str]:
 
 
 def _numbered(keys: Any) -> list[int]:
-    """Of each key a number, the same for equal ones, in the order in which they come."""
+    """A number for each key, the same for equal ones, in the order in which they come."""
     known: dict[Any, int] = {}
     return [known.setdefault(key, len(known)) for key in keys]
 
 
 def _taken(space: Space, kind: Sequence[int], first: Sequence[int], points: Sequence[Point]) -> list[set[int]]:
-    """Of each kind of site the choices that some plan has taken at one of them; of a parameter with every policy."""
+    """The choices that some plan has taken at a site of each kind; of a parameter, with every policy."""
     taken: list[set[int]] = [set() for _ in first]
     for p in points:
         for k, choice in zip(kind, p.picked, strict=True):
@@ -237,9 +223,9 @@ def _summed(parts: Any) -> list[tuple[int, np.ndarray]]:
 
 
 def spliced(counted: Budgeted, points: Sequence[Point], budget: float) -> list[Point]:
-    """Of each plan over the budget and one within it, and of the fastest within it.
+    """Plans that are one up to some place in the model, and another from there on.
 
-    One up to some place in the model, the other from there on.
+    Of a few that are near the budget, one is over it and one within it.
     """
     place = _places(counted.space)
     under = sorted((p for p in points if p.peak <= budget), key=lambda p: p.seconds)[:3]
@@ -251,7 +237,7 @@ def spliced(counted: Budgeted, points: Sequence[Point], budget: float) -> list[P
 
 
 def _places(space: Space) -> np.ndarray:
-    """Where in the model each site stands: ops in their order, a parameter where it is first used."""
+    """The place of each site in the model: ops in their order, a parameter where it is first used."""
     first: dict[int, int] = {}
     for e in space.edges:
         if space.sites[e.source].kind != "op":
@@ -267,7 +253,7 @@ def _best_splice(counted: Budgeted, place: np.ndarray, first: Point, second: Poi
     sites, edges, n = counted.space.sites, counted.space.edges, len(counted.space.sites)
 
     def along(on_sites: Any, on_edges: Any) -> np.ndarray:
-        """What site and edge tables add up to, by how many places take the first plan."""
+        """The sum of site and edge tables, by how many places take the first plan."""
         steps = np.zeros(n + 2)
 
         def count(places: Sequence[int], value: Callable[..., float]) -> None:

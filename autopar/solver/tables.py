@@ -61,7 +61,7 @@ class Problem:
 def minimum_over(
     v: int, cost: np.ndarray, factors: Sequence[Factor], scope: tuple[int, ...]
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """The minimum over one variable of its cost and its factors: the classes of each neighbour, and the table."""
+    """The minimum over a variable of its cost and factors: the classes of each neighbour, and the table."""
     joint, views = _joint_classes(v, factors, scope)
     shape = tuple(int(classes.max()) + 1 for classes in joint)
     result = np.full(shape, math.inf)
@@ -87,7 +87,7 @@ def minimum_over(
 def _joint_classes(
     v: int, factors: Sequence[Factor], scope: tuple[int, ...]
 ) -> tuple[tuple[np.ndarray, ...], list[dict[int, np.ndarray]]]:
-    """The classes of each neighbour that all factors together see, and for each classes of a factor their part."""
+    """The classes of each neighbour that all factors together see, and those of one factor in them."""
     seen: dict[int, dict[int, np.ndarray]] = {u: {} for u in scope}  # by the identity of the classes
     for f in factors:
         for u, m in f.axes():

@@ -219,7 +219,7 @@ def _size(n: float) -> str:
 
 
 def _folded(rows: Iterable[_Row]) -> list[_Row]:
-    """Rows that say the same of numbered layers become one, with `*` for the number and how many there are."""
+    """Rows that say the same of numbered layers as one, with `*` for the number and their count."""
     groups: dict[_Row, list[_Row]] = {}
     for row in rows:
         starred = re.sub(r"(?<=\.)\d+(?=[./:])", "*", row[0])

@@ -39,26 +39,28 @@ def communication(space: Space, picked: Sequence[int]) -> float:
 
 
 class _Changes:
-    """A plan while it is changed, and what its windows and its times hold."""
+    """A plan while it is changed, with the seconds of its windows and the bytes of its times."""
 
     def __init__(self, space: Space, best: Point, budget: float) -> None:
-        self.sites, self.edges, self.windows, self.budget = space.sites, space.edges, space.windows, budget
-        self.picked, self.step, self.held = list(best.picked), best.seconds, best.held.copy()
+        self.space = space
+        self.budget = budget
+        self.picked = list(best.picked)
+        self.step = best.seconds
+        self.held = best.held.copy()
         self.room = best.seconds * _SAME  # that all changes together may take
         self.pairs = np.array([w.seconds(best.picked, space.edges) for w in space.windows]).reshape(-1, 2)
         kinds: dict[int, list[int]] = {}
         for i, kind in enumerate(numbered(space)):
             kinds.setdefault(kind, []).append(i)
-        self.kinds = [alike for alike in kinds.values() if len(self.sites[alike[0]].choices) > 1]
+        self.kinds = [alike for alike in kinds.values() if len(self.space.sites[alike[0]].choices) > 1]
         self.kind_of = {i: k for k, alike in enumerate(self.kinds) for i in alike}
-        self.near: list[list[int]] = [[] for _ in self.sites]  # the edges of each site
-        for k, e in enumerate(self.edges):
+        self.near: list[list[int]] = [[] for _ in self.space.sites]  # the edges of each site
+        for k, e in enumerate(self.space.edges):
             self.near[e.source].append(k)
             self.near[e.target].append(k)
-        self.moves: dict[
-            int, list[tuple[int, np.ndarray]]
-        ] = {}  # of an edge the windows that it moves in, and its seconds there
-        self.runs: dict[int, list[tuple[int, np.ndarray]]] = {}  # of a site those beside which it computes
+        # of an edge the windows that it moves in, and its seconds there; of a site those beside which it computes
+        self.moves: dict[int, list[tuple[int, np.ndarray]]] = {}
+        self.runs: dict[int, list[tuple[int, np.ndarray]]] = {}
         for w, window in enumerate(space.windows):
             for k, table in window.communication:
                 self.moves.setdefault(k, []).append((w, table))
@@ -77,7 +79,10 @@ class _Changes:
             if made[k] < _MOST and self._change(self.kinds[k]):
                 made[k] += 1
                 near = {
-                    i for m in self.kinds[k] for j in self.near[m] for i in (self.edges[j].source, self.edges[j].target)
+                    i
+                    for m in self.kinds[k]
+                    for j in self.near[m]
+                    for i in (self.space.edges[j].source, self.space.edges[j].target)
                 }
                 waiting.update(dict.fromkeys(sorted({self.kind_of[i] for i in near if i in self.kind_of})))
         return self.picked
@@ -127,12 +132,12 @@ class _Changes:
 
         Seconds more, communication more, and communication and compute more in each window.
         """
-        count, members, known = len(self.sites[alike[0]].choices), set(alike), dict[Any, np.ndarray]()
+        count, members, known = len(self.space.sites[alike[0]].choices), set(alike), dict[Any, np.ndarray]()
         in_line, moved = np.zeros(count), np.zeros(count)
         beside: dict[int, np.ndarray] = {}
 
         def by_choice(k: int, table: np.ndarray) -> np.ndarray:
-            e = self.edges[k]
+            e = self.space.edges[k]
             f, g = self.picked[e.source], self.picked[e.target]
             key = id(table), id(e.given_by), id(e.taken_by), f, g, e.source in members, e.target in members
             if key not in known:
@@ -143,16 +148,18 @@ class _Changes:
             return known[key]
 
         for k in edges:
-            moved += by_choice(k, self.edges[k].seconds)
+            moved += by_choice(k, self.space.edges[k].seconds)
             for w, table in self.moves.get(k, ()):
                 beside.setdefault(w, np.zeros((2, count)))[0] += by_choice(k, table)
         for i in alike:
-            in_line += self.sites[i].seconds - self.sites[i].seconds[self.picked[i]]
+            in_line += self.space.sites[i].seconds - self.space.sites[i].seconds[self.picked[i]]
             for w, run in self.runs.get(i, ()):
                 beside.setdefault(w, np.zeros((2, count)))[1] += run - run[self.picked[i]]
         hidden = np.zeros(count)
         for w, change in beside.items():
-            hidden += self.windows[w].times * (np.minimum(*(self.pairs[w][:, None] + change)) - self.pairs[w].min())
+            hidden += self.space.windows[w].times * (
+                np.minimum(*(self.pairs[w][:, None] + change)) - self.pairs[w].min()
+            )
         return in_line + moved - hidden, moved, beside
 
     def _held(self, alike: Sequence[int], edges: Sequence[int], able: list[int]) -> np.ndarray:
@@ -171,7 +178,7 @@ class _Changes:
                 add(piece, piece.bytes[able] - piece.bytes[self.picked[i]])
         for k in edges:
             if k in self.on_edge:
-                e = self.edges[k]
+                e = self.space.edges[k]
                 f, g = e.given_by[self.picked[e.source]], e.taken_by[self.picked[e.target]]
                 ends = e.given_by[able] if e.source in members else f, e.taken_by[able] if e.target in members else g
                 for piece in self.on_edge[k]:

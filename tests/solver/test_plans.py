@@ -4,10 +4,12 @@ several micro-batches, many devices.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -106,6 +108,16 @@ def test_gpt2_small_shares_its_attention_and_says_why():
     assert "plan again" in again.explain("transformer.h.3.attn/scaled_dot_product_attention")
 
 
+def test_a_plan_that_is_lowered_holds_its_space_no_longer():
+    model, batch = MODELS["mlp"]()
+    plan = autopar.plan(model, batch, mesh=1)
+    space = weakref.ref(plan.search.counted)
+    assert "rival" in plan.explain(next(iter(plan.parameters)))
+    autopar.autoparallelize(model, batch, plan=plan)
+    gc.collect()
+    assert space() is None and "plan again" in plan.explain(next(iter(plan.parameters)))
+
+
 def test_a_rival_is_as_much_slower_as_it_is_said_to_be():
     """The named rival, pinned and planned: the difference is the one that was said.
 
@@ -126,6 +138,7 @@ def test_a_rival_is_as_much_slower_as_it_is_said_to_be():
 
 _OTHER = """
 import sys
+import weakref
 import autopar, transformers
 from tests.solver.test_plans import meta_gpt2
 model, batch = meta_gpt2(1, n_embd=64, n_head=4)

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -341,7 +342,7 @@ def two_layers():
     return model, {"input_ids": ids, "labels": ids}
 
 
-def test_a_backend_is_stopped_by_work_that_it_counts_and_claims_no_bound_then(monkeypatch):
+def layers_of_linears():
     with torch.device("meta"):
         model, x = (
             torch.nn.Sequential(
@@ -349,11 +350,12 @@ def test_a_backend_is_stopped_by_work_that_it_counts_and_claims_no_bound_then(mo
             ),
             torch.empty(512, 4096),
         )
-    space = shardings(
-        ColoTracer().trace(model, (x,), loss=lambda out, inputs: out.square().mean()),
-        DeviceMesh((2, 2)),
-        Cluster.of("h100-8x1"),
-    )
+    graph = ColoTracer().trace(model, (x,), loss=lambda out, inputs: out.square().mean())
+    return shardings(graph, DeviceMesh((2, 2)), Cluster.of("h100-8x1"))
+
+
+def test_a_backend_is_stopped_by_work_that_it_counts_and_claims_no_bound_then(monkeypatch):
+    space = layers_of_linears()
     whole, cut = optimise(space, backend_of("cbc")), optimise(space, backend_of("cbc", nodes=1, pivots=10))
     assert whole.ended and not cut.ended
     monkeypatch.setattr(program, "backend_of", lambda name: backend_of(name, nodes=1, pivots=10))
@@ -361,6 +363,24 @@ def test_a_backend_is_stopped_by_work_that_it_counts_and_claims_no_bound_then(mo
     assert (
         plan.stopped and plan.lower_bound_s <= whole.value * (1 + 1e-6) and plan.step_time_s >= whole.value * (1 - 1e-6)
     )
+
+
+def test_another_search_is_another_entry():
+    """One that knows a plan, and no bound, between elimination and the rest."""
+    space = layers_of_linears()
+    best = solve(space)
+
+    class Told:
+        def accepts(self, task, found):
+            return found.best is None
+
+        def look(self, task, found):
+            picked = [s.choices.index(best.decisions[s.name].choice) for s in task.space.sites]
+            return replace(found, best=task.counted.point(picked), bound=0.0)
+
+    plan = solve(space, searches=(Told(), *SEARCHES))
+    assert plan.step_time_s == best.step_time_s and plan.lower_bound_s == best.lower_bound_s
+    assert solve(space, searches=(Told(),)).lower_bound_s == 0.0
 
 
 def test_a_plan_says_what_was_stopped(monkeypatch, tmp_path):
