@@ -24,11 +24,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
 from autopar.codegen.arrived import for_arrived
+from autopar.codegen.buffers import is_view
 from autopar.codegen.compiled import compile_between_collectives
-from autopar.codegen.joint import Joint, bind
+from autopar.codegen.halves import Joint, bind
 from autopar.codegen.lower import Lowered, lower
 from autopar.codegen.parts import WHOLE, Parts, Rows, least_and_most
-from autopar.codegen.schedule import is_view
 from autopar.graph.graph import Graph, TensorType, build_outputs, info, tensor_of, write_buffer
 from autopar.letters import Anomaly, BadInput, Consumed, Disagreement, NotServed
 from autopar.module.around import watch_parts, watch_what_stands_around

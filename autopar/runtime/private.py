@@ -36,7 +36,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+TO_COPY = torch.ops.aten._to_copy.default
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import Graph, Info, TensorType, fresh_key, info, op_name, run, type_of
 from autopar.ops.entry import OPS
+from autopar.passes import run_passes
 from autopar.tracer.composites import composites_are_opened
 
 
@@ -533,9 +534,7 @@ PASSES: tuple[Callable[[Graph], None], ...] = (
 
 def canonicalise(graph: Graph) -> Graph:
     """Run the passes; after each, the graph is legal."""
-    for one in PASSES:
-        one(graph)
-        verify(graph, one.__name__)
+    run_passes("graph", PASSES, graph, verify)
     graph.fx.__dict__.pop("_autopar_keys", None)
     return graph
 

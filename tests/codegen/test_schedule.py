@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar import DeviceMesh, Plan
-from autopar.codegen import joint, lower
+from autopar.codegen import joint, joint_passes, lower
 from autopar.graph.graph import info
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
 from autopar.space.overlap import BLOCK, BUCKET, cut
@@ -23,8 +23,8 @@ from tests.training import train, whole
 
 def small_buckets(patch):
     """Few gradients in a bucket."""
-    patch.setattr(joint, "BUCKET", 20_000)
-    joint._LOWERED.clear()
+    patch.setattr(joint_passes, "BUCKET", 20_000)
+    joint.LOWERED.clear()
 
 
 def case():

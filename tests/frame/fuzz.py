@@ -548,7 +548,7 @@ def kills(mutant, seeds):
     A broken one may also end with an error; that counts for nothing.
     """
     patch = pytest.MonkeyPatch()
-    joint._LOWERED.clear()
+    joint.LOWERED.clear()
     try:
         mutant(patch)
         for seed in seeds:
@@ -560,7 +560,7 @@ def kills(mutant, seeds):
                 continue
     finally:
         patch.undo()
-        joint._LOWERED.clear()
+        joint.LOWERED.clear()
     return None
 
 
