@@ -22,8 +22,9 @@ from autopar.codegen.checked import check_plan
 from autopar.codegen.parts import WHOLE, rows_of
 from autopar.graph.graph import Graph, type_of
 from autopar.letters import BadPlan, Consumed, NotServed
-from autopar.module import How, ParallelModule, parallelise
-from autopar.module.attributes import Reads, reads_of
+from autopar.module import How, ParallelModule, Source, parallelise
+from autopar.module.attributes import reads_of
+from autopar.module.reads import Reads
 from autopar.request import Request, refuse_unserved
 from autopar.runtime.faults import limit
 from autopar.runtime.world import (
@@ -196,7 +197,8 @@ def autoparallelize(
         all_ranks_hold("calls", graph.digest)
         return graph, from_rank_0(lambda: request.plan_again(graph, first))
 
-    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, sync, init, weights, how, read)
+    source = Source(sync, init, weights)
+    return parallelise(model, Call(*as_call(meta_inputs)), lowered, mesh, again, source, how, read)
 
 
 def _in_words(value: Any) -> str:

@@ -14,7 +14,6 @@ is a letter.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import threading
 import zlib
@@ -24,9 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.letters import NotServed
+from autopar.runtime.patches import seen_on_meta
+from autopar.runtime.private import TorchDispatchMode
 from autopar.runtime.random import SECOND, as_normal, as_uniform, bits_at, key_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 
@@ -164,7 +164,7 @@ def initialise_by_position(
 
     for _, steps in recipes(model):
         for step in steps:
-            with _DRAWING, mode, torch.no_grad(), _seen_on_meta(refuse):
+            with _DRAWING, mode, torch.no_grad(), seen_on_meta(refuse):
                 step()
     for i, part in mode.parts.items():
         keep(*names[i], part)
@@ -183,7 +183,7 @@ def _refuse_unwritten(places: dict[int, tuple[str, Tensor, list[Place]]], done: 
 def _written(steps: list[Callable[[], Any]], places: dict[int, tuple[str, Tensor, list[Place]]]) -> list[int]:
     """Which tensors the steps write, by a run on meta."""
     watch = _Writes({tensor.untyped_storage()._cdata: i for i, (_, tensor, _) in places.items()})
-    with _DRAWING, watch, torch.no_grad(), _seen_on_meta(lambda tensor: [tensor.zero_()].clear()):
+    with _DRAWING, watch, torch.no_grad(), seen_on_meta(lambda tensor: [tensor.zero_()].clear()):
         for step in steps:
             step()
     return list(watch.found)
@@ -230,25 +230,6 @@ def _checksum(tensor: Tensor) -> int:
         if tensor.numel() and tensor.dim()
         else zlib.crc32(repr(tensor.detach().tolist()).encode())
     )
-
-
-@contextlib.contextmanager
-def _seen_on_meta(does: Callable[[Tensor], None]) -> Iterator[None]:
-    """torch's orthogonal_ and sparse_ leave a tensor on meta alone: what they would do there is said in their stead."""
-    names = ("orthogonal_", "sparse_")
-    own = {name: getattr(nn.init, name) for name in names}
-
-    def seen(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-        does(tensor)
-        return tensor
-
-    for name in names:
-        setattr(nn.init, name, seen)
-    try:
-        yield
-    finally:
-        for name in names:
-            setattr(nn.init, name, own[name])
 
 
 def _share_unwritten(tensor: Tensor) -> float:

@@ -16,14 +16,13 @@
     attention_kernel    which fused kernel of attention can run a call, and the calls that
     fused_attention     give the log-sum-exp of each row beside the output, and go
     ..._backward        backward from an output and log-sum-exps that are given
-    let_anomalies_be_looked_for   so that they are, in DTensors
-    before_fully_shard  it takes the parameters of a module without a word to the module
     before_call         a part of a parallel model is called by itself
-    skip_together       torch asks the first gradient alone over which ranks an inf is made known; it must be known to
-                        all
+    FakeTensor, ...     tensors without values, and the mode that makes them
+    TorchDispatchMode   sees every op that runs inside it
+    OpOverload          one signature of an op
+    TO_COPY, ...        ops of emitted code that have no public name
 
-The tracer and the joint trace also use `torch._subclasses.fake_tensor`, `torch.fx.experimental.proxy_tensor` and
-`torch.utils._python_dispatch`, which have no public name.
+Parts of torch that are replaced, and not only used, are in `patches.py`.
 """
 
 from __future__ import annotations
@@ -115,30 +114,6 @@ def job_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-def skip_together() -> None:
-    """Let GradScaler skip a step on all ranks of a mesh where one has found an inf.
-
-    (torch 2.13 reduces the finding over the axes that cut the first gradient of the list: where that is a copy and
-    another is cut, ranks part ways.)
-    """
-    from torch.distributed.tensor import DTensor
-
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    theirs = handlers[op]
-    if getattr(theirs, "of_autopar", False):
-        return
-
-    def ours(op_call: Any, args: Any, kwargs: Any) -> None:
-        theirs(op_call, args, kwargs)
-        mesh = args[0][0].device_mesh
-        for axis in range(mesh.ndim):
-            torch.distributed.all_reduce(args[1], torch.distributed.ReduceOp.MAX, group=mesh.get_group(axis))
-
-    ours.of_autopar = True  # type: ignore[attr-defined]
-    handlers[op] = ours
-
-
 def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
     """Which of torch's fused kernels runs attention without mask or dropout on tensors like these, with batch and heads
     and of one width; none: "". Only "cpu" and "flash" take grouped heads as they are.
@@ -208,41 +183,6 @@ def fused_attention_backward(
             *given, None, out, log_sum, seed, offset, 0.0, [True, True, True, False], is_causal, scale=scale
         )[:3]
     return found
-
-
-def let_anomalies_be_looked_for() -> None:
-    """Let torch.autograd.detect_anomaly look at gradients that are DTensors: at the part of this rank.
-
-    (torch 2.13 has no sharding for the op by which it asks.)
-    """
-    from torch.distributed.tensor import DTensor
-
-    def ours(op_call: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        return op_call(args[0]._local_tensor)
-
-    DTensor._op_dispatcher._custom_op_handlers.setdefault(torch.ops.aten._is_any_true.default, ours)
-
-
-def before_fully_shard(look: Callable[[list[torch.Tensor]], None]) -> None:
-    """Let `look` see the parameters that fully_shard is about to spread.
-
-    (It asks for them by a function of its own; users hold fully_shard itself.)
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
-
-    theirs = _fsdp_init._get_managed_states
-    if hasattr(theirs, "of_autopar"):
-        return
-
-    def ours(*args: Any, **how: Any) -> Any:
-        parameters, buffers = theirs(*args, **how)
-        look(parameters)
-        return parameters, buffers
-
-    ours.of_autopar = True  # type: ignore[attr-defined]
-    for module in (_fsdp_init, _fully_shard):
-        if hasattr(module, "_get_managed_states"):
-            module._get_managed_states = ours
 
 
 def before_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
