@@ -105,7 +105,7 @@ def _decides(plan: Plan, named: dict[str, Site]) -> None:
 
 
 def _policies(plan: Plan, sites: tuple[Site, ...], links: tuple[Link, ...]) -> None:
-    """What is gathered again, or reduced in each micro-batch, is a parameter that may be.
+    """Only parameters that may be are gathered again, or reduced in each micro-batch.
 
     The policy stands at its one cast, where it has one.
     """
@@ -127,19 +127,13 @@ def _policies(plan: Plan, sites: tuple[Site, ...], links: tuple[Link, ...]) -> N
 
 def _travels(plan: Plan, link: Link, conversion: Conversion | None, target: Site) -> None:
     """A value travels from how its source leaves it to how its target takes it, and its gradient back."""
-    given, taken = (
-        plan.decisions[link.source].choice.output(link.port),
-        plan.decisions[link.target].choice.operand(link.operand),
-    )
+    given = plan.decisions[link.source].choice.output(link.port)
+    taken = plan.decisions[link.target].choice.operand(link.operand)
     what = f"from {link.source} to operand {link.operand} of {link.target}"
-    due: list[tuple[str, tuple[Sharding, Sharding], tuple[Step, ...]]] = [
-        ("value", (values(given), values(taken)), conversion.forward if conversion else ())
-    ]
+    due: list[_Due] = [("value", (values(given), values(taken)), conversion.forward if conversion else ())]
     if link.type.requires_grad:
         due.append(("gradient", (gradients(taken), gradients(given)), conversion.backward if conversion else ()))
-        if not link.may_reduce and any(
-            a.is_partial and not b.is_partial for a, b in zip(*(s.placements for s in due[1][1]), strict=True)
-        ):
+        if not link.may_reduce and _reduces(*due[1][1]):
             raise BadPlan(
                 f"the plan reduces the gradient {what} in {link.type.dtype}",
                 at=target.source,
@@ -149,17 +143,7 @@ def _travels(plan: Plan, link: Link, conversion: Conversion | None, target: Site
     elif conversion is not None and (conversion.gradient is not None or conversion.backward):
         raise BadPlan(f"the plan converts a gradient {what}, and that value has none", at=target.source, advice=_AGAIN)
     if conversion is not None:
-        said = [conversion.value, *([conversion.gradient] if conversion.gradient is not None else [])]
-        if conversion.source != link.source or said != [ends for _, ends, _ in due]:
-            raise BadPlan(
-                f"the plan says of the value {what} something else than its decisions",
-                at=target.source,
-                seen=(
-                    f"decided {_ways(plan.mesh, [ends for _, ends, _ in due])}; said {_ways(plan.mesh, said)} from "
-                    f"{conversion.source}"
-                ),
-                advice=_AGAIN,
-            )
+        _says_the_same(plan, link, conversion, due, target)
     for kind, (leaves, arrives), steps in due:
         end = Layout.of(link.type.shape, arrives, plan.mesh)
         if end is None or leads_to(steps, link.type.shape, leaves, plan.mesh) != end:
@@ -170,6 +154,30 @@ def _travels(plan: Plan, link: Link, conversion: Conversion | None, target: Site
                 seen=", ".join(step.text(plan.mesh.axes) for step in steps) or "no step",
                 advice=_AGAIN,
             )
+
+
+# "value" or "gradient", where it leaves and arrives, and the steps between
+_Due = tuple[str, tuple[Sharding, Sharding], tuple[Step, ...]]
+
+
+def _reduces(leaves: Sharding, arrives: Sharding) -> bool:
+    """Is a partial sum on the one end a whole one on the other?"""
+    pairs = zip(leaves.placements, arrives.placements, strict=True)
+    return any(a.is_partial and not b.is_partial for a, b in pairs)
+
+
+def _says_the_same(plan: Plan, link: Link, conversion: Conversion, due: list[_Due], target: Site) -> None:
+    """A conversion begins and ends where the decisions of its ends say."""
+    said = [conversion.value, *([conversion.gradient] if conversion.gradient is not None else [])]
+    decided = [ends for _, ends, _ in due]
+    if conversion.source != link.source or said != decided:
+        raise BadPlan(
+            f"the plan says of the value from {link.source} to operand {link.operand} of {link.target} something "
+            "else than its decisions",
+            at=target.source,
+            seen=f"decided {_ways(plan.mesh, decided)}; said {_ways(plan.mesh, said)} from {conversion.source}",
+            advice=_AGAIN,
+        )
 
 
 def _ways(mesh: DeviceMesh, ends: list[tuple[Sharding, Sharding]]) -> str:

@@ -88,14 +88,12 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
 def _for_accumulation(
     joint: JointGraph, inputs: Sequence[fx.Node]
 ) -> tuple[fx.Graph, fx.Graph, tuple[int, ...], tuple[int, ...]]:
-    """The backward up to what waits, the rest of it, which of the gradients wait, and which operand of the rest each of
-    those is.
+    """The backward up to what waits, and the rest of it.
+
+    Also which of the gradients wait, and which operand of the rest each of those is.
     """
-    rows = [
-        (g, h, c)
-        for g, h, c in zip(joint.gradients, joint.held, joint.cuts or joint.held, strict=True)
-        if g is not None
-    ]
+    every = zip(joint.gradients, joint.held, joint.cuts or joint.held, strict=True)
+    rows = [(gradient, held, cut) for gradient, held, cut in every if gradient is not None]
     waits = tuple(i for i, (_, h, _) in enumerate(rows) if h is not None)
     ends = [g if h is None else h for g, h, _ in rows]
     cuts = [rows[i][2] for i in waits]
@@ -107,7 +105,7 @@ def _for_accumulation(
 
 
 def _between(inputs: Sequence[fx.Node | None], outputs: Sequence[fx.Node]) -> set[fx.Node]:
-    """What leads from the inputs to the outputs."""
+    """The nodes that lead from the inputs to the outputs."""
     found, stop, pending = set[fx.Node](), set(inputs), list(outputs)
     while pending:
         node = pending.pop()

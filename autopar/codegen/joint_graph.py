@@ -46,7 +46,7 @@ class JointGraph:
 
 
 def verify(joint: JointGraph, after: str) -> None:
-    """Raise unless the joint graph is well-formed and whole, with outputs and gradients where they are said to be."""
+    """Raise unless the joint graph is well-formed, with outputs and gradients where they are said to be."""
     joint.graph.lint()
     assert not joint.graph.find_nodes(op="call_function", target=CONVERT), after
     assert tuple(joint.graph.output_node().args[0]) == (*joint.outputs, *joint.gradients, *joint.held), after

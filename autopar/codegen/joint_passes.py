@@ -226,7 +226,9 @@ def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: f
 
 
 def own_gradients(joint: JointGraph) -> None:
-    """Give each gradient a buffer of its own, laid out like its parameter: users add into `.grad` in place.
+    """Give each gradient a buffer of its own, laid out like its parameter.
+
+    Users add into `.grad` in place.
 
     before    return loss, g, g                                    # one buffer handed out twice
     after     h = clone(g);  return loss, g, h

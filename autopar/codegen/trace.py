@@ -116,7 +116,7 @@ def _lay_out(pieces: Sequence[Piece], lies: dict[fx.Node, Lies], device: str) ->
 def _traces(
     pieces: Sequence[Piece], lies: Mapping[fx.Node, Lies], arriving: dict[fx.Node, Lies], device: str
 ) -> list[Traced]:
-    """The trace of each piece, from the last to the first: gradients that arrive at it decide what it computes.
+    """The trace of each piece, found from the last to the first: it depends on the gradients that arrive.
 
     `arriving` says how the gradients of the outputs lie, and learns of the others.
     """

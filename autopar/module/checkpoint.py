@@ -168,7 +168,10 @@ class Weights:
         return self._files[path]
 
     def name_of(self, names: Iterable[str], prefix: str) -> str | None:
-        """The name under which a tensor is there, if any; a base model's file lacks its prefix, or a head's has it."""
+        """The name under which a tensor is there, if any.
+
+        A base model's file lacks its prefix, or a head's has it.
+        """
         for name in names:
             candidates = [name]
             if prefix:

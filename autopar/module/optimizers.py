@@ -24,7 +24,7 @@ _WITHOUT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)  # torch has no form of 
 
 
 def refuse_steps_on(parameters: Iterable[nn.Parameter]) -> None:
-    """Let a step on these parameters be an error: nobody trains them any more, `autoparallelize` has replaced them."""
+    """Let a step on these parameters, which `autoparallelize` has replaced, be an error."""
     for parameter in parameters:
         parameter._autopar_consumed = True
     _look_before_steps()

@@ -203,7 +203,10 @@ class Runner:
         return found
 
     def _held(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
-        """The gradients, of which those of parameters have been added to what waits; all of it, unless it `waits`."""
+        """The gradients, with those of parameters added to what waits.
+
+        They come out, reduced with all that has waited, unless it `waits` on.
+        """
         places = self.joint.waits
         found = list(self.halves.half("hold", arrived)(given))
         fresh = [found[i] for i in places]
@@ -217,7 +220,10 @@ class Runner:
         return found
 
     def _add_those_of(self, other: Runner, found: list[Tensor | None]) -> None:
-        """Add what has waited of another program; of parameters that this one does not reach, to their `.grad`."""
+        """Add what has waited of another program.
+
+        Gradients of parameters that this one does not reach are added to their `.grad`.
+        """
         settled = zip(other.settlement.names, self.waiting.settled(other), strict=True)
         theirs = {name: gradient for name, gradient in settled if gradient is not None}
         for k, i in enumerate(self.joint.gradients):

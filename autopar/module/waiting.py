@@ -71,5 +71,8 @@ _ALL: weakref.WeakSet[Waiting] = weakref.WeakSet()
 
 
 def let_optimizers_forget() -> None:
-    """Let `zero_grad()` of every optimizer also forget what waits for its parameters: torch has no hook there."""
+    """Let `zero_grad()` of an optimizer also forget what waits for its parameters.
+
+    torch has no hook there.
+    """
     after_zero_grad(_forget)
