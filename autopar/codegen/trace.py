@@ -1,11 +1,10 @@
 """Local program -> its forward and backward in one graph of ATen code. What a model repeats is traced once.
 
-pieces      runs of ops under one numbered module ("layers.3"), and what stands between them
-forward     on fake tensors, piece by piece: how what a piece leaves lies in memory
-backward    from the last piece to the first: make_fx over torch.autograd.grad; pieces that are alike - ops, constants,
-            how
-            their inputs and the gradients that arrive lie - share one trace
-compose     copies of the traces: forwards in order, backwards in reverse; gradients of what several pieces read are
+segments    runs of ops under one numbered module ("layers.3"), and what stands between them
+forward     on fake tensors, segment by segment: how what a segment leaves lies in memory
+backward    from the last segment to the first: make_fx over torch.autograd.grad; segments that are alike - ops,
+            constants, how their inputs and the gradients that arrive lie - share one trace
+compose     copies of the traces: forwards in order, backwards in reverse; gradients of what several segments read are
             added up
 """
 
@@ -49,18 +48,18 @@ class Lies:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Segment:
     """Ops that follow each other, what they read from before, and what is read of them after."""
 
     nodes: list[fx.Node]
     reads: list[fx.Node]
     leaves: list[fx.Node]
-    likeness: tuple[Any, ...]  # equal for pieces that compute the same
+    likeness: tuple[Any, ...]  # equal for segments that compute the same
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
-    """The graph of one piece: what it leaves, and a gradient for each of its inputs that has one."""
+    """The graph of one segment: what it leaves, and a gradient for each of its inputs that has one."""
 
     inputs: list[fx.Node]
     tangents: list[fx.Node]
@@ -75,7 +74,7 @@ def trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> 
     placeholders = [n for n in program.fx.nodes if n.op == "placeholder"]
     ends: list[fx.Node] = list(program.fx.output_node().args[0])
     wanted = [i for i, n in enumerate(placeholders) if program.types[n.name].requires_grad] if differentiable else []
-    pieces = _pieces(program, set(ends))
+    segments = _segments(program, set(ends))
     # values that come from nothing are made there
     there = torch.device(device) if device != "cpu" else contextlib.nullcontext()
     with FakeTensorMode(), torch.enable_grad(), there:
@@ -84,53 +83,53 @@ def trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> 
             of = program.types[node.name]
             whole = torch.empty(of.shape, dtype=of.torch_dtype, device=device, requires_grad=i in wanted)
             lies[node] = Lies.of(whole)
-        _lay_out(pieces, lies, device)
+        _lay_out(segments, lies, device)
         tangents = {k: _alone(lies[ends[i]]) for k, i in enumerate(differentiable)}
         reached = [k for k, i in enumerate(differentiable) if lies[ends[i]].has_gradient]
         arriving = {ends[differentiable[k]]: tangents[k] for k in reached}
-        traces = _traces(pieces, lies, arriving, device)
+        traces = _traces(segments, lies, arriving, device)
         made = _Composition(lies, device)
         primals = [made.placeholder(f"primals_{i + 1}", n, lies[n]) for i, n in enumerate(placeholders)]
         seeds = [made.placeholder(f"tangents_{k + 1}", None, like) for k, like in tangents.items()]
-        made.forward(pieces, traces)
+        made.forward(segments, traces)
         for k in reached:
             made.add(ends[differentiable[k]], seeds[k])
-        made.backward(pieces, traces)
+        made.backward(segments, traces)
     outputs, gradients = [made.env[n] for n in ends], [made.gradients.get(placeholders[i]) for i in wanted]
     made.graph.output((*outputs, *gradients))
     inputs = len(program.inputs)
     return JointGraph(made.graph, primals, seeds, outputs, gradients, wanted, tuple(differentiable), inputs)
 
 
-def _lay_out(pieces: Sequence[Piece], lies: dict[fx.Node, Lies], device: str) -> None:
-    """Note how every value that a piece leaves lies; pieces that are alike are run once."""
+def _lay_out(segments: Sequence[Segment], lies: dict[fx.Node, Lies], device: str) -> None:
+    """Note how every value that a segment leaves lies; segments that are alike are run once."""
     known: dict[Any, list[Lies]] = {}
-    for piece in pieces:
-        key = (piece.likeness, tuple(lies[n] for n in piece.reads))
+    for segment in segments:
+        key = (segment.likeness, tuple(lies[n] for n in segment.reads))
         if key not in known:
-            env = {n: lies[n].made(device) for n in piece.reads}
-            known[key] = [Lies.of(v) for v in _run(piece, env)]
-        lies.update(zip(piece.leaves, known[key], strict=True))
+            env = {n: lies[n].made(device) for n in segment.reads}
+            known[key] = [Lies.of(v) for v in _run(segment, env)]
+        lies.update(zip(segment.leaves, known[key], strict=True))
 
 
 def _traces(
-    pieces: Sequence[Piece], lies: Mapping[fx.Node, Lies], arriving: dict[fx.Node, Lies], device: str
+    segments: Sequence[Segment], lies: Mapping[fx.Node, Lies], arriving: dict[fx.Node, Lies], device: str
 ) -> list[Traced]:
-    """The trace of each piece, found from the last to the first: it depends on the gradients that arrive.
+    """The trace of each segment, found from the last to the first: it depends on the gradients that arrive.
 
     `arriving` says how the gradients of the outputs lie, and learns of the others.
     """
     known: dict[Any, Traced] = {}
     sums: dict[tuple[Lies, Lies], Lies] = {}
     found: list[Traced] = []
-    for piece in reversed(pieces):
-        tangents = tuple(arriving.get(n) for n in piece.leaves)
-        reads = tuple(lies[n] for n in piece.reads)
-        key = (piece.likeness, reads, tangents)
+    for segment in reversed(segments):
+        tangents = tuple(arriving.get(n) for n in segment.leaves)
+        reads = tuple(lies[n] for n in segment.reads)
+        key = (segment.likeness, reads, tangents)
         if key not in known:
-            known[key] = _traced(piece, reads, tangents, device)
+            known[key] = _traced(segment, reads, tangents, device)
         found.append(known[key])
-        for read, gradient in zip(piece.reads, known[key].gradients, strict=True):
+        for read, gradient in zip(segment.reads, known[key].gradients, strict=True):
             if gradient is None:
                 continue
             like = Lies.of(gradient.meta["val"].detach())
@@ -152,7 +151,7 @@ class _Composition:
         self.device = device
         self.env: dict[fx.Node, fx.Node] = {}  # value of the local program -> its node here
         self.gradients: dict[fx.Node, fx.Node] = {}  # value of the local program -> its gradient here
-        self.places: list[dict[fx.Node, fx.Node]] = []  # of each piece: node of its trace -> its copy
+        self.places: list[dict[fx.Node, fx.Node]] = []  # of each segment: node of its trace -> its copy
 
     def placeholder(self, name: str, of: fx.Node | None, like: Lies) -> fx.Node:
         """A placeholder for a value that lies like this."""
@@ -171,22 +170,22 @@ class _Composition:
             gradient = both
         self.gradients[value] = gradient
 
-    def forward(self, pieces: Sequence[Piece], traces: Sequence[Traced]) -> None:
+    def forward(self, segments: Sequence[Segment], traces: Sequence[Traced]) -> None:
         """Copy the forwards, in order."""
-        for piece, traced in zip(pieces, traces, strict=True):
-            at = {i: self.env[n] for i, n in zip(traced.inputs, piece.reads, strict=True)}
+        for segment, traced in zip(segments, traces, strict=True):
+            at = {i: self.env[n] for i, n in zip(traced.inputs, segment.reads, strict=True)}
             self._copy(traced.forward, at)
-            for leaf, output in zip(piece.leaves, traced.outputs, strict=True):
+            for leaf, output in zip(segment.leaves, traced.outputs, strict=True):
                 self.env[leaf] = at[output]
             self.places.append(at)
 
-    def backward(self, pieces: Sequence[Piece], traces: Sequence[Traced]) -> None:
-        """Copy the backwards, in reverse; gradients of what several pieces read are added up."""
-        for piece, traced, at in zip(reversed(pieces), reversed(traces), reversed(self.places), strict=True):
-            given = [self.gradients[n] for n in piece.leaves if n in self.gradients]
+    def backward(self, segments: Sequence[Segment], traces: Sequence[Traced]) -> None:
+        """Copy the backwards, in reverse; gradients of what several segments read are added up."""
+        for segment, traced, at in zip(reversed(segments), reversed(traces), reversed(self.places), strict=True):
+            given = [self.gradients[n] for n in segment.leaves if n in self.gradients]
             at.update(zip(traced.tangents, given, strict=True))
             self._copy(traced.backward, at)
-            for read, gradient in zip(piece.reads, traced.gradients, strict=True):
+            for read, gradient in zip(segment.reads, traced.gradients, strict=True):
                 if gradient is not None:
                     self.add(read, at[gradient])
 
@@ -200,10 +199,10 @@ def _alone(like: Lies) -> Lies:
     return Lies.of(torch.empty_like(like.made("cpu").detach()))
 
 
-# -- one piece
+# -- one segment
 
 
-def _pieces(program: LocalProgram, ends: set[fx.Node]) -> list[Piece]:
+def _segments(program: LocalProgram, ends: set[fx.Node]) -> list[Segment]:
     ops = [n for n in program.fx.nodes if n.op == "call_function"]
     found = []
     for _, run_of in itertools.groupby(ops, lambda n: _numbered(info(n).module)):
@@ -214,7 +213,7 @@ def _pieces(program: LocalProgram, ends: set[fx.Node]) -> list[Piece]:
         leaves = [n for n in leaves if not _is_several(n)]
         number: dict[fx.Node, Any] = {n: f"<{i}>" for i, n in enumerate((*reads, *nodes))}
         said = tuple(_said(n, number) for n in nodes)
-        found.append(Piece(nodes, reads, leaves, (len(reads), said, tuple(number[n] for n in leaves))))
+        found.append(Segment(nodes, reads, leaves, (len(reads), said, tuple(number[n] for n in leaves))))
     return found
 
 
@@ -242,19 +241,19 @@ def _numbered(path: str) -> str:
     return ".".join(parts[: max((i + 1 for i, p in enumerate(parts) if p.isdigit()), default=0)])
 
 
-def _run(piece: Piece, env: dict[fx.Node, Any]) -> list[torch.Tensor]:
-    for node in piece.nodes:
+def _run(segment: Segment, env: dict[fx.Node, Any]) -> list[torch.Tensor]:
+    for node in segment.nodes:
         env[node] = run(node, env)
-    return [env[n] for n in piece.leaves]
+    return [env[n] for n in segment.leaves]
 
 
-def _traced(piece: Piece, reads: Sequence[Lies], tangents: Sequence[Lies | None], device: str) -> Traced:
+def _traced(segment: Segment, reads: Sequence[Lies], tangents: Sequence[Lies | None], device: str) -> Traced:
     held = [i for i, like in enumerate(reads) if like.has_gradient]
     given = [t for t in tangents if t is not None]
 
     def step(inputs: list[torch.Tensor], arriving: list[torch.Tensor]) -> tuple[Any, ...]:
         inputs = [x.detach().requires_grad_(like.has_gradient) for x, like in zip(inputs, reads, strict=True)]
-        outputs = _run(piece, dict(zip(piece.reads, inputs, strict=True)))
+        outputs = _run(segment, dict(zip(segment.reads, inputs, strict=True)))
         if not given or not held:
             return (*outputs,)
         reached = [o for o, t in zip(outputs, tangents, strict=True) if t is not None]
@@ -269,8 +268,8 @@ def _traced(piece: Piece, reads: Sequence[Lies], tangents: Sequence[Lies | None]
     for node in made.graph.find_nodes(op="get_attr"):  # torch.tensor([1, 2]) is written out where it stands
         _write_out(made, node, device)
     nodes, flat = [n for n in made.graph.nodes if n.op == "placeholder"], list(made.graph.output_node().args[0])
-    found, count = dict(zip(held, flat[len(piece.leaves) :], strict=False)), len(reads)
-    traced = Traced(nodes[:count], nodes[count:], flat[: len(piece.leaves)], [found.get(i) for i in range(count)])
+    found, count = dict(zip(held, flat[len(segment.leaves) :], strict=False)), len(reads)
+    traced = Traced(nodes[:count], nodes[count:], flat[: len(segment.leaves)], [found.get(i) for i in range(count)])
     needed, pending = set[fx.Node](), list(traced.outputs)
     while pending:
         node = pending.pop()

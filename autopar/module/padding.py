@@ -123,7 +123,7 @@ class Padding:
         return Bucket(here, shapes, longer, frozenset(moved), key, self.known.get(key, Kind({}, ())))
 
     def _beside_given(self, name: str, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Each size of an input beside that of meta_inputs; -1 where it has another rank there, or is not there."""
+        """Each size of an input beside that of meta_inputs, or beside -1 where it has another rank there."""
         given = self.given.get(name, ())
         return list(zip(shape, given if len(given) == len(shape) else (-1,) * len(shape), strict=True))
 

@@ -20,7 +20,7 @@ from autopar.codegen.lower import Lowered
 from autopar.graph.graph import info
 from autopar.letters import Anomaly, NotServed
 from autopar.module.emptied import from_a_list
-from autopar.module.step import Step, Tangent
+from autopar.module.step import EmittedStep, Tangent
 from autopar.module.storage import Storage, dtensor_of
 from autopar.module.waiting import Waiting
 from autopar.runtime.collectives import bind_axes
@@ -247,7 +247,7 @@ class Runner:
                 advice="torch.utils.checkpoint inside the model, which is traced, instead of around the parallel one",
             )
         key = [torch.tensor(random.next_key(), device=self.setup.device)] if self.program.is_random else []
-        outputs = Step.apply(self, *inputs, *parameters, *buffers, *key)
+        outputs = EmittedStep.apply(self, *inputs, *parameters, *buffers, *key)
         count = len(self.graph.output_names)
         shardings = self.program.outputs[:count]
         kept = [self._left(i, *both) for i, both in enumerate(zip(outputs[:count], shardings, strict=True))]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopar.module.runner import Runner
 
 
-class Step(torch.autograd.Function):
+class EmittedStep(torch.autograd.Function):
     """The one autograd node: emitted forward, emitted backward."""
 
     @staticmethod

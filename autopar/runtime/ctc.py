@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.runtime.private import ctc_loss, ctc_loss_backward
+
 _Context = Any
 
 
@@ -27,7 +29,7 @@ def ctc_losses(
     if log_probs.shape[1] == 0:
         return log_probs.new_zeros(0)
     lengths = input_lengths.tolist(), target_lengths.tolist()
-    return torch.ops.aten._ctc_loss(log_probs, targets.contiguous(), *lengths, blank, zero_infinity)[0].clone()
+    return ctc_loss(log_probs, targets.contiguous(), *lengths, blank, zero_infinity)[0].clone()
 
 
 @ctc_losses.register_fake
@@ -56,8 +58,8 @@ def ctc_gradient(
     if log_probs.shape[1] == 0:
         return torch.zeros_like(log_probs)
     given = log_probs, targets.contiguous(), input_lengths.tolist(), target_lengths.tolist()
-    losses, paths = torch.ops.aten._ctc_loss(*given, blank, zero_infinity)
-    made = torch.ops.aten._ctc_loss_backward(gradient.contiguous(), *given, losses, paths, blank, zero_infinity)
+    losses, paths = ctc_loss(*given, blank, zero_infinity)
+    made = ctc_loss_backward(gradient.contiguous(), *given, losses, paths, blank, zero_infinity)
     return torch.empty_like(log_probs).copy_(made)  # laid out as it was said to be
 
 

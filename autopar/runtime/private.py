@@ -20,7 +20,7 @@
     FakeTensor, ...     tensors without values, and the mode that makes them
     TorchDispatchMode   sees every op that runs inside it
     OpOverload          one signature of an op
-    TO_COPY, ...        ops of emitted code that have no public name
+    TO_COPY, ...        ops of emitted code and of backwards that have no public name
 
 Parts of torch that are replaced, and not only used, are in `patches.py`.
 """
@@ -43,6 +43,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 TO_COPY = torch.ops.aten._to_copy.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+ctc_loss, ctc_loss_backward = torch.ops.aten._ctc_loss, torch.ops.aten._ctc_loss_backward
+standard_gamma_grad, dirichlet_grad = torch.ops.aten._standard_gamma_grad, torch.ops.aten._dirichlet_grad
 
 
 @contextlib.contextmanager
