@@ -22,11 +22,10 @@ from torch.fx import map_arg
 from torch.utils import _pytree as pytree
 
 from autopar import Cluster, DeviceMesh
-from autopar.graph.graph import info, op_name, run
+from autopar.graph.graph import info, op_name, run, typed
 from autopar.letters import Letter
 from autopar.ops.entry import rule_of
 from autopar.space import shardings
-from autopar.space.shardings import typed
 from autopar.tracer import ColoTracer
 from tests.ops.test_rules import prove
 
