@@ -21,7 +21,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, gradients, values
 from autopar.solver.plan import Conversion, Plan
-from autopar.space.shardings import Link, sites_and_links
+from autopar.space.shardings import Use, sites_and_uses
 from autopar.space.space import Site
 
 _AGAIN = "plan again, or the file as autopar.plan wrote it"
@@ -41,10 +41,10 @@ def check_plan(graph: Graph, plan: Plan) -> None:
                 "plan again: the model, its inputs' shapes, train and eval, or the outputs that are named have changed"
             ),
         )
-    sites, links = sites_and_links(graph, plan.mesh, plan.accumulation, plan.precision[1] if plan.precision else "")
+    sites, uses = sites_and_uses(graph, plan.mesh, plan.accumulation, plan.precision[1] if plan.precision else "")
     named = {site.name: site for site in sites}
     _decides(plan, named)
-    _policies(plan, sites, links)
+    _policies(plan, sites, uses)
     sizes = {name: type_of(node).nbytes for name, node in graph.parameters.items()}
     if dict(plan.parameter_bytes) != sizes:
         wrong = next(
@@ -64,8 +64,8 @@ def check_plan(graph: Graph, plan: Plan) -> None:
             seen=f"{len(plan.conversions)} conversions of {len(conversions)} values",
             advice=_AGAIN,
         )
-    for link in links:
-        _travels(plan, link, conversions.pop((link.target, link.operand), None), named[link.target])
+    for use in uses:
+        _travels(plan, use, conversions.pop((use.target, use.operand), None), named[use.target])
     for target, operand in conversions:
         raise BadPlan(f"the plan converts operand {operand} of {target}, and there is no such value", advice=_AGAIN)
 
@@ -104,12 +104,12 @@ def _decides(plan: Plan, named: dict[str, Site]) -> None:
             )
 
 
-def _policies(plan: Plan, sites: tuple[Site, ...], links: tuple[Link, ...]) -> None:
+def _policies(plan: Plan, sites: tuple[Site, ...], uses: tuple[Use, ...]) -> None:
     """What is gathered again, or reduced in each micro-batch, is a parameter that may be.
 
     The policy stands at its one cast, where it has one.
     """
-    casts = {link.target: link.source for link in links}
+    casts = {use.target: use.source for use in uses}
     may: dict[str, set[str]] = {"regathered": set(), "scattered": set()}
     for site in sites:
         owner = site.name if site.kind == "parameter" else casts.get(site.name, "")
@@ -125,23 +125,23 @@ def _policies(plan: Plan, sites: tuple[Site, ...], links: tuple[Link, ...]) -> N
             )
 
 
-def _travels(plan: Plan, link: Link, conversion: Conversion | None, target: Site) -> None:
+def _travels(plan: Plan, use: Use, conversion: Conversion | None, target: Site) -> None:
     """A value travels from how its source leaves it to how its target takes it, and its gradient back."""
     given, taken = (
-        plan.decisions[link.source].choice.output(link.port),
-        plan.decisions[link.target].choice.operand(link.operand),
+        plan.decisions[use.source].choice.output(use.port),
+        plan.decisions[use.target].choice.operand(use.operand),
     )
-    what = f"from {link.source} to operand {link.operand} of {link.target}"
+    what = f"from {use.source} to operand {use.operand} of {use.target}"
     due: list[tuple[str, tuple[Sharding, Sharding], tuple[Step, ...]]] = [
         ("value", (values(given), values(taken)), conversion.forward if conversion else ())
     ]
-    if link.type.requires_grad:
+    if use.type.requires_grad:
         due.append(("gradient", (gradients(taken), gradients(given)), conversion.backward if conversion else ()))
-        if not link.may_reduce and any(
+        if not use.may_reduce and any(
             a.is_partial and not b.is_partial for a, b in zip(*(s.placements for s in due[1][1]), strict=True)
         ):
             raise BadPlan(
-                f"the plan reduces the gradient {what} in {link.type.dtype}",
+                f"the plan reduces the gradient {what} in {use.type.dtype}",
                 at=target.source,
                 seen=f"gradients of parameters are reduced in {plan.precision and plan.precision[1]}",
                 advice=_AGAIN,
@@ -150,7 +150,7 @@ def _travels(plan: Plan, link: Link, conversion: Conversion | None, target: Site
         raise BadPlan(f"the plan converts a gradient {what}, and that value has none", at=target.source, advice=_AGAIN)
     if conversion is not None:
         said = [conversion.value, *([conversion.gradient] if conversion.gradient is not None else [])]
-        if conversion.source != link.source or said != [ends for _, ends, _ in due]:
+        if conversion.source != use.source or said != [ends for _, ends, _ in due]:
             raise BadPlan(
                 f"the plan says of the value {what} something else than its decisions",
                 at=target.source,
@@ -161,8 +161,8 @@ def _travels(plan: Plan, link: Link, conversion: Conversion | None, target: Site
                 advice=_AGAIN,
             )
     for kind, (leaves, arrives), steps in due:
-        end = Layout.of(link.type.shape, arrives, plan.mesh)
-        if end is None or leads_to(steps, link.type.shape, leaves, plan.mesh) != end:
+        end = Layout.of(use.type.shape, arrives, plan.mesh)
+        if end is None or leads_to(steps, use.type.shape, leaves, plan.mesh) != end:
             raise BadPlan(
                 f"the plan does not bring the {kind} {what} from {leaves.text(plan.mesh.axes)} to "
                 f"{arrives.text(plan.mesh.axes)}",

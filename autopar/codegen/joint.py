@@ -27,7 +27,7 @@ from autopar.codegen.trace import trace
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, Axis, part_start
 from autopar.runtime.private import clean_room
 from autopar.sharding.convert import LocalStep
-from autopar.space.overlap import BUCKET, buckets
+from autopar.space.windows import BUCKET, buckets
 from autopar.tracer.capture import LOCK
 
 CONVERT, START = torch.ops.autopar.convert.default, torch.ops.autopar.start.default

@@ -12,7 +12,7 @@ from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, type_of
 from autopar.letters import NotServed
 from autopar.solver.plan import Plan
-from autopar.space.overlap import cut
+from autopar.space.schedule import schedule_of
 
 
 class Lowered:
@@ -63,14 +63,14 @@ def lower(
 def reads_of_parameters(graph: Graph, window_bytes: int) -> dict[str, Read]:
     """Of each parameter that is read, where the forward first reads it."""
     ops, parameters = [n for n in graph.nodes if info(n).kind == "op"], graph.parameters
-    made, at = cut(ops, window_bytes), {op: i for i, op in enumerate(ops)}
+    schedule, at = schedule_of(ops, window_bytes), {op: i for i, op in enumerate(ops)}
     first = {
         name: min(at[u] for u in node.users if u in at)
         for name, node in parameters.items()
         if any(u in at for u in node.users)
     }
     return {
-        name: Read(made.of[i], made.buckets[node][0], type_of(node).nbytes, node in made.stays)
+        name: Read(schedule.of[i], schedule.buckets[node][0], type_of(node).nbytes, node in schedule.stays)
         for name, i in first.items()
         for node in (parameters[name],)
     }

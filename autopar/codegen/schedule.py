@@ -1,4 +1,4 @@
-"""When collectives of parameters begin and end in an emitted half: what `sharding/overlap.py` specifies.
+"""When collectives of parameters begin and end in an emitted half: what `space/windows.py` specifies.
 
 Each pass has a before and an after; none changes what is computed.
 

@@ -30,7 +30,7 @@ from autopar.letters import BadRule, Letter, NotServed
 from autopar.ops.rules import rule_of
 from autopar.ops.vocabulary import Op
 from autopar.sharding.notation import Binding
-from autopar.space.shardings import typed
+from autopar.space.bindings import typed
 
 Factors = tuple[tuple[int, int], ...]  # of one dim, major first: each as it is, and as it is longer
 _LOW = -1e9  # what is added to a score to hide it
