@@ -28,8 +28,11 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
 from autopar.solver.program import peak_where_nothing_is_dear, solve
-from autopar.space.presets import constraints_of, habits_of, said_of, window_of
+from autopar.space.constraints import Preset
+from autopar.space.presets import preset_of, said_of, window_of
+from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
+from autopar.space.windows import BUCKET
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
 
@@ -264,41 +267,44 @@ class Request:
     def _planned(self, graph: Graph, mesh: DeviceMesh, known: float, until: float) -> Plan:
         if self.parallel is None:
             return self._solved(graph, mesh, known, until, self._defaults())
-        expert = {"preset": constraints_of(self.parallel, graph, mesh), "window_bytes": window_of(self.parallel, mesh)}
-        habits = habits_of(self.parallel, mesh)
+        expert = preset_of(self.parallel, graph, mesh)
 
-        def solved(defaults: list[tuple[str, str]], **how: Any) -> Plan:
-            plan = self._solved(graph, mesh, known, until, defaults, **how, **expert)
-            return replace(plan, defaults=(*said_of(self.parallel, mesh, plan), *plan.defaults))
+        def solved(defaults: list[tuple[str, str]], preset: Preset) -> Plan:
+            plan = self._solved(graph, mesh, known, until, defaults, preset)
+            said = said_of(self.parallel, mesh, plan.parameters, plan.parameter_bytes)
+            return replace(plan, defaults=(*said, *plan.defaults))
 
         try:
-            return solved(self._defaults(), habits=habits)
+            return solved(self._defaults(), expert)
         except (BadConstraint, Infeasible):
-            if not habits:
+            if not expert.habits:
                 raise
             broken = (
                 "parallel",
                 f"{self.parallel!r} is not kept to everywhere: "
-                f"{', '.join(f'{habit} along {mesh.axes[a]}' for a, habit in habits)} leaves no plan",
+                f"{', '.join(f'{habit} along {mesh.axes[a]}' for a, habit in expert.habits)} leaves no plan",
             )
-            return solved([broken, *self._defaults()])
+            return solved([broken, *self._defaults()], replace(expert, habits=()))
 
     def _solved(
-        self, graph: Graph, mesh: DeviceMesh, known: float, until: float, defaults: list[tuple[str, str]], **expert: Any
+        self,
+        graph: Graph,
+        mesh: DeviceMesh,
+        known: float,
+        until: float,
+        defaults: list[tuple[str, str]],
+        preset: Preset | None = None,
     ) -> Plan:
-        space_with = functools.partial(
-            shardings,
-            graph,
+        setting = Setting(
             mesh,
             self.hardware,
-            self.constraints,
             self.optimizer,
-            self.strict,
-            accumulation=self.accumulation,
-            reduce=self.precision.reduce if self.precision else "",
-            known=known,
-            **expert,
+            self.accumulation,
+            self.precision.reduce if self.precision else "",
+            BUCKET if preset is None else window_of(self.parallel, mesh),
+            strict=self.strict,
         )
+        space_in = functools.partial(shardings, graph, constraints=self.constraints, preset=preset, known=known)
         solved = functools.partial(
             solve,
             precision=(self.precision.param, self.precision.reduce) if self.precision else None,
@@ -308,7 +314,7 @@ class Request:
             assumptions=graph.assumptions,
             defaults=defaults,
         )
-        space = space_with()
+        space = space_in(setting)
         if (
             math.isinf(self.budget) or peak_where_nothing_is_dear(space) <= self.budget
         ):  # else it hardly fits with every copy kept
@@ -319,7 +325,7 @@ class Request:
                     if self.memory_budget is None or math.isinf(self.budget)
                     else replace(fastest, budget=int(self.budget))
                 )
-        return solved(space_with(regather=True), budget=self.budget)
+        return solved(space_in(replace(setting, regather=True)), budget=self.budget)
 
     def _defaults(self) -> list[tuple[str, str]]:
         """What arguments left at their default meant, and what is priced that is not run so yet."""

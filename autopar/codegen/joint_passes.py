@@ -15,7 +15,7 @@ from autopar.codegen.joint_graph import CONVERT, JointGraph
 from autopar.runtime.collectives import STEPS, part_start
 from autopar.runtime.private import TO_COPY, UNSAFE_VIEW
 from autopar.sharding.convert import LocalStep
-from autopar.space.overlap import BUCKET, buckets
+from autopar.space.windows import BUCKET, buckets
 
 START = torch.ops.autopar.start.default
 

@@ -24,7 +24,7 @@ from autopar.sharding.convert import REDUCTIONS, Step, localise
 from autopar.sharding.placement import Sharding, local_shape
 from autopar.sharding.strategies import values
 from autopar.solver.plan import Decision, Plan
-from autopar.space.overlap import casts_of_parameters, reduced_in
+from autopar.space.parameter_values import casts_of_parameters, reduced_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)

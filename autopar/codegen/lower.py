@@ -16,7 +16,7 @@ from autopar.graph.graph import Graph, info, type_of
 from autopar.letters import NotServed
 from autopar.passes import run_passes
 from autopar.solver.plan import Plan
-from autopar.space.overlap import cut
+from autopar.space.schedule import schedule_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,11 +60,11 @@ def lower(
 def reads_of_parameters(graph: Graph, window_bytes: int) -> dict[str, Read]:
     """The place where the forward first reads each parameter that it reads."""
     ops = [n for n in graph.nodes if info(n).kind == "op"]
-    windows, place = cut(ops, window_bytes), {op: i for i, op in enumerate(ops)}
+    schedule, place = schedule_of(ops, window_bytes), {op: i for i, op in enumerate(ops)}
     found = {}
     for name, node in graph.parameters.items():
         readers = [place[u] for u in node.users if u in place]
         if readers:
-            window, (bucket, *_) = windows.of[min(readers)], windows.buckets[node]
-            found[name] = Read(window, bucket, type_of(node).nbytes, node in windows.stays)
+            window, (bucket, *_) = schedule.of[min(readers)], schedule.buckets[node]
+            found[name] = Read(window, bucket, type_of(node).nbytes, node in schedule.stays)
     return found

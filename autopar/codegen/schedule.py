@@ -1,4 +1,4 @@
-"""When collectives of parameters begin and end in an emitted half, as `space/overlap.py` prices them.
+"""When collectives of parameters begin and end in an emitted half, as `space/windows.py` prices them.
 
 Each pass has a before and an after; none changes what is computed.
 

@@ -22,7 +22,7 @@ from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, Strategy, gradients, values
-from autopar.space.overlap import BUCKET
+from autopar.space.windows import BUCKET
 
 if TYPE_CHECKING:
     import torch

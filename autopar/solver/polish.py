@@ -23,8 +23,8 @@ import numpy as np
 from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Outcome, Point
 from autopar.solver.integer import Program, backend_of
-from autopar.space.overlap import Window
 from autopar.space.space import Edge, Space
+from autopar.space.windows import Window
 
 _GAP, _NODES, _PIVOTS = 4e-3, 50, 5_000  # of the integer program
 _STEPS = 3  # of the search for a price of memory

@@ -23,8 +23,7 @@ from autopar.solver.integer import backend_of, infeasible, optimise, smallest
 from autopar.solver.plan import Conversion, Decision, Plan
 from autopar.solver.polish import polished
 from autopar.solver.ties import settled
-from autopar.space.overlap import reduces
-from autopar.space.space import Edge, Flows, Space
+from autopar.space.space import Edge, Flows, Space, reduces
 
 _CLOSED, _NEARLY = 1e-9, 1e-3  # a gap that is rounding; and one that a larger integer program is not worth
 _FAR, _LESS = 0.05, (0.94, 0.88, 0.8)  # a gap from which on plans of smaller budgets are looked at, and which

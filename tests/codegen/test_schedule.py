@@ -14,7 +14,8 @@ from autopar import DeviceMesh, Plan
 from autopar.codegen import joint, joint_passes, lower
 from autopar.graph.graph import info
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
-from autopar.space.overlap import BLOCK, BUCKET, cut
+from autopar.space.schedule import schedule_of
+from autopar.space.windows import BLOCK, BUCKET
 from autopar.testing import Equality, on_processes, on_threads
 from autopar.tracer import ColoTracer
 from tests.models import MLP, eager_links
@@ -53,7 +54,7 @@ def test_zero3_gathers_a_block_at_a_time_and_a_free_plan_what_is_worth_a_message
     }
     assert Plan.from_dict(plans["zero3"].to_dict()).window_bytes == BLOCK
     ops = [n for n in ColoTracer().trace(model, batch).nodes if info(n).kind == "op"]
-    assert [len(cut(ops, least).spans) for least in (BLOCK, 20_000, BUCKET)] == [
+    assert [len(schedule_of(ops, least).spans) for least in (BLOCK, 20_000, BUCKET)] == [
         5,
         3,
         1,

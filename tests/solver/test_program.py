@@ -24,7 +24,8 @@ from autopar.solver import eliminate, integer, polish, program, solve
 from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import Factor, Problem
 from autopar.solver.integer import backend_of, fold_single_ends, optimise
-from autopar.space import shardings
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.space.space import Edge, Site, Space
 from autopar.tracer import ColoTracer
 from benchmarks.hard_plans import causal_masks
@@ -348,8 +349,7 @@ def test_a_backend_is_stopped_by_work_that_it_counts_and_claims_no_bound_then(mo
         )
     space = shardings(
         ColoTracer().trace(model, (x,), loss=lambda out, inputs: out.square().mean()),
-        DeviceMesh((2, 2)),
-        Cluster.of("h100-8x1"),
+        Setting(DeviceMesh((2, 2)), Cluster.of("h100-8x1")),
     )
     whole, cut = optimise(space, backend_of("cbc")), optimise(space, backend_of("cbc", nodes=1, pivots=10))
     assert whole.ended and not cut.ended
