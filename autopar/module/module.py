@@ -30,6 +30,7 @@ from autopar.codegen.lower import Lowered, lower
 from autopar.codegen.parts import WHOLE, Parts, Rows, least_and_most
 from autopar.codegen.schedule import is_view
 from autopar.graph.graph import Graph, TensorType, build_outputs, info, tensor_of, write_buffer
+from autopar.graph.idle import IdleHook
 from autopar.letters import Anomaly, BadInput, Consumed, Disagreement, NotServed
 from autopar.module.around import watch_parts, watch_what_stands_around
 from autopar.module.attributes import Attributes, Reads, State, Unread
@@ -61,7 +62,6 @@ from autopar.runtime.random import RandomState
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 from autopar.solver.plan import Plan
 from autopar.tracer.capture import Call
-from autopar.tracer.hooks import IdleHook
 
 log = logging.getLogger("autopar")
 

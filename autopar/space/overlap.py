@@ -116,8 +116,8 @@ def cut(ops: Sequence[fx.Node], least: int = BUCKET) -> Cut:
 
     What reads less than `least` bytes of parameters goes with what follows.
     """
-    from autopar.graph.blocks import innermost_block
     from autopar.graph.graph import info, op_name, type_of
+    from autopar.graph.layers import innermost_block
 
     if not ops:
         return Cut((), (), (), {}, frozenset())
