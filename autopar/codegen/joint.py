@@ -25,10 +25,9 @@ from autopar.codegen.local import LocalProgram
 from autopar.codegen.schedule import COPIES, Read, fetch_late, fetched, gather_ahead, is_view, reduce_beside
 from autopar.codegen.trace import trace
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, Axis, part_start
-from autopar.runtime.private import clean_room
+from autopar.runtime.private import TRACING, clean_room
 from autopar.sharding.convert import LocalStep
 from autopar.space.overlap import BUCKET, buckets
-from autopar.tracer.capture import LOCK
 
 CONVERT, START = torch.ops.autopar.convert.default, torch.ops.autopar.start.default
 COLLECTIVES = frozenset((*(f for name, f in STEPS.items() if name not in ("slice", "lodge")), *BEGIN.values()))
@@ -80,7 +79,7 @@ def lower_jointly(
         tuple(sorted((reads or {}).items())),
         device,
     )
-    with LOCK:
+    with TRACING:
         if key not in _LOWERED:
             while len(_LOWERED) >= 64:
                 _LOWERED.pop(next(iter(_LOWERED)))

@@ -25,6 +25,7 @@ from autopar.graph.nodes import Info, Leaf, TensorType, info
 from autopar.letters import BadGraph
 from autopar.ops.lookup import by_own_name, on_a_copy, own_name, torch_functions
 from autopar.ops.vocabulary import OPS, Apply, Op
+from autopar.runtime.private import ATEN_OPS
 
 if TYPE_CHECKING:
     from autopar.graph.graph import Graph
@@ -258,7 +259,7 @@ def _function(name: str) -> Any:
         raise BadGraph(f"the autograd.Function {path} is not to be found", advice="import its module first")
     if name.startswith("ops."):
         found = functools.reduce(getattr, name.split("."), torch)
-        if isinstance(found, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        if isinstance(found, ATEN_OPS):
             return found
     if name in torch_functions():
         return torch_functions()[name]

@@ -29,6 +29,7 @@ from autopar.codegen.joint import Joint, bind
 from autopar.codegen.lower import Lowered, lower
 from autopar.codegen.parts import WHOLE, Parts, Rows, least_and_most
 from autopar.codegen.schedule import is_view
+from autopar.graph.calls import Call
 from autopar.graph.graph import Graph, TensorType, build_outputs, info, tensor_of, write_buffer
 from autopar.graph.idle import IdleHook
 from autopar.letters import Anomaly, BadInput, Consumed, Disagreement, NotServed
@@ -61,7 +62,6 @@ from autopar.runtime.private import inside_backward, let_anomalies_be_looked_for
 from autopar.runtime.random import RandomState
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 from autopar.solver.plan import Plan
-from autopar.tracer.capture import Call
 
 log = logging.getLogger("autopar")
 

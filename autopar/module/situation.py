@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar.graph.calls import Call, learn_dataclasses
 from autopar.graph.graph import Graph
 from autopar.letters import BadInput
 from autopar.module.attributes import Attributes
-from autopar.tracer.capture import Call, learn_dataclasses
 
 _SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.Enum, type(None))
 

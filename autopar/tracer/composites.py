@@ -22,16 +22,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.graph.graph import Graph, TensorType, fresh_key, info, type_of
 from autopar.ops.declared import WHOLE
 from autopar.ops.lookup import functional, lookup
 from autopar.ops.vocabulary import Apply, Op
-from autopar.runtime.private import clean_room
+from autopar.runtime.private import TO_COPY, FakeTensorMode, TorchDispatchMode, clean_room
 
 LONGEST = 64  # links: a recurrent module unrolled is not for a reader
 
@@ -243,7 +241,7 @@ def _canonical(
     op, arguments = lookup(spelled, given, named, made)
     if op.signature is None:
         raise _Whole
-    if name in _SAME_NUMBERS or function in _RENAMED or function is torch.ops.aten._to_copy.default:
+    if name in _SAME_NUMBERS or function in _RENAMED or function is TO_COPY:
         return op, arguments
     before = len(seen.calls)
     with torch.no_grad(), seen:
