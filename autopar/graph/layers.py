@@ -21,13 +21,13 @@ def numbered(path: str) -> tuple[int, ...]:
 
 
 def block(path: str, depth: int = 0) -> str:
-    """The path up to its first numbered part, or to a later one: `layers.0`, `layers.0.blocks.1`; "" without one."""
+    """The path up to its first numbered part, or a later one: `layers.0`, `layers.0.blocks.1`; or ""."""
     places = numbered(path)
     return _up_to(path, places[depth]) if depth < len(places) else ""
 
 
 def innermost_block(path: str) -> str:
-    """The path up to its last layer: `layers.3` of `layers.3.mlp.up`, `encoder_layer_0` of `encoder_layer_0.fc1`."""
+    """The path up to its last layer: `h.3` of `h.3.mlp.up`, `layer_0` of `layer_0.fc1`; or ""."""
     places = _layers(path)
     return _up_to(path, places[-1]) if places else ""
 

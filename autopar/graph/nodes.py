@@ -109,7 +109,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-    """Compute one op node. A result that was recorded without a gradient (under no_grad, say) has none here."""
+    """Compute one op node; a result that was recorded without a gradient (under no_grad) has none."""
     kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
     if isinstance(node.target, Op):
         result = node.target.run(kwargs)

@@ -239,7 +239,7 @@ def _written_to(function: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 def _is_without_chance(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Is a random op called so that it draws nothing: attention without dropout, or what draws in training only?"""
+    """Is a random op called so that it draws nothing, such as attention without dropout?"""
     names = [a.name for a in function._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return any(n in names and not given.get(n) for n in ("dropout_p", "training"))

@@ -117,7 +117,7 @@ def plain_op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
 
 
 def op_or_write(position: int) -> Handler:
-    """The handler of a function that may be asked to write: relu(x, inplace=True), by keyword or by position."""
+    """The handler of a function that may be asked to write, such as relu(x, inplace=True)."""
 
     def call(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_write = kwargs.get("inplace", args[position] if len(args) > position else False)
@@ -142,7 +142,7 @@ def wants_gradient(recorder: Recorder, function: Any, args: tuple[Any, ...], kwa
 
 
 def opened(function: types.FunctionType) -> Handler:
-    """The handler of a composite Python function: its body is recorded, and told that nothing is overridden."""
+    """The handler of a composite: its body is recorded, and told that nothing is overridden."""
     no_checks = dict.fromkeys(OVERRIDE_CHECKS, lambda *_: False)
     body = types.FunctionType(
         function.__code__,

@@ -54,7 +54,9 @@ def _with_dims(type_: TensorType, at: int, taken: int, *sizes: int) -> TensorTyp
 
 
 def assignments_are_spelled_out(graph: Graph) -> None:
-    """Assignment to ranges is a scatter for each dim that is not whole; one number under a mask is masked_fill.
+    """Assignment to ranges is a scatter for each dim that is not whole.
+
+    One number under a mask is masked_fill, a tensor that is broadcast there is where.
 
     before    y = setitem(x, (slice(None), slice(1, None)), v)     # x is f32[4, 16], v is f32[4, 15]
     after     y = slice_scatter(x, v, dim=1, start=1, end=16)
@@ -140,7 +142,7 @@ def _is_whole(index: Any, size: int) -> bool:
 
 
 def _basic_index(index: Any, rank: int) -> tuple[Any, ...] | None:
-    """One entry for each dim, and None for each new one; nothing, where the index holds tensors, lists or steps."""
+    """One entry for each dim, and None for each new one; None for tensors, lists and steps."""
     index = index if isinstance(index, tuple) else (index,)
     if not all(map(_is_basic, index)):
         return None

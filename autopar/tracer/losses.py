@@ -96,7 +96,7 @@ def cross_entropy_counts_its_targets(graph: Graph) -> None:
 
 
 def _mean_over_targets(node: fx.Node) -> fx.Node:
-    """The sum of the losses over the count, or the weights, of the targets; in float32 where the input is half."""
+    """The sum of the losses over the count, or the weights, of the targets; half is summed in float32."""
     given: Any = node.kwargs["input"]
     target: Any = node.kwargs["target"]
     weight: Any = node.kwargs.get("weight")

@@ -87,7 +87,7 @@ class Place:
 
 
 def source() -> str:
-    """The nearest line on the stack that is neither torch's nor autopar's: `model.py:84, in Attention.forward`."""
+    """The nearest line that is neither torch's nor autopar's: `model.py:84, in Attention.forward`."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

@@ -236,7 +236,7 @@ class Recorder:
     def record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Write a node for a call that gave `result`."""
         outputs = tensors_in((result,), {})
-        self._refuse_hidden_write(function, args)
+        _refuse_hidden_write(self, function, args)
         if not outputs:
             return
         if isinstance(result, Tensor) and self.knows(result):
@@ -249,7 +249,7 @@ class Recorder:
                 "device=x.device, of a tensor at hand",
             )
         made, arguments = lookup(function, args, kwargs, result)
-        self._refuse_mixed_dtypes(made, arguments, args)
+        _refuse_mixed_dtypes(self, made, arguments, args)
         draws = self.call.drew is not None
         if made.name in WRITES and self.writes(made, arguments):  # batch_norm's schema does not say that it writes
             made, written_to, _ = WRITES[made.name]
@@ -260,30 +260,6 @@ class Recorder:
                 self.values.write(arguments[target], part)
             return
         self.values.bind_all(result, self.emit(made, arguments, outputs, draws), (made, arguments))
-
-    def _refuse_hidden_write(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """A function that wrote to what it was given, and is not known to."""
-        is_known = function in SPELLINGS and SPELLINGS[function][0].name in WRITES
-        if not is_known and any(self.values.shares_storage(target) for _, target in self.call.wrote):
-            raise self.letter(
-                f"{name_of(function)} writes to a tensor that it was given ({self.call.wrote[0][0]})",
-                args,
-                "the form that returns a new tensor",
-            )
-
-    def _refuse_mixed_dtypes(self, op: Any, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
-        """Operands of several dtypes where torch refuses them on real tensors, but not on fakes."""
-        if op.name not in _OF_ONE_DTYPE:
-            return
-        floating = [t for t in tensors_in((arguments,), {}) if t.is_floating_point()]
-        dtypes = {str(t.dtype).removeprefix("torch.") for t in floating}
-        if len(dtypes) > 1:
-            raise self.letter(
-                f"{op.name} of {' and '.join(sorted(dtypes))}: on real tensors torch refuses to mix them, on "
-                "fakes it does not",
-                args,
-                "inputs of the model's own dtype",
-            )
 
     def writes(self, op: Any, arguments: dict[str, Any]) -> bool:
         """Does this call write to its arguments?"""
@@ -382,3 +358,29 @@ class Recorder:
         name = name_of(function)
         what = f"the shape of {name}'s result depends on the values of a tensor, which a graph cannot hold"
         return self.letter(what, args, SAYS_ITS_SHAPE.get(name, "torch.where, or a mask of fixed shape"))
+
+
+def _refuse_hidden_write(recorder: Recorder, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """A function that wrote to what it was given, and is not known to."""
+    is_known = function in SPELLINGS and SPELLINGS[function][0].name in WRITES
+    if not is_known and any(recorder.values.shares_storage(target) for _, target in recorder.call.wrote):
+        raise recorder.letter(
+            f"{name_of(function)} writes to a tensor that it was given ({recorder.call.wrote[0][0]})",
+            args,
+            "the form that returns a new tensor",
+        )
+
+
+def _refuse_mixed_dtypes(recorder: Recorder, op: Any, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
+    """Operands of several dtypes where torch refuses them on real tensors, but not on fakes."""
+    if op.name not in _OF_ONE_DTYPE:
+        return
+    floating = [t for t in tensors_in((arguments,), {}) if t.is_floating_point()]
+    dtypes = {str(t.dtype).removeprefix("torch.") for t in floating}
+    if len(dtypes) > 1:
+        raise recorder.letter(
+            f"{op.name} of {' and '.join(sorted(dtypes))}: on real tensors torch refuses to mix them, on "
+            "fakes it does not",
+            args,
+            "inputs of the model's own dtype",
+        )

@@ -27,8 +27,9 @@ _RUN_WHAT_THE_MODEL_RUNS = ("_run", "_forward", "execute", "fake", "__torch_disp
 
 @contextlib.contextmanager
 def telling_whose_error() -> Iterator[None]:
-    """What the model's own code, or torch on its behalf, raises on inputs of these shapes is told as the model's, with
-    its place. What is raised in autopar stays as it is.
+    """Errors of the model's own code, or of torch on its behalf, as letters with their place.
+
+    What is raised in autopar stays as it is.
     """
     try:
         yield
@@ -127,7 +128,10 @@ def refuse_lazy(root: torch.nn.Module) -> None:
 
 
 def refuse_shared_memory(root: torch.nn.Module) -> None:
-    """Two parameters on one memory are one to eager's optimizer and two to a plan; so are a parameter and a buffer."""
+    """Two parameters, or a parameter and a buffer, on one memory.
+
+    They are one to eager's optimizer and two to a plan.
+    """
     spans: dict[int, list[tuple[int, int, str]]] = {}
     trained = {p.untyped_storage()._cdata for p in root.parameters()}
     for name, parameter in [
@@ -162,8 +166,9 @@ def refuse_opaque(leaves: list[Any]) -> None:
 
 
 def refuse_survivors(made: list[weakref.ref[Tensor]]) -> None:
-    """Whatever tensor of the capture is still held when nothing of it is left is in a cache of the model's, and would
-    be found there by the next call.
+    """A tensor of the capture in a cache of the model's, where the next call would find it.
+
+    It is still held when nothing else of the capture is.
     """
     if not any(ref() is not None for ref in made):
         return

@@ -128,7 +128,7 @@ def _while_captured(
     spelled: Callable[..., Any],
     is_asked: Callable[..., bool] = lambda *_: True,
 ) -> Callable[..., Any]:
-    """A method as it is spelled for a graph, where the model that is captured calls it so that this is asked for."""
+    """A method as it is spelled for a graph, where the captured model calls it so that this is asked for."""
 
     def method(own: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.place.is_in_model() and is_asked(own):
@@ -151,7 +151,10 @@ def _region(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., A
 
 @contextlib.contextmanager
 def _no_outside_randomness(recorder: Recorder) -> Iterator[None]:
-    """Draws that torch's generator does not make are letters; what was imported by name is found by its state."""
+    """A letter for draws from another generator than torch's.
+
+    One whose function was imported by name is found by the generator's state.
+    """
 
     def refusing(name: str, original: Any) -> Any:
         def refused(*args: Any, **kwargs: Any) -> Any:

@@ -155,7 +155,10 @@ def averages_over_all(module: _BatchNorm) -> bool:
 
 
 def drops_between(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Does this call of a recurrent function drop between layers? (That of packed sequences has another order.)"""
+    """Does this call of a recurrent function drop between layers?
+
+    The one of packed sequences has its arguments in another order.
+    """
     is_plain = len(args) == 9 and isinstance(args[2], (tuple, list))
     return is_plain and args[4] > 1 and bool(args[5]) and bool(args[6])
 
