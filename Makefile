@@ -6,7 +6,7 @@ WORKERS ?= 2
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check nightly nightly-oldest bench clean
+.PHONY: demo test lint check nightly nightly-oldest bench clean
 
 # torch comes first and pinned: an unpinned torch pulls gigabytes of GPU packages
 $(VENV)/.torch-$(TORCH):
@@ -19,7 +19,8 @@ $(VENV)/.demo: $(VENV)/.torch-$(TORCH) pyproject.toml
 	$(PIP) --editable ".[hf]"
 	@touch $@
 
-# torchvision and timm are models to be traced; they live apart, because transformers will not import where it sees a torchvision that torch cannot load
+# torchvision and timm are models to be traced; they live apart, because transformers will not import where it sees a
+# torchvision that torch cannot load
 EXTRAS := $(VENV)-extras
 $(EXTRAS)/.done: $(VENV)/.torch-$(TORCH)
 	$(PIP) --no-deps --target $(EXTRAS) torchvision==0.28.0 timm==1.0.31 pillow
@@ -33,22 +34,25 @@ $(VENV)/.dev: $(VENV)/.test
 	$(PIP) --editable ".[test,hf,dev]"
 	@touch $@
 
-demo: $(VENV)/.demo            ## plan a model on a 2x2 mesh, train it on four local processes beside the single-device model
+demo: $(VENV)/.demo            ## plan a model on a 2x2 mesh, train it on four processes beside the single-device model
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test            ## every test but the nightly ones
 	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-check: $(VENV)/.dev            ## lint, types, and the rings that need no processes
+lint: $(VENV)/.dev             ## format, lint, types, and the order of folders
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+check: lint                    ## lint, and the tests that start no processes
 	$(BIN)/python -m pytest -m "not nightly and not machines"
 
 nightly: $(VENV)/.test         ## the long tests
 	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest -m nightly --timeout 3600 --numprocesses $(WORKERS) --dist worksteal
 
-nightly-oldest:                ## the tests on the oldest torch we support; the index may have it as a GPU build only (gigabytes)
+nightly-oldest:                ## the tests on the oldest torch we support; the index may have a GPU build only (gigabytes)
 	$(MAKE) test TORCH=2.11.0 VENV=.venv-2.11
 
 bench: $(VENV)/.test           ## the benchmarks; each prints a table

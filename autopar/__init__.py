@@ -21,7 +21,7 @@ _HOME = {  # public name -> the module that holds it
     "Cluster": "autopar.sharding.cluster",
     "Precision": "autopar.tracer.precision",
     "Assume": "autopar.graph.graph",
-    "rule": "autopar.ops.rules",
+    "rule": "autopar.ops.declare",
     "R": "autopar.sharding.placement",
     "S": "autopar.sharding.placement",
     "P": "autopar.sharding.placement",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.codegen import joint, local
-from autopar.ops import rules
+from autopar.ops.entry import FACTS
 from autopar.runtime import collectives, forms, random
 from autopar.sharding.convert import LocalStep
 from autopar.sharding.notation import parse
@@ -65,8 +65,8 @@ MUTANTS = {
     ),
     "an axis is swapped": _steps(lambda s: (replace(s, axis={"dp": "tp", "tp": "dp"}.get(s.axis, s.axis)),)),
     "a mean is divided by the local count": _local_mean,
-    "a bias is added once per device": lambda patch: patch.setitem(
-        rules.RULES, "linear", parse("... k, n k, n -> ... n", "x, y")
+    "a bias is added once per device": lambda patch: patch.setattr(
+        FACTS["linear"], "rule", parse("... k, n k, n -> ... n", "x, y")
     ),
     "a reduction's gradient is reduced again": _wrong_adjoint,
     "a lodged value is kept by every rank": lambda patch: patch.setitem(
@@ -76,7 +76,7 @@ MUTANTS = {
     "a gradient buffer is handed out twice": lambda patch: patch.setattr(
         joint, "PASSES", tuple(p for p in joint.PASSES if p is not joint.own_gradients)
     ),
-    "gelu is called linear": lambda patch: patch.setitem(rules.RULES, "gelu", parse("... -> ...", "x")),
+    "gelu is called linear": lambda patch: patch.setattr(FACTS["gelu"], "rule", parse("... -> ...", "x")),
 }
 
 

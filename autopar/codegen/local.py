@@ -14,11 +14,11 @@ from typing import Any
 
 import torch.fx as fx
 
-from autopar.codegen.forms import form_of
+from autopar.codegen.forms import Place, form_of
 from autopar.codegen.parts import WHOLE, Rows, from_rows, sharding_of_rows
 from autopar.graph.graph import Graph, Info, TensorType, info, op_name, type_of
 from autopar.letters import BadPlan
-from autopar.ops.vocabulary import Op
+from autopar.ops.entry import Op
 from autopar.runtime.collectives import convert
 from autopar.sharding.convert import REDUCTIONS, Step, localise
 from autopar.sharding.placement import Sharding, local_shape
@@ -149,18 +149,9 @@ class Localiser:
             )
             self.env[part].meta["info"] = info(part)
 
-    def output(self, node: fx.Node, port: int = 0) -> Sharding:
-        """How an output of an op lies."""
-        return values(self._decision(info(node).key).choice.output(port))
-
-    def operand(self, node: fx.Node, i: int) -> Sharding:
-        """How an operand of an op lies when it has arrived."""
-        return values(self._decision(info(node).key).choice.operand(i))
-
-    @property
-    def random_key(self) -> fx.Node:
-        """The placeholder of this step's random key."""
-        return self.key
+    def place(self, node: fx.Node) -> Place:
+        """This device, and how the op runs on it."""
+        return Place(self.mesh, tuple(self.coordinate), self.key, self._decision(info(node).key).choice)
 
     def _converted(self, source: fx.Node, target: str, operand: int, module: str) -> fx.Node:
         """`source` as its consumer wants it."""

@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.nodes import Info, Leaf, TensorType, info
 from autopar.letters import BadGraph
+from autopar.ops.entry import OPS, Apply, Op
 from autopar.ops.lookup import by_own_name, on_a_copy, own_name, torch_functions
-from autopar.ops.vocabulary import OPS, Apply, Op
 from autopar.runtime.private import ATEN_OPS
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from autopar.graph.archive import read_fields, write
 from autopar.graph.blocks import Repeat, repeated_blocks
 from autopar.graph.idle import IdleHook
-from autopar.graph.nodes import SHORT, Info, Leaf, TensorType, fresh_key, info, op_name, run, type_of
+from autopar.graph.nodes import SHORT, Info, Leaf, TensorType, call_of, fresh_key, info, op_name, run, type_of, typed
 from autopar.letters import BadInput
 
 __all__ = [  # the value, the entries of its nodes, and runs of it on tensors
@@ -37,6 +37,8 @@ __all__ = [  # the value, the entries of its nodes, and runs of it on tensors
     "info",
     "type_of",
     "op_name",
+    "typed",
+    "call_of",
     "run",
     "fresh_key",
     "Replay",

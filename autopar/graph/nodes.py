@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from autopar.ops.vocabulary import Op
+from autopar.ops.entry import Op
+from autopar.ops.local import Call
 
 SHORT = {
     "float64": "f64",
@@ -102,6 +103,23 @@ def info(node: fx.Node) -> Info:
 
 def type_of(node: fx.Node) -> TensorType:
     return info(node).outputs[0]
+
+
+def typed(arguments: Any) -> Any:
+    """Arguments with types in the places of nodes."""
+    if hasattr(arguments, "meta"):
+        return type_of(arguments)
+    if isinstance(arguments, Mapping):
+        return {k: typed(v) for k, v in arguments.items()}
+    if isinstance(arguments, (list, tuple)):
+        return type(arguments)(typed(v) for v in arguments)
+    return arguments
+
+
+def call_of(node: fx.Node) -> Call:
+    """The call of an op, as its entry is asked about it."""
+    about = info(node)
+    return Call(op_name(node), typed(node.kwargs), about.outputs, about.random, about.source)
 
 
 def op_name(node: fx.Node) -> str:

@@ -6,7 +6,7 @@ import torch.fx as fx
 
 from autopar.graph import walks
 from autopar.graph.graph import Graph
-from autopar.ops.vocabulary import OPS
+from autopar.ops.entry import OPS
 
 
 def verify(graph: Graph, after: str) -> None:

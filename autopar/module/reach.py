@@ -25,12 +25,10 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.graph.graph import Graph, info, op_name, type_of
+from autopar.graph.graph import Graph, info, op_name, type_of, typed
 from autopar.letters import BadRule, Letter, NotServed
-from autopar.ops.rules import rule_of
-from autopar.ops.vocabulary import Op
+from autopar.ops.entry import Op, rule_of
 from autopar.sharding.notation import Binding
-from autopar.space.shardings import typed
 
 Factors = tuple[tuple[int, int], ...]  # of one dim, major first: each as it is, and as it is longer
 _LOW = -1e9  # what is added to a score to hide it

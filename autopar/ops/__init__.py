@@ -1,6 +1,33 @@
-"""The canonical ops: what each is called, how it may be cut, and what it costs."""
+"""The canonical ops, one entry each, by families: what an op is called, how it may be cut, and what it costs."""
 
-from autopar.ops import families as families
-from autopar.ops.rules import rule
+from autopar.ops import (
+    attention,
+    draws,
+    factories,
+    losses,
+    matrices,
+    norms,
+    pictures,
+    pointwise,
+    products,
+    recurrent,
+    reductions,
+    tables,
+    views,
+)
 
-__all__ = ["rule"]
+__all__ = [
+    "attention",
+    "draws",
+    "factories",
+    "losses",
+    "matrices",
+    "norms",
+    "pictures",
+    "pointwise",
+    "products",
+    "recurrent",
+    "reductions",
+    "tables",
+    "views",
+]

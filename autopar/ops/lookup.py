@@ -11,14 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.vocabulary import CASTS, OPS, SHAPE, SIZES, SPELLINGS, Apply, Op, same
+from autopar.ops.entry import FILLED, OPS, SHAPE, SIZES, SPELLINGS, TRANSLATED, Apply, Op, facts_of, same
 
 _T = Tensor
 _LAYOUT = frozenset(
     {"how", "memory_format", "non_blocking", "copy", "sparse_grad", "_stacklevel", "inplace", "out"}
 )  # what names no value: layout, device, warnings
-_FACTORIES = frozenset({"arange", "zeros", "ones", "empty", "full", "rand", "randn", "randperm", "tensor"})
-_OF_TWO = {torch.min: torch.minimum, _T.min: torch.minimum, torch.max: torch.maximum, _T.max: torch.maximum}
 _MAKERS = frozenset(
     "arange as_tensor asarray bartlett_window blackman_window complex empty empty_strided eye full hamming_window "
     "hann_window kaiser_window linspace logspace normal ones rand randint randn "
@@ -29,89 +27,34 @@ _HOMES = {
     "linalg": torch.linalg,
     "fft": torch.fft,
 }  # ATen's prefix, and where torch keeps the rest of the name
-_SPREADS = {
-    torch.var: "var",
-    _T.var: "var",
-    torch.std: "std",
-    _T.std: "std",
-    torch.var_mean: "var_mean",
-    torch.std_mean: "std_mean",
-}
-_DRAWS = {
-    "uniform_": ("uniform_like", ("from", "to")),
-    "normal_": ("normal_like", ("mean", "std")),
-    "exponential_": ("exponential_like", ("lambd",)),
-    "log_normal_": ("log_normal_like", ("mean", "std")),
-    "cauchy_": ("cauchy_like", ("median", "sigma")),
-    "geometric_": ("geometric_like", ("p",)),
-    "random_": ("random_like", ("from", "to")),
-}
 
 
 def lookup(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any = None
 ) -> tuple[Op, dict[str, Any]]:
     """The canonical op of one call, and its arguments by name; shapes and dtypes are those of the result."""
-    if function in CASTS and isinstance(result, Tensor):
-        return OPS["to"], {"input": args[0], "dtype": result.dtype}
-    if isinstance(function, torch._ops.OpOverload):
+    if function not in TRANSLATED and isinstance(function, torch._ops.OpOverload):
         function = _of_aten(function)
     if getattr(function, "__name__", "") == "__get__":
         return _attribute(function.__self__.__name__, args[0])  # type: ignore[attr-defined]
-    if function in _INTEGERS:
-        return OPS["randint"], {
-            "size": tuple(result.shape),
-            **_INTEGERS[function](*args, **kwargs),
-            "dtype": result.dtype,
-        }
-    if function is torch.normal and not _holds_tensor((*args, *kwargs.values())):
-        return OPS["normal_filled"], {
-            "size": tuple(result.shape),
-            **_of_numbers(*args, **kwargs),
-            "dtype": result.dtype,
-        }
-    if function in _SPREADS:
-        return _spread(_SPREADS[function], *args, **kwargs)
-    if function in _OF_TWO and len(args) == 2 and isinstance(args[1], Tensor):
-        function = _OF_TWO[function]  # min(a, b)
-    if function in _OF_TWO and len(args) < 2 and not kwargs.keys() & {"dim", "other"}:
-        return OPS["amin" if _OF_TWO[function] is torch.minimum else "amax"], {
-            "input": args[0] if args else kwargs["input"]
-        }  # of all: one value, without its place
-    if function in (_T.view, _T.reshape) and any(isinstance(a, torch.dtype) for a in args):
-        return by_own_name(function, args, kwargs)
+    if function in TRANSLATED:
+        read = TRANSLATED[function](args, kwargs, result)
+        if isinstance(read, tuple):
+            return read
+        function = read or function
     canonical, arguments = _lookup(function, args, kwargs, result)
-    name = canonical.name
-    if name == "einsum" and len(arguments["operands"]) == 1 and isinstance(arguments["operands"][0], (tuple, list)):
-        arguments["operands"] = tuple(arguments["operands"][0])  # einsum(equation, [x, y])
+    if canonical.signature is None:
+        return canonical, arguments
     if arguments.get("dim", 0) in ((), []):  # sum over no dims is torch's word for all
         del arguments["dim"]
-    if name in ("softmax", "log_softmax") and arguments.get("dim") is None:
-        arguments["dim"] = 0 if args[0].dim() in (0, 1, 3) else 1  # as torch guesses
-    if (
-        name in ("sum", "mean", "logsumexp")
-        and "dim" not in arguments
-        and ("keepdim" in arguments or name == "logsumexp")
-    ):  # torch asks for the dims there
-        given = arguments["input"]
-        arguments = {"input": given, "dim": tuple(range(given.dim())) if given.dim() else 0, **arguments}
-    if name == "rrelu" and not arguments.get("training"):  # draws in training only
-        return OPS["leaky_relu"], {
-            "input": arguments["input"],
-            "negative_slope": (arguments.get("lower", 1 / 8) + arguments.get("upper", 1 / 3)) / 2,
-        }
-    if name in _FACTORIES:
-        arguments["dtype"] = result.dtype  # torch's default may be another at replay
+    for many in ("dims", "repeats"):  # permute((0, 2, 1)) and permute(0, 2, 1)
+        said = arguments.get(many)
+        if isinstance(said, tuple) and len(said) == 1 and isinstance(said[0], (tuple, list)):
+            arguments[many] = tuple(said[0])
     if (sizes := _local(canonical, SIZES)) is not None:
         arguments[sizes] = tuple(part.shape[arguments.get("dim", 0)] for part in result)
-    for many in ("dims", "repeats"):  # permute((0, 2, 1)) and permute(0, 2, 1)
-        if (
-            isinstance(arguments.get(many), tuple)
-            and len(arguments[many]) == 1
-            and isinstance(arguments[many][0], (tuple, list))
-        ):
-            arguments[many] = tuple(arguments[many][0])
-    return canonical, arguments
+    settle = facts_of(canonical.name).settle
+    return settle(canonical, arguments, result) if settle else (canonical, arguments)
 
 
 def functional(
@@ -135,8 +78,8 @@ def functional(
         return OPS["full_like"], {"input": target, "fill_value": 0 if name == "zero_" else given[0]}
     if name == "bernoulli_":
         return OPS["bernoulli"], {"input": args[0], "p": args[1] if len(args) > 1 else kwargs.get("p", 0.5)}
-    if name in _DRAWS:
-        made, names = _DRAWS[name]
+    if name in FILLED:
+        made, names = FILLED[name]
         said = {**dict(zip(names, args[1:], strict=False)), **kwargs}
         if name == "random_" and "from" not in said and "to" in said:
             said = {"from": said["to"]}  # one number alone is the end
@@ -175,59 +118,6 @@ def on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
 
     call.__name__ = call.__qualname__ = f"{function.__name__} on a copy"
     return call
-
-
-def _bounds(*bounds: int, low: int = 0, high: int | None = None, **how: Any) -> dict[str, int]:
-    """What randint(high, size) and randint(low, high, size) draw from."""
-    numbers = [b for b in bounds if isinstance(b, int)]
-    if len(numbers) == 2:
-        low, high = numbers
-    elif numbers and high is None:
-        high = numbers[0]
-    elif numbers:
-        low = numbers[0]
-    return {"low": low, "high": high}  # type: ignore[dict-item]
-
-
-def _bounds_like(input: Tensor, *bounds: int, **how: Any) -> dict[str, int]:
-    """Of randint_like(x, high) and randint_like(x, low, high)."""
-    return _bounds(*bounds, **how)
-
-
-def _of_numbers(mean: float, std: float, *size: Any, **how: Any) -> dict[str, float]:
-    """The numbers of torch.normal(mean, std, size)."""
-    return {"mean": mean, "std": std}
-
-
-_INTEGERS: dict[Any, Callable[..., dict[str, int]]] = {torch.randint: _bounds, torch.randint_like: _bounds_like}
-
-
-def _spread(
-    name: str,
-    input: Tensor,
-    dim: Any = None,
-    unbiased: bool | None = None,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-    axis: Any = None,
-) -> tuple[Op, dict[str, Any]]:
-    """Variance and deviation in all their spellings.
-
-    Var(x, False), var(x, 1, False, True), var(x, dim=1, correction=0).
-    """
-    if isinstance(dim, bool):
-        dim, unbiased = None, dim
-    dim = axis if dim is None else dim
-    degrees = correction if correction is not None else 1 if unbiased is None else int(unbiased)
-    said: dict[str, Any] = {"input": input}
-    if dim not in (None, (), []):
-        said["dim"] = tuple(dim) if isinstance(dim, (tuple, list)) else dim
-    if degrees != 1:
-        said["correction"] = degrees
-    if keepdim:
-        said["keepdim"] = True
-    return OPS[name], said
 
 
 @functools.cache

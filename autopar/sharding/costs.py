@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,21 +31,7 @@ FORMULAS: dict[str, sp.Expr] = {
     "lodge": launch + 2 * whole / bandwidth,
 }
 
-# FLOPs of products: so many for each point of the space of their factors, which are loops, but for some that are no
-# loops of their own. Any other op reads and writes: one FLOP for an element of its largest tensor.
-PRODUCTS: dict[str, tuple[float, str]] = {
-    **dict.fromkeys(
-        ("linear", "mm", "matmul", "addmm", "baddbmm", "einsum", "bilinear", "mv", "dot", "outer"), (2, "")
-    ),
-    "grouped_mm": (2, "e"),  # a row goes to one expert
-    "scaled_dot_product_attention": (4, "e|m"),  # two products, over the width of keys and over that of values
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), (2, r"s\d+")),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), (2, r"t\d+")),
-}
 LOCAL = frozenset({"slice", "lodge"})  # steps that move nothing between devices
-FREE = frozenset(
-    {"identity", "view", "transpose", "permute", "t", "split", "narrow", "select", "expand"}
-)  # they show their operand's memory
 
 # Per byte of parameter on a device: what the step reads and writes (parameter, gradient, states), what it keeps
 # (states), and what it makes for the while (torch's step over all parameters at once).
@@ -86,24 +72,6 @@ def measured_seconds(curve: Sequence[tuple[float, float]], amount: Any) -> Any:
     x, y = np.log(np.array(curve, float)).T
     at = np.log(np.maximum(amount, 1e-300))
     return np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))
-
-
-def named(op: str, arguments: Mapping[str, Any]) -> str:
-    """The name by which a call's time is known: the op's, and how it is called where that tells."""
-    if op == "scaled_dot_product_attention":
-        return (
-            f"{op} causal"
-            if arguments.get("is_causal")
-            else f"{op} masked"
-            if arguments.get("attn_mask") is not None
-            else op
-        )
-    if op == "gelu" and arguments.get("approximate") == "tanh":
-        return "gelu tanh"
-    if op == "pow" and arguments.get("exponent") == 2:
-        return "pow 2"
-    second = arguments.get("other")
-    return f"{op} number" if op in ("add", "sub", "mul", "div") and isinstance(second, (int, float)) else op
 
 
 def step_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: float, device: Any) -> float:

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from autopar.ops.entry import facts_of
 from autopar.sharding.costs import optimizer_figures
 from autopar.sharding.placement import Sharding, largest_local_shape
 from autopar.sharding.strategies import Choice, gradients, values
 from autopar.space.overlap import closes, marked, reduces
-from autopar.space.saved import PART_WORKS, kept_by, layouts, owners, work_of
+from autopar.space.saved import kept_by, layouts, owners, work_of
 
 if TYPE_CHECKING:
     import torch.fx as fx
@@ -430,14 +431,14 @@ class _Pieces:
                     time,
                     time,
                 )
-        if op_name(op) in PART_WORKS:
+        if facts_of(op_name(op)).part_work:
             for time, by_choice in zip((now, back), self._part_work(op, site), strict=True):
                 if time < self.n or any(t.requires_grad for t in info(op).outputs):
                     self._add("transients", site, by_choice, time, time)
 
     def _part_work(self, op: fx.Node, site: int) -> tuple[np.ndarray, np.ndarray]:
         """What the local form of an op makes for the while in forward and in backward, by choice."""
-        from autopar.graph.graph import op_name, type_of
+        from autopar.graph.graph import call_of, op_name, type_of
 
         choices, types = (
             self.sites[site].choices,
@@ -449,7 +450,9 @@ class _Pieces:
                 [largest_local_shape(t.shape, values(c.operand(i)), self.mesh) for i, t in enumerate(types)]
                 for c in choices
             )
-            made = [PART_WORKS[op_name(op)](op, shapes, self.kind) for shapes in held]
+            call, part_work = call_of(op), facts_of(op_name(op)).part_work
+            assert part_work is not None
+            made = [part_work(call, shapes, self.kind) for shapes in held]
             self._shared[key] = choices, tuple(np.array(column, float) for column in zip(*made, strict=True))
         found: tuple[np.ndarray, np.ndarray] = self._shared[key][1]
         return found

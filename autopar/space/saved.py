@@ -1,18 +1,10 @@
-"""What an op keeps for its backward, by device and dtype: which operands, which outputs, and what it makes besides.
+"""What the backward of a graph keeps, by device and dtype: values of the graph, and what ops make besides.
 
-    keeps("layer_norm", "input weight", cuda="4*2*rows", cpu="2*rows*itemsize")     # mean and reciprocal deviation of
-    each row
-
-Operands and outputs are values of the graph and are counted once, by the memory they lie on; what is made besides is in
-bytes, a sympy expression in named quantities. Where the kernel depends on the call (attention), a function chooses the
-line. This is how a laptop knows what a GPU will keep. Sources: the derivative formulas and kernels of torch 2.11 to
-2.13.
-
-    works("cross_entropy", backward="points*itemsize")                               # and what it makes for the while,
-    beside operands, results and what it keeps
-
-Ops that draw are emitted in forms of autopar's own (`runtime/forms.py`), on every device: `emitted=` says what those
-keep.
+Each op's entry says what it keeps (`keeps=`, `makes=`) and what it makes for the while (`work=`). Operands and outputs
+are values of the graph and are counted once, by the memory they lie on; what is made besides is in bytes, a sympy
+expression in named quantities. This is how a laptop knows what a GPU will keep. Sources of the lines: the derivative
+formulas and kernels of torch 2.11 to 2.13. Ops that draw are emitted in forms of autopar's own (`runtime/forms.py`), on
+every device: `emitted` says what those keep.
 """
 
 from __future__ import annotations
@@ -20,26 +12,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy as sp
+import torch
+import torch.fx as fx
 
+from autopar.graph.blocks import calls
+from autopar.graph.graph import Graph, call_of, info, op_name, run, type_of
+from autopar.ops.entry import Line, facts_of
 from autopar.sharding.cluster import Cluster
-
-if TYPE_CHECKING:
-    import torch.fx as fx
-
-    from autopar.graph.graph import Graph, TensorType
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """What one op keeps."""
-
-    values: tuple[str, ...]  # names of arguments, and "out"
-    extra: tuple[tuple[str, str], ...] = ()  # device kind -> bytes of what it makes besides
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,146 +41,14 @@ class Saved:
         )
 
 
-WORKS: dict[str, tuple[str, str]] = {}  # bytes for the while, in forward and in backward
-LINES: dict[str, Line | Callable[[fx.Node, str], Line]] = {}
-
-
-def keeps(ops: str, values: str = "", **extra: str) -> None:
-    """Add a line for some ops."""
-    for op in ops.split():
-        LINES[op] = Line(tuple(values.split()), tuple(extra.items()))
-
-
-def works(ops: str, forward: str = "0", backward: str = "0") -> None:
-    """Add what some ops make for the while."""
-    for op in ops.split():
-        WORKS[op] = forward, backward
-
-
-keeps(
-    "add sub rsub neg view transpose permute t expand narrow select split cat stack unbind identity detach to sum "
-    "contiguous slice_scatter select_scatter diagonal "
-    "repeat tile roll flip pad floor ceil round trunc sign eq ne lt le gt ge isfinite isnan bitwise_and "
-    "bitwise_or bitwise_not logical_and logical_or logical_not arange full zeros ones tensor "
-    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full cumsum tril triu copy argmax argmin "
-    "any all one_hot rand randn"
-)
-keeps("linear", "input weight")
-keeps("matmul", "input other")
-keeps("mm", "input mat2")
-keeps("addmm", "mat1 mat2")
-keeps("baddbmm", "batch1 batch2")
-keeps("einsum", "operands")
-keeps("grouped_mm", "mat_a mat_b offs")
-keeps("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", "input weight")
-keeps("mul", "input other")
-keeps("div", "input other")
-keeps("pow", "input exponent")
-keeps("exp sqrt rsqrt tanh sigmoid relu softmax log_softmax reciprocal hardtanh", "out")
-keeps(
-    "abs log cos sin gelu silu elu leaky_relu hardswish hardsigmoid mish softplus relu6 square erf log1p clamp "
-    "logsumexp",
-    "input",
-)
-keeps("maximum minimum", "input other")
-keeps("where", "condition")
-keeps("masked_fill", "mask")
-keeps(
-    "dropout", "", cuda="points", cpu="points*itemsize", emitted="points"
-)  # a mask of bytes; on a CPU the scaled noise itself
-keeps("layer_norm", "input weight", cuda="8*rows", cpu="2*rows*itemsize")
-keeps("rms_norm", "input weight", cuda="4*rows", cpu="rows*itemsize + points*itemsize")
-keeps("group_norm", "input weight", cuda="8*groups", cpu="2*groups*itemsize")
-keeps("batch_norm batch_norm_updating", "input weight", cuda="8*channels", cpu="8*channels")
-keeps("cross_entropy", "target", cuda="points*itemsize", cpu="points*itemsize")  # the log-probabilities
-keeps("mse_loss", "input target")
-keeps("embedding", "input")
-keeps("gather index_select", "index")
-keeps("index", "index")
-keeps("setitem", "index")
-keeps("scatter_add scatter", "index")
-keeps("topk sort", "out")
-keeps("max_pool1d max_pool2d max_pool3d", "input", cuda="8*out_points", cpu="8*out_points")  # with the indices
-keeps("avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", "input")
-
-
-works(
-    "cross_entropy", backward="points*itemsize"
-)  # the gradient of the log-probabilities; where classes are cut, a scattered one beside another
-works(
-    "dropout", forward="points*Max(0, 11 - itemsize)"
-)  # bits: three of 32 at a time, before the mask and the result are there
-
-
-def _attention(node: fx.Node, kind: str) -> Line:
-    """Flash keeps one number a row; so does the memory-efficient kernel, and the mask that only it takes.
-
-    Torch's plain form keeps the probabilities.
-    """
-    from autopar.graph.graph import type_of
-
-    query: Any = node.kwargs["query"]
-    masked, dropped = node.kwargs.get("attn_mask") is not None, node.kwargs.get("dropout_p", 0.0)
-    if (
-        dropped and kind == "emitted"
-    ):  # opened: what the products read, laid out anew, the weights, those that are left, and the mask
-        return Line((), ((kind, "3*points*itemsize + pairs*(2*itemsize + 1)"),))
-    plain = bool(dropped) and kind == "cpu"
-    wide = type_of(query).shape[-1] > 256 and kind == "cuda"
-    if plain or (wide and type_of(query).dtype == "float32"):
-        return Line(("query", "key", "value"), ((kind, "pairs*itemsize" + ("*2" if dropped else "")),))
-    mask: Any = node.kwargs.get("attn_mask")
-    boolean = masked and type_of(mask).dtype == "bool"  # turned into numbers of the query's dtype, anew in each call
-    formula = ("4*rows" if kind == "cuda" else "rows*accumulate") + ("+ mask*itemsize" if boolean else "")
-    return Line(
-        ("query", "key", "value", "out", *(["attn_mask"] if masked and not boolean else [])), ((kind, formula),)
-    )
-
-
-LINES["scaled_dot_product_attention"] = _attention
-
-
 def work_of(node: fx.Node) -> tuple[int, int]:
     """Bytes that an op makes for the while in forward and in backward."""
-    from autopar.graph.graph import info, op_name
-
-    name = op_name(node) if info(node).kind == "op" else ""
-    opened = name == "scaled_dot_product_attention" and node.kwargs.get("dropout_p", 0.0)
-    work = (
-        ("pairs*(11 + itemsize)", "2*pairs*itemsize") if opened else WORKS.get(name)
-    )  # bits beside the weights; two gradients of the weights
-    forward, backward = (int(_bytes(formula)(**_quantities(node))) for formula in work) if work else (0, 0)
-    return forward, backward
-
-
-def _part_of_causal_attention(node: fx.Node, held: Sequence[tuple[int, ...]], kind: str) -> tuple[int, int]:
-    """Two calls (runtime/attention.py), on the keys before the part and on its own.
-
-    Forward weighs their outputs, in the dtype of accumulation. In backward each call gives a gradient of the
-    queries; nothing has been scattered yet of the gradients of keys and values, which the table has beside what is
-    scattered of them. A GPU has no fused kernel for float64: the scores of the larger call are there, twice in forward
-    and three times in backward.
-    """
-    from autopar.graph.graph import info, type_of
-
-    query, key, value = held[:3]
-    whole = type_of(node.kwargs["query"])
-    share = query[-2] / whole.shape[-2]
-    if share == 1 or not node.kwargs.get("is_causal") or info(node).random >= 0:
+    work = facts_of(op_name(node)).work if info(node).kind == "op" else None
+    if work is None:
         return 0, 0
-    rows, width, itemsize = math.prod(query[:-1]), value[-1], whole.itemsize
-    accumulate = max(4, itemsize)
-    forward = rows * ((3 * width + 3) * accumulate - width * itemsize)
-    backward = itemsize * (math.prod(query) - share * (math.prod(key) + math.prod(value)))
-    opened = itemsize * rows * max(key[-2] - query[-2], query[-2]) if (kind, whole.dtype) == ("cuda", "float64") else 0
-    return forward + 2 * opened, max(0, int(backward)) + 3 * opened
-
-
-PART_WORKS: dict[str, Callable[[fx.Node, Sequence[tuple[int, ...]], str], tuple[int, int]]] = {
-    "scaled_dot_product_attention": _part_of_causal_attention
-}
-"""Temporaries of local forms that make more than their op: bytes in forward and in backward on the device that makes
-most, from the shapes of the operands that it holds and its kind."""
+    forward, backward = work(call_of(node)) if callable(work) else work
+    quantities = _quantities(node)
+    return int(_bytes(forward)(**quantities)), int(_bytes(backward)(**quantities))
 
 
 def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
@@ -204,8 +56,6 @@ def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
 
     Parameters, buffers and inputs are there anyway.
     """
-    from autopar.graph.graph import info, op_name
-
     kind = Cluster.of(cluster).device.kernels
     memory = memories(graph)
     rows: list[Saved] = []
@@ -240,60 +90,36 @@ def kept_by(node: fx.Node, kind: str, emitted: bool = False) -> tuple[list[fx.No
 
     As torch runs it, or as it is emitted.
     """
-    from autopar.graph.graph import info, op_name
-
     about = info(node)
     if about.kind != "op" or not any(t.requires_grad for t in about.outputs):
         return [], 0
-    line = LINES.get(op_name(node))
+    line = facts_of(op_name(node)).keeps
     if emitted and about.random >= 0:
         kind = "emitted"
     if callable(line):
-        line = line(node, kind)
-    if line is None:  # no line: it may keep everything
-        line = Line((*node.kwargs, "out"))
-    values = [
-        v
-        for name in line.values
-        for v in _nodes(
-            (node if not any(info(u).kind == "part" for u in node.users) else list(node.users))
-            if name == "out"
-            else node.kwargs.get(name)
-        )
-        if _is_needed(node, name, v)
-    ]
+        line = line(call_of(node), kind)
+    if line is None:  # nobody said: it may keep everything
+        line = Line(tuple((name, "") for name in (*node.kwargs, "out")))
+    values: list[fx.Node] = []
+    for name, gradient_of in line.values:
+        if not gradient_of or _is_trained(node.kwargs.get(gradient_of)):
+            values += _outputs(node) if name == "out" else _nodes(node.kwargs.get(name))
     formula = dict(line.extra).get(kind)
     return values, int(_bytes(formula)(**_quantities(node))) if formula else 0
+
+
+def _is_trained(value: Any) -> bool:
+    return hasattr(value, "meta") and type_of(value).requires_grad
+
+
+def _outputs(node: fx.Node) -> list[fx.Node]:
+    """The node, or its parts where it has some."""
+    return list(node.users) if any(info(u).kind == "part" for u in node.users) else [node]
 
 
 def saved_bytes(graph: Graph, cluster: Any = None) -> int:
     """Bytes of the table."""
     return sum(row.nbytes for row in saved(graph, cluster))
-
-
-_PRODUCTS = {
-    "linear": ("input", "weight"),
-    "matmul": ("input", "other"),
-    "mm": ("input", "mat2"),
-    "mul": ("input", "other"),
-    "addmm": ("mat1", "mat2"),
-    "baddbmm": ("batch1", "batch2"),
-}  # no convolution: its backward is one op, which takes both
-
-
-def _is_needed(node: fx.Node, name: str, value: fx.Node) -> bool:
-    """An operand of a product is kept for the gradient of the other."""
-    from autopar.graph.graph import op_name, type_of
-
-    pair = _PRODUCTS.get(op_name(node))
-    if pair and name in pair:
-        other = node.kwargs[pair[1 - pair.index(name)]]
-        return hasattr(other, "meta") and type_of(other).requires_grad
-    if op_name(node) == "div":
-        return (
-            type_of(node.kwargs["other"]).requires_grad if hasattr(node.kwargs["other"], "meta") else False
-        ) or name == "other"
-    return True
 
 
 def _nodes(value: Any) -> list[fx.Node]:
@@ -312,11 +138,6 @@ def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
 
     Found by running each kind of call once, on meta tensors of the strides that reach it, where a view is a view.
     """
-    import torch
-
-    from autopar.graph.blocks import calls
-    from autopar.graph.graph import info, type_of
-
     kinds = calls(graph)
     shapes: dict[Any, torch.Tensor] = {}  # one meta tensor for each type and strides
     ran: dict[
@@ -354,10 +175,6 @@ def _run_alone(node: fx.Node, given: dict[fx.Node, Any]) -> list[tuple[Any, int]
 
     Of each, which operand's memory it lies on, or a negative number for one of its own.
     """
-    import torch
-
-    from autopar.graph.graph import info, op_name, run
-
     about = info(node)
     env = {
         n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for n, t in given.items()
@@ -394,10 +211,8 @@ def owners(graph: Graph, memory: dict[fx.Node, int]) -> dict[int, fx.Node]:
 
 def _quantities(node: fx.Node) -> dict[str, Any]:
     """The numbers that formulas name."""
-    from autopar.graph.graph import info
-
     operand: Any = next(iter(_nodes(tuple(node.kwargs.values()))))
-    given: TensorType = info(operand).outputs[0]
+    given = info(operand).outputs[0]
     out = info(node).outputs[0]
     points, last = math.prod(given.shape), given.shape[-1] if given.shape else 1
     key: Any = node.kwargs.get("key")

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from autopar.graph.graph import typed
 from autopar.letters import BadConstraint, BadRule, NoRule
-from autopar.ops.rules import rule_of
+from autopar.ops.entry import facts_of, rule_of, timed_name
 from autopar.sharding.cluster import Cluster, Timed
 from autopar.sharding.convert import ShapeConsistencyManager
-from autopar.sharding.costs import FREE, PRODUCTS, measured_seconds, named, optimizer_figures, seconds, step_seconds
+from autopar.sharding.costs import measured_seconds, optimizer_figures, seconds, step_seconds
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
 from autopar.sharding.placement import R, Sharding, flow, largest_local_shape, part
@@ -108,7 +109,6 @@ def sites_and_links(
 
 
 # Factors along which the local form of an op counts positions from where its part begins: their parts are one range.
-COUNTED = {"embedding": "v", "cross_entropy": "c", "arange": ".*", "scaled_dot_product_attention": "q"}
 
 
 @dataclass(eq=False)
@@ -606,11 +606,12 @@ class _Builder:
         is_timed = (
             self.cluster.times_of("add", outputs[0].dtype if "float" in outputs[0].dtype else "float32") is not None
         )
-        if op in FREE and not is_timed:
+        facts = facts_of(op)
+        if facts.free and not is_timed:
             return ()
         device = self.cluster.device
-        per_point, unlooped = PRODUCTS.get(op, (1.0, ""))
-        loops = [f for f in sizes if not re.fullmatch(unlooped, f)] if op in PRODUCTS and binding else None
+        per_point, unlooped = facts.flops or (1.0, "")
+        loops = [f for f in sizes if not re.fullmatch(unlooped, f)] if facts.flops and binding else None
         points, moved = np.empty(len(choices)), np.empty(len(choices))
         for i, choice in enumerate(choices):
             ends = [(t, choice.operand(k)) for k, t in enumerate(operands)] + [
@@ -628,7 +629,7 @@ class _Builder:
         if is_timed:
             return self._timed_seconds(op, node, choices, per_point * points, moved, operands, outputs)
         trained = sum(t.requires_grad for t in operands)
-        backward = trained if op in PRODUCTS else min(trained, 1)
+        backward = trained if facts.flops else min(trained, 1)
         rate = device.rate(outputs[0].dtype)
         run = seconds(
             "compute",
@@ -669,9 +670,9 @@ class _Builder:
         trained, nothing = [t for t in operands if t.requires_grad], np.zeros(len(choices))
         if op == "identity":  # the gradients of its uses are added
             return nothing, (len(node.users) - 1) * curve("add", made) if trained else nothing
-        name = named(op, node.kwargs)
+        facts, name = facts_of(op), timed_name(op, node.kwargs)
         found = times(name) or times(op)
-        if op in FREE and found is None:  # a view, but where it cannot be one
+        if facts.free and found is None:  # a view, but where it cannot be one
             return (curve("copy turned", made), nothing) if node in self.copied else ()
         if found is None:  # nobody measured it: it reads and writes as a sum of two does
             run = curve("add", moved / 12)
@@ -680,10 +681,10 @@ class _Builder:
         as_cut = (
             op if name == f"{op} causal" else f"{op} cut"
         )  # the last part of causal attention sees nearly all keys: it takes as long as without a mask
-        if op in COUNTED and times(as_cut):
+        if facts.counts and times(as_cut):
             is_cut = np.array(
                 [
-                    any(s.cut and any(re.fullmatch(COUNTED[op], f) for f in s.cut.factors) for s in c.strategies)
+                    any(s.cut and any(re.fullmatch(facts.counts, f) for f in s.cut.factors) for s in c.strategies)
                     for c in choices
                 ]
             )
@@ -691,12 +692,12 @@ class _Builder:
                 np.where(is_cut, curve(as_cut, amounts), forward),
                 np.where(is_cut, curve(as_cut, amounts, True), back),
             )
-        if op in PRODUCTS and op != "scaled_dot_product_attention":
+        if facts.flops and not facts.joint:
             matrices = [t for t in trained if len(t.shape) > 1]
             return forward, len(matrices) * back + (len(trained) - len(matrices)) * curve(
                 "sum over rows", made
             )  # of a bias: a sum
-        if op in ("add", "sub", "mul", "div") and not name.endswith("number"):
+        if facts.spreads and not name.endswith("number"):
             broadcast = sum(math.prod(t.shape) < math.prod(outputs[0].shape) for t in trained)
             return forward, len(trained) * back + broadcast * curve("sum over rows", made)
         return forward, back if trained else nothing
@@ -1032,7 +1033,7 @@ def _counts(node: fx.Node, factor: str) -> bool:
     """Does the op's local form count positions along this factor? What draws counts along all."""
     from autopar.graph.graph import info
 
-    return info(node).random >= 0 or re.fullmatch(COUNTED.get(node.target.name, "$."), factor) is not None
+    return info(node).random >= 0 or re.fullmatch(facts_of(node.target.name).counts or "$.", factor) is not None
 
 
 def _torch_can_state(sharding: Sharding) -> bool:
@@ -1062,19 +1063,6 @@ def outputs_of(node: fx.Node) -> list[fx.Node | None]:
     return [parts.get(i) for i in range(len(info(node).outputs))]
 
 
-def typed(arguments: Any) -> Any:
-    """Arguments with types in the places of nodes."""
-    from autopar.graph.graph import type_of
-
-    if hasattr(arguments, "meta"):
-        return type_of(arguments)
-    if isinstance(arguments, Mapping):
-        return {k: typed(v) for k, v in arguments.items()}
-    if isinstance(arguments, (list, tuple)):
-        return type(arguments)(typed(v) for v in arguments)
-    return arguments
-
-
 def _copies(graph: Graph) -> frozenset[fx.Node]:
     """The ops that show their operand's memory elsewhere, and cannot here."""
     from autopar.graph.graph import info, op_name
@@ -1084,7 +1072,7 @@ def _copies(graph: Graph) -> frozenset[fx.Node]:
         n
         for n in graph.nodes
         if info(n).kind == "op"
-        and op_name(n) in FREE
+        and facts_of(op_name(n)).free
         and not any(memory[n] == memory[a] for a in n._input_nodes)
         and not any(info(u).kind == "part" for u in n.users)
     )

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import TensorType, info
+from autopar.ops.entry import OPS
 from autopar.ops.lookup import functional, lookup
-from autopar.ops.vocabulary import OPS
 from autopar.runtime.private import GROUPED_MM, FakeTensor, FakeTensorMode, clean_room, in_kernel_invocation_manager
 from autopar.tracer.call import tensors_in
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import TensorType
-from autopar.ops.vocabulary import OPS
+from autopar.ops.entry import OPS
 from autopar.runtime.private import TO_COPY, UNSAFE_VIEW
 from autopar.tracer.call import name_of, tensors_in
 

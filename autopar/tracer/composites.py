@@ -27,9 +27,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph import walks
 from autopar.graph.graph import Graph, TensorType, fresh_key, info, type_of
-from autopar.ops.declared import WHOLE
+from autopar.ops.declare import WHOLE
+from autopar.ops.entry import Apply, Op
 from autopar.ops.lookup import functional, lookup
-from autopar.ops.vocabulary import Apply, Op
 from autopar.runtime.private import TO_COPY, FakeTensorMode, TorchDispatchMode, clean_room
 
 LONGEST = 64  # links: a recurrent module unrolled is not for a reader

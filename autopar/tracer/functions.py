@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autopar.ops.vocabulary import SPELLINGS
+from autopar.ops.entry import SPELLINGS
 from autopar.runtime.patches import OVERRIDE_CHECKS, without_override_checks
 from autopar.runtime.private import ASSERTIONS, is_transform_active
 from autopar.tracer import branches

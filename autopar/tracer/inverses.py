@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from autopar.ops.vocabulary import Op
+from autopar.ops.entry import Op
 
 
 @dataclass(frozen=True, slots=True)

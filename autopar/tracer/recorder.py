@@ -22,8 +22,8 @@ from torch import Tensor
 
 from autopar.graph.graph import Assume, TensorType, info
 from autopar.letters import NotCaptured
+from autopar.ops.entry import SPELLINGS, WRITES, Apply
 from autopar.ops.lookup import lookup
-from autopar.ops.vocabulary import SPELLINGS, WRITES, Apply
 from autopar.runtime.private import FakeTensor, without_torch_functions
 from autopar.tracer.assumptions import Assumptions
 from autopar.tracer.below import VALUE_ERRORS, Below

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, Info, TensorType, fresh_key, info, run, type_of
-from autopar.ops.vocabulary import OPS
+from autopar.ops.entry import OPS
 
 
 def emit(near: fx.Node, op: str, out: TensorType | None = None, **arguments: Any) -> fx.Node:

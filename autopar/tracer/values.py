@@ -20,7 +20,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from autopar.graph.graph import TensorType, info
-from autopar.ops.vocabulary import OPS, Op
+from autopar.ops.entry import OPS, Op
 from autopar.tracer.call import tensors_in
 from autopar.tracer.inverses import Recipe, WrittenView, inverse
 

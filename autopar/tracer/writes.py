@@ -10,8 +10,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from autopar.graph.graph import TensorType
+from autopar.ops.entry import OPS
 from autopar.ops.lookup import functional, lookup
-from autopar.ops.vocabulary import OPS
 from autopar.tracer.call import name_of, tensors_in
 from autopar.tracer.recorder import DRAWN, OVERWRITES, TRUTHS, Recorder
 

@@ -18,9 +18,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import autopar
 from autopar import Cluster
-from autopar.codegen import forms
 from autopar.codegen.lower import lower
 from autopar.letters import NotServed
+from autopar.ops import attention as entry
 from autopar.runtime import attention
 from autopar.runtime.attention import causal_attention_part
 from autopar.sharding.placement import S
@@ -193,9 +193,9 @@ def backward_of_its_own_sums(patch):
 
 
 BROKEN = {
-    "every part begins at the first key": lambda patch: patch.setattr(forms, "start_here", lambda *_: 0),
+    "every part begins at the first key": lambda patch: patch.setattr(entry, "start_here", lambda *_: 0),
     "a part starts one key late": lambda patch: patch.setattr(
-        forms, "start_here", lambda *at, start=forms.start_here: start(*at) + 1
+        entry, "start_here", lambda *at, start=entry.start_here: start(*at) + 1
     ),
     "calls go backward from their own sums": backward_of_its_own_sums,
 }

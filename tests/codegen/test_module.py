@@ -225,13 +225,13 @@ def test_an_op_without_a_rule_is_an_error_when_strict():
 
 
 def test_a_users_own_rule_is_used():
-    from autopar.ops.rules import RULES
+    from autopar.ops.entry import FACTS
 
     try:
         autopar.rule("fft.fft", "b s! -> b s!")
         assert not autopar.plan(Waves(8, 8), {"x": torch.randn(8, 8)}, mesh=2, strict=True).without_rule
     finally:
-        del RULES["fft.fft"]
+        del FACTS["fft.fft"]
 
 
 @pytest.mark.parametrize(
@@ -247,11 +247,11 @@ def test_a_users_own_rule_is_used():
     ],
 )
 def test_a_rule_is_of_an_op_by_any_of_its_names(op, name, monkeypatch):
-    from autopar.ops import rules
+    from autopar.ops import declare
 
-    monkeypatch.setattr(rules, "RULES", {})
+    monkeypatch.setattr(declare, "FACTS", {})
     autopar.rule(op, "b s -> b s")
-    assert set(rules.RULES) == {name}
+    assert set(declare.FACTS) == {name}
 
 
 @pytest.mark.parametrize("op", ["", 3, None])

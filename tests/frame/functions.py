@@ -14,7 +14,7 @@ import functools
 import torch
 from torch.utils import _pytree as pytree
 
-from tests.sharding.audit import TENSOR, calls_of, table
+from tests.ops.audit import TENSOR, calls_of, table
 
 # They draw, or come out with another sign, order or rounding where numbers are almost the same: the audit proves these
 # op by op.

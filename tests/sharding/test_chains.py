@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.graph.graph import TensorType
-from autopar.ops.rules import rule_of
-from autopar.ops.vocabulary import OPS
+from autopar.ops.entry import OPS, rule_of
 from autopar.sharding.placement import P, R, S
 from autopar.sharding.strategies import strategies_on_one_axis
-from tests.sharding.test_rules import spread
+from tests.ops.test_rules import spread
 
 SIZES = (2, 3, 4, 6, 12)
 

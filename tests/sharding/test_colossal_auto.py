@@ -16,8 +16,7 @@ import torch
 
 from autopar import Cluster, DeviceMesh, R, S
 from autopar.graph.graph import TensorType
-from autopar.ops.rules import rule_of
-from autopar.ops.vocabulary import OPS
+from autopar.ops.entry import OPS, rule_of
 from autopar.sharding.convert import ShapeConsistencyManager, Step, steps_from
 from autopar.sharding.layout import Layout
 from autopar.sharding.placement import Sharding

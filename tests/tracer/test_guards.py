@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar.graph import archive
 from autopar.graph.graph import Graph, info
 from autopar.letters import BadGraph, NotCaptured
-from autopar.ops import lookup, vocabulary
+from autopar.ops import entry, lookup
 from autopar.runtime.private import FakeTensor, clean_room
 from autopar.testing import Unequal
 from autopar.tracer import (
@@ -59,7 +59,7 @@ def outsiders_are_constants(monkeypatch):
                     data = value.tolist()
                 with self.recorder.below, torch._C.DisableTorchFunction():
                     fake = torch.empty(value.shape, dtype=value.dtype)
-                node = self.recorder.emit(vocabulary.OPS["tensor"], {"data": data, "dtype": value.dtype}, (fake,))
+                node = self.recorder.emit(entry.OPS["tensor"], {"data": data, "dtype": value.dtype}, (fake,))
                 self.recorder.values.bind(fake, node)
                 return fake
             return value
@@ -231,7 +231,7 @@ def test_10_a_function_without_a_name_cannot_be_read_back(off):
     off(
         lookup,
         "SPELLINGS",
-        {f: s for f, s in vocabulary.SPELLINGS.items() if f not in (F.max_pool2d, F.max_pool2d_with_indices)},
+        {f: s for f, s in entry.SPELLINGS.items() if f not in (F.max_pool2d, F.max_pool2d_with_indices)},
     )
     for module in (lookup, archive):
         off(module, "own_name", lambda function: function.__qualname__)

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.ops.rules import RULES
-from autopar.ops.vocabulary import OPS
+from autopar.ops.entry import FACTS, OPS
 
 RANDOM = torch.Generator().manual_seed(2)  # samples are the same in every run
 
@@ -364,7 +363,7 @@ SAMPLES |= {
 
 def is_plain(op):
     """Is it pointwise, and finite on ordinary numbers?"""
-    if str(RULES[op]) not in ("... -> ...", "... -> ...   linear=x"):
+    if str(FACTS[op].rule) not in ("... -> ...", "... -> ...   linear=x"):
         return False
     try:
         return bool(

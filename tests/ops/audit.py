@@ -5,7 +5,7 @@ with either value of each flag. Each call is traced as a model of its own; every
 under every choice that the space holds, and must give what the whole op gives, with its gradients. Where values may be
 drawn, they are drawn again with what breaks rules that look right: ties, zeros, ones, infinities, NaN.
 
-    python -m tests.sharding.audit 3           # three calls of each function: what is wrong, raw, and without a rule
+    python -m tests.ops.audit 3           # three calls of each function: what is wrong, raw, and without a rule
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.utils import _pytree as pytree
 from autopar import Cluster, DeviceMesh
 from autopar.graph.graph import info, op_name, run
 from autopar.letters import Letter
-from autopar.ops.rules import rule_of
+from autopar.ops.entry import rule_of
 from autopar.space import shardings
 from autopar.space.shardings import typed
 from autopar.tracer import ColoTracer
-from tests.sharding.test_rules import prove
+from tests.ops.test_rules import prove
 
 TENSOR = "@tensor"
 GENERIC = Cluster.of("generic")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.ops.entry import OPS, SPELLINGS
 from autopar.ops.lookup import lookup
-from autopar.ops.vocabulary import OPS, SPELLINGS
 
 TABLE = sorted(name for name, op in OPS.items() if op.signature is not None and not name.endswith("_updating"))
 

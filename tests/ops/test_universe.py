@@ -10,14 +10,13 @@ import re
 
 import pytest
 
-from autopar.ops.rules import RULES
-from autopar.ops.vocabulary import OPS, SHAPE
+from autopar.ops.entry import FACTS, OPS, SHAPE
 from autopar.sharding.notation import parse
 from autopar.sharding.placement import every_part_holds_something
 from autopar.sharding.strategies import Strategy
 from autopar.space.discovery import Call, universe
-from tests.sharding.samples import SAMPLES, is_plain, samples
-from tests.sharding.test_rules import leaves, strategies_of, with_leaves
+from tests.ops.samples import SAMPLES, is_plain, samples
+from tests.ops.test_rules import leaves, strategies_of, with_leaves
 
 DEVICES = (2, 3)
 UNSAFE = {"weight_norm": "its kernel reads beyond operands whose shapes do not go together"}
@@ -137,7 +136,7 @@ def reason(op, strategy):
     "op",
     [
         pytest.param(op, marks=pytest.mark.nightly) if op in SLOW else op
-        for op in sorted(RULES)
+        for op in sorted(op for op in FACTS if FACTS[op].rule is not None)
         if op not in UNSAFE and (op in SAMPLES or is_plain(op))
     ],
 )
@@ -164,6 +163,6 @@ def test_a_rule_gives_what_is_right_and_says_what_it_lacks(op):
     ],
 )
 def test_a_wrong_rule_of_each_family_is_caught(op, line, linear, monkeypatch):
-    monkeypatch.setitem(RULES, op, parse(line, linear))
+    monkeypatch.setattr(FACTS[op], "rule", parse(line, linear))
     wrong, _ = compare(op, most=1)
     assert wrong

@@ -13,13 +13,12 @@ import torch
 import autopar
 from autopar.graph.graph import TensorType
 from autopar.letters import BadRule
-from autopar.ops.rules import RULES, rule_of
-from autopar.ops.vocabulary import OPS, SHAPE
+from autopar.ops.entry import FACTS, OPS, SHAPE, facts_of, rule_of
 from autopar.sharding.notation import parse
 from autopar.sharding.placement import R, every_part_holds_something, flow, part
 from autopar.sharding.strategies import Strategy, strategies_on_one_axis
 from autopar.space.shardings import _without_numbers
-from tests.sharding.samples import SAMPLES, is_plain, normal, samples
+from tests.ops.samples import SAMPLES, is_plain, normal, samples
 
 
 def leaves(arguments):
@@ -48,7 +47,7 @@ def tupled(result):
 
 
 def strategies_of(op, arguments):
-    """Strategies with the cut of each; a cut behind a mask needs the local form, which other tests run."""
+    """Strategies with the cut of each, but cuts behind a mask: tests/frame/test_forms.py runs their local forms."""
 
     def typed(v):
         return (
@@ -63,7 +62,8 @@ def strategies_of(op, arguments):
     outputs = tupled(OPS[op].run(arguments))
     operands = OPS[op].operands(arguments)
     types = tuple(TensorType.of(o) for o in outputs)
-    binding = rule_of(op, {**typed_, "outputs": types}).bind(
+    rule = rule_of(op, {**typed_, "outputs": types})
+    binding = rule.bind(
         [None if o is None else tuple(o.shape) if isinstance(o, torch.Tensor) else () for o in operands],
         [t.shape for t in types],
     )
@@ -76,22 +76,13 @@ def strategies_of(op, arguments):
     return [
         s
         for s in strategies_on_one_axis(binding, wants, [o.requires_grad for o in outputs])
-        if not (s.cut and (masked(op, arguments) in s.cut.factors or binding.is_inside(s.cut)))
+        if not (s.cut and (rule.masked & set(s.cut.factors) or binding.is_inside(s.cut)))
     ], binding.sizes
-
-
-def masked(op, arguments):
-    """What is cut behind a local form: tests/frame/test_forms.py runs these on ranks."""
-    return {
-        "embedding": "v",
-        "cross_entropy": "c",
-        "scaled_dot_product_attention": "q" if arguments.get("is_causal") else None,
-    }.get(op)
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_every_op_of_the_vocabulary_has_a_rule(op):
-    assert op in RULES or op in ("mean", "tensor")  # one becomes a sum, the other is a literal
+    assert FACTS[op].rule is not None or op in ("mean", "tensor")  # one becomes a sum, the other is a literal
 
 
 def spread(tensor, placement, n):
@@ -203,8 +194,8 @@ def run_all(op, count=None):
 
 
 @pytest.mark.parametrize(
-    "op", sorted(op for op in RULES if op in SAMPLES or is_plain(op))
-)  # the others: tests/sharding/test_every_function.py
+    "op", sorted(op for op in FACTS if FACTS[op].rule is not None and (op in SAMPLES or is_plain(op)))
+)  # the others: tests/ops/test_every_function.py
 def test_every_strategy_computes_what_the_op_computes(op):
     run_all(op)
 
@@ -220,7 +211,7 @@ def test_every_strategy_computes_what_the_op_computes(op):
     ],
 )
 def test_a_wrong_rule_is_caught(op, line, linear, monkeypatch):
-    monkeypatch.setitem(RULES, op, parse(line, linear))
+    monkeypatch.setattr(FACTS[op], "rule", parse(line, linear))
     with pytest.raises((AssertionError, RuntimeError)):
         run_all(op, 1)
 
@@ -287,7 +278,7 @@ def test_a_mark_without_a_local_form_is_a_letter(line, mark):
     """A user's op would run as it is on a part of what only a local form may cut."""
     with pytest.raises(BadRule, match=f"no local form for .*{mark}"):
         autopar.rule("autopar_tests::looks_up", line)
-    assert "ops.autopar_tests.looks_up.default" not in RULES
+    assert facts_of("ops.autopar_tests.looks_up.default").rule is None
 
 
 def test_more_operands_than_letters_are_one_sum():
@@ -303,7 +294,7 @@ def test_more_operands_than_letters_are_one_sum():
 
 def test_a_users_rule_keeps_a_composite_whole():
     """What its owner has said how to cut is not opened into what torch makes it of."""
-    from autopar.ops.declared import WHOLE
+    from autopar.ops.declare import WHOLE
     from autopar.tracer import ColoTracer
     from tests.tracer.cases import Of
 
@@ -319,5 +310,5 @@ def test_a_users_rule_keeps_a_composite_whole():
         autopar.rule("kron", "a b, c d -> (a c) (b d)")
         assert "kron" in ops()
     finally:
-        del RULES["kron"]
+        del FACTS["kron"]
         WHOLE.discard("kron")

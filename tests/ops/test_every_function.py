@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sharding.audit import audit, table
+from tests.ops.audit import audit, table
 
 SHARES = 4
 

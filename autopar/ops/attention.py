@@ -1,0 +1,140 @@
+"""Attention, fused: what it keeps depends on the kernel that the call comes to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+
+from autopar.letters import NotServed
+from autopar.ops.entry import Line, op
+from autopar.ops.local import Call, Form, Here, cuts, start_here
+from autopar.ops.spelling import parse
+from autopar.runtime import forms
+from autopar.runtime.attention import causal_attention_part
+from autopar.runtime.private import plays_all_ranks
+from autopar.sharding.notation import Rule
+
+
+def attention(arguments: Mapping[str, Any]) -> Rule:
+    """Batch and heads are cut; queries too, where a causal mask counts them from where the part begins.
+
+    Keys stay whole.
+    """
+    q = "q~" if arguments.get("is_causal") else "q"
+    if arguments.get("enable_gqa") and arguments["query"].shape[-3] != arguments["key"].shape[-3]:
+        mask = getattr(arguments.get("attn_mask"), "shape", (1, 1, 1))
+        heads = "" if len(mask) < 3 else "... m!" if mask[-3] == 1 else "... (g r)"
+        return parse(f"... (g r) {q} d!, ... g k! d!, ... g k! e!, {heads} {q} k! -> ... (g r) {q} e!", linear="z")
+    return parse(f"... {q} d!, ... k! d!, ... k! e!, ... {q} k! -> ... {q} e!", linear="z")
+
+
+def part_of_attention(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+    """Opened attention that drops by position, or causal attention of this device's queries."""
+    lies, causal = here.lies(0), call.arguments.get("is_causal")
+    rank = len(call.arguments["query"].shape)
+    if call.random < 0:
+        if not causal or rank - 2 not in lies.cuts:
+            return None
+        if plays_all_ranks():
+            raise NotServed(
+                "causal attention of cut queries reads other keys on every rank, and LocalTensors run one program "
+                "for all",
+                at=call.source,
+                advice="autopar.testing.on_threads or on_processes",
+            )
+        how = {k: v for k, v in kwargs.items() if k in ("query", "key", "value", "scale", "enable_gqa")}
+        return causal_attention_part, {
+            **how,
+            "start": start_here(here, call.arguments["query"].shape, lies, rank - 2),
+        }
+    out, key, leaves = call.outputs[0].shape, call.arguments["key"].shape, here.leaves()
+    where = (*(cuts(here, out, leaves, d) for d in range(len(out) - 1)), ())
+    return forms.attention_by_position, {
+        **kwargs,
+        "random_key": here.random_key,
+        "op": call.random,
+        "shape": (*out[:-1], key[-2]),
+        "cuts": where,
+    }
+
+
+def kept(call: Call, kind: str) -> Line:
+    """Operands and rows that the backward keeps, by kernel.
+
+    Flash keeps one number a row; so does the memory-efficient kernel, and the mask that only it takes. Torch's plain
+    form keeps the probabilities. With dropout, autopar's own form is opened into products.
+    """
+    query, mask = call.arguments["query"], call.arguments.get("attn_mask")
+    dropped = call.arguments.get("dropout_p", 0.0)
+    if dropped and kind == "emitted":
+        # what the products read, laid out anew, the weights, those that are left, and the mask
+        return Line((), ((kind, "3*points*itemsize + pairs*(2*itemsize + 1)"),))
+    is_wide = query.shape[-1] > 256 and kind == "cuda"
+    if (dropped and kind == "cpu") or (is_wide and query.dtype == "float32"):
+        return Line.of("query key value", **{kind: "pairs*itemsize" + ("*2" if dropped else "")})
+    # a mask of truth values is turned into numbers of the query's dtype, anew in each call
+    is_truth = mask is not None and mask.dtype == "bool"
+    formula = "4*rows" if kind == "cuda" else "rows*accumulate"
+    if is_truth:
+        formula += " + mask*itemsize"
+    values = "query key value out"
+    if mask is not None and not is_truth:
+        values += " attn_mask"
+    return Line.of(values, **{kind: formula})
+
+
+def timed(arguments: Mapping[str, Any]) -> str:
+    """A causal mask, and one that is given, have times of their own."""
+    if arguments.get("is_causal"):
+        return "scaled_dot_product_attention causal"
+    is_masked = arguments.get("attn_mask") is not None
+    return "scaled_dot_product_attention" + (" masked" if is_masked else "")
+
+
+def work(call: Call) -> tuple[str, str]:
+    """With dropout, bits beside the weights, and in backward two gradients of the weights."""
+    return ("pairs*(11 + itemsize)", "2*pairs*itemsize") if call.arguments.get("dropout_p", 0.0) else ("0", "0")
+
+
+def work_of_part(call: Call, held: Sequence[tuple[int, ...]], kind: str) -> tuple[int, int]:
+    """Temporary bytes of the two calls of a part: on the keys before it and on its own.
+
+    Forward weighs their outputs, in the dtype of accumulation. In backward each call gives a gradient of the queries;
+    nothing has been scattered yet of the gradients of keys and values, which the table has beside what is scattered of
+    them. A GPU has no fused kernel for float64: the scores of the larger call are there, twice in forward and three
+    times in backward.
+    """
+    query, key, value = held[:3]
+    whole = call.arguments["query"]
+    share = query[-2] / whole.shape[-2]
+    if share == 1 or not call.arguments.get("is_causal") or call.random >= 0:
+        return 0, 0
+    rows, width, itemsize = math.prod(query[:-1]), value[-1], whole.itemsize
+    accumulate = max(4, itemsize)
+    forward = rows * ((3 * width + 3) * accumulate - width * itemsize)
+    backward = itemsize * (math.prod(query) - share * (math.prod(key) + math.prod(value)))
+    opened = 0
+    if (kind, whole.dtype) == ("cuda", "float64"):
+        opened = itemsize * rows * max(key[-2] - query[-2], query[-2])
+    return forward + 2 * opened, max(0, int(backward)) + 3 * opened
+
+
+op(
+    "scaled_dot_product_attention",
+    F.scaled_dot_product_attention,
+    "query:T, key:T, value:T, attn_mask:T=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False",
+    rule=attention,
+    serves="~",
+    form=part_of_attention,
+    draws=True,
+    keeps=kept,
+    work=work,
+    part_work=work_of_part,
+    joint=True,
+    timed=timed,
+    counts="q",
+    flops=(4, "e|m"),  # two products, over the width of keys and over that of values
+)

@@ -1,0 +1,40 @@
+"""What users say of ops: `autopar.rule`, and the ops that the tracer leaves whole because of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.letters import BadRule
+from autopar.ops.entry import FACTS, SPELLINGS, Facts, check_marks
+from autopar.ops.lookup import own_name
+from autopar.sharding.notation import parse
+
+WHOLE: set[str] = set()  # ops with a rule of a user's, by the names that graphs print
+
+
+def rule(op: Any, text: str, linear: str = "") -> None:
+    """Say how `op` may be cut: `rule("mm", "m k, k n -> m n", linear="x, y")`.
+
+    `docs/rules.md` has the grammar.
+
+    The op is a name of the vocabulary or one that a graph prints, a custom op's name (`"mylib::scan"`), or torch's
+    function itself. A mark is an obligation: what is cut behind a mask (`~`), reduced inside (`^`) or made here (`*`)
+    needs a local form of the op, which computes something else on a part than on the whole.
+    """
+    name, said = _name(op), parse(text, linear)
+    check_marks(name, said)
+    FACTS.setdefault(name, Facts()).rule = said
+    WHOLE.add(name)
+
+
+def _name(op: Any) -> str:
+    if isinstance(op, str) and op:
+        space, colons, name = op.partition("::")
+        return f"ops.{space}.{name}" + ("" if "." in name else ".default") if colons else op
+    if callable(op) and type(op).__name__ != "CustomOpDef":
+        name = SPELLINGS[op][0].name if op in SPELLINGS else own_name(op)
+        return name + ".default" if type(op).__name__ == "OpOverloadPacket" else name
+    raise BadRule(
+        f"{op!r} is not the name of an op",
+        advice='rule("mm", "m k, k n -> m n", linear="x, y"), or rule("mylib::scan", "b s! -> b s!")',
+    )

@@ -1,0 +1,292 @@
+"""What an op is: one entry holds all that the compiler knows of it.
+
+    op("mm", torch.mm, "input:T, mat2:T", T.mm, rule="m k, k n -> m n", linear="x, y", keeps="input:mat2 mat2:input")
+
+An op is the torch function that computes it; `:T` marks its tensor operands, in the order in which rules name them. A
+spelling may pass its arguments in another order; `lookup` gives them by name. A function that has no entry becomes an
+op of its own name: it can be replayed, and runs replicated until somebody writes a rule. Every op is pure: what writes
+in torch is here the form that returns a new tensor.
+
+The entries stand by families in the files beside this one; `Facts` lists what they may say.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopar.letters import BadRule
+from autopar.sharding.notation import Rule, parse
+
+if TYPE_CHECKING:
+    from autopar.ops.local import Call, Form, Here
+
+RuleFunction = Callable[[Mapping[str, Any]], "Rule | None"]
+FormFunction = Callable[["Here", "Call", dict[str, Any]], "Form"]
+
+
+class SHAPE:
+    """Marks an argument that is the output's shape: on a device it is the local one."""
+
+
+class SIZES:
+    """Marks an argument that lists the outputs' sizes along `dim`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """A canonical op: `call(**arguments)` computes it."""
+
+    name: str
+    call: Callable[..., Any]
+    # None: an op by its own name, arguments by position
+    signature: inspect.Signature | None = field(repr=False, default=None)
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by name; those that equal their default are left out."""
+        if self.signature is None:
+            return {**{f"_{i}": a for i, a in enumerate(args)}, **kwargs}
+        bound = self.signature.bind(*args, **kwargs).arguments
+        defaults = {n: p.default for n, p in self.signature.parameters.items() if p.default is not p.empty}
+        return {n: v for n, v in bound.items() if not (n in defaults and same(v, defaults[n]))}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def operands(self, arguments: Mapping[str, Any]) -> list[Any]:
+        """The arguments that rules speak of, in order.
+
+        Tensors, numbers in a tensor's place, None where one is absent.
+        """
+        if self.signature is None:
+            leaves = pytree.tree_leaves(list(arguments.values()))
+            return [leaf for leaf in leaves if isinstance(leaf, (fx.Node, Tensor))]
+        found = [arguments.get(n, default) for n, default in _tensors(self)]
+        return [leaf for value in found for leaf in (value if isinstance(value, (list, tuple)) else [value])]
+
+    def local(self, annotation: Any) -> str | None:
+        """The argument that is a shape (`:SHAPE`) or a list of sizes (`:SIZES`) of the output, or None."""
+        parameters = self.signature.parameters.items() if self.signature else ()
+        return next((n for n, p in parameters if p.annotation is annotation), None)
+
+    def run(self, arguments: Mapping[str, Any]) -> Any:
+        """Compute the op on arguments by name."""
+        if self.signature is not None:
+            return self.call(**arguments)
+        by_place = {n: v for n, v in arguments.items() if n[0] == "_" and n[1:].isdigit()}
+        return self.call(*by_place.values(), **{n: v for n, v in arguments.items() if n not in by_place})
+
+
+@functools.cache
+def _tensors(op: Op) -> tuple[tuple[str, Any], ...]:
+    """The names and defaults of an op's tensor arguments, in order."""
+    parameters = op.signature.parameters.items() if op.signature else ()
+    return tuple((n, p.default) for n, p in parameters if p.annotation is Tensor)
+
+
+def same(value: Any, default: Any) -> bool:
+    """The value is the default, or equals it as a number or a word does."""
+    return value is default or (not isinstance(value, Tensor) and type(value) is type(default) and value == default)
+
+
+class Apply:
+    """An autograd.Function as a function of tensors, forward and backward its own."""
+
+    def __init__(self, cls: Any) -> None:
+        self.cls = cls
+        self.__name__ = f"function {cls.__module__}.{cls.__qualname__}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cls.apply(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Apply) and self.cls is other.cls
+
+    def __hash__(self) -> int:
+        return hash(self.cls)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What one op keeps for its backward."""
+
+    # names of arguments, and "out"; with each the argument whose gradient needs it, "" where any does
+    values: tuple[tuple[str, str], ...]
+    extra: tuple[tuple[str, str], ...] = ()  # kind of device -> bytes of what it makes besides
+
+    @staticmethod
+    def of(text: str, **extra: str) -> Line:
+        """`Line.of("input:weight weight:input", cpu="8*rows")`: each is kept for the gradient of the other."""
+        pairs = [piece.partition(":")[::2] for piece in text.split()]
+        return Line(tuple(pairs), tuple(extra.items()))
+
+
+@dataclass(slots=True)
+class Facts:
+    """What the compiler knows of an op beside how it is called. An op that nobody described has none."""
+
+    rule: Rule | RuleFunction | None = None  # how it may be cut: `docs/rules.md`
+    serves: str = ""  # the marks of rules that its local form or its local shape serves
+    form: FormFunction | None = None  # what computes it on a part, where the op itself will not do
+    draws: bool = False  # at random, by the position in the whole tensor: its form
+    keeps: Line | Callable[[Call, str], Line] | None = None  # for its backward, by kind of device; None: everything
+    work: Callable[[Call], tuple[str, str]] | tuple[str, str] | None = None  # bytes for the while, forward and backward
+    # the same, beside, of its local form on a device that holds so much of each operand
+    part_work: Callable[[Call, Any, str], tuple[int, int]] | None = None
+    flops: tuple[float, str] | None = None  # a product: for each point of its factors, but those of this pattern
+    free: bool = False  # it shows its operand's memory: no time
+    joint: bool = False  # one kernel gives the gradients of all of its operands, where a product has one for each
+    spreads: bool = False  # the gradient of an operand that is broadcast is a sum of its own
+    timed: Callable[[Mapping[str, Any]], str] | None = None  # the name of its time, where the call tells of another
+    # arguments as the op wants them, where what was said leaves something to torch
+    settle: Callable[[Op, dict[str, Any], Any], tuple[Op, dict[str, Any]]] | None = None
+    counts: str = ""  # the pattern of factors along which its local form counts positions
+
+
+OPS: dict[str, Op] = {}
+FACTS: dict[str, Facts] = {}
+SPELLINGS: dict[Callable[..., Any], tuple[Op, inspect.Signature]] = {}
+# an op that writes to arguments: the pure form, to which, and the flag that says so
+WRITES: dict[str, tuple[Op, tuple[str, ...], str]] = {}
+# a function of torch whose calls are read one by one: an op and its arguments, another function that means the same, or
+# None where the function is spelled by an entry
+Translator = Callable[
+    [tuple[Any, ...], Mapping[str, Any], Any], "tuple[Op, dict[str, Any]] | Callable[..., Any] | None"
+]
+TRANSLATED: dict[Callable[..., Any], Translator] = {}
+# a method that fills a tensor with draws: the op that makes a new one, and the names of its two numbers
+FILLED: dict[str, tuple[str, tuple[str, ...]]] = {}
+T = Tensor
+Spelled = Callable[..., Any] | tuple[Callable[..., Any], str]
+
+
+def op(
+    name: str, call: Callable[..., Any], signature: str, *spellings: Spelled, writes: str = "", **facts: Any
+) -> None:
+    """Add an op. A spelling with a signature of its own is a pair; the names in it are the op's."""
+    OPS[name] = Op(name, call, read_signature(signature))
+    spell(name, (call, signature), *(s if isinstance(s, tuple) else (s, signature) for s in spellings))
+    describe(name, **facts)
+    if writes:
+        names, _, flag = writes.partition(" if ")
+        written = tuple(names.split(", "))
+        pure = f"{name}_updating"
+        OPS[pure] = Op(pure, updating(call, *written), read_signature(signature))
+        describe(pure, **facts)
+        WRITES[name] = OPS[pure], written, flag
+
+
+def spell(name: str, *spellings: tuple[Callable[..., Any], str]) -> None:
+    """Functions that mean an op, each with its own signature in the op's names."""
+    for function, signature in spellings:
+        SPELLINGS[function] = OPS[name], read_signature(signature)
+
+
+def translates(*functions: Callable[..., Any]) -> Callable[[Translator], Translator]:
+    """Read the calls of these functions by the function below."""
+
+    def register(translator: Translator) -> Translator:
+        TRANSLATED.update(dict.fromkeys(functions, translator))
+        return translator
+
+    return register
+
+
+def each(names: str, signature: str = "input:T", **facts: Any) -> None:
+    """Ops that are spelled alike in torch, Tensor and torch.nn.functional."""
+    for name in names.split():
+        first, *others = (getattr(home, name) for home in (torch, F, T) if hasattr(home, name))
+        op(name, first, signature, *others, **facts)
+
+
+def describe(
+    name: str,
+    rule: str | RuleFunction | None = None,
+    linear: str = "",
+    keeps: str | Callable[[Call, str], Line] | None = None,
+    makes: Mapping[str, str] | None = None,
+    serves: str = "",
+    **facts: Any,
+) -> None:
+    """Set the facts of an op. `makes` are the bytes that it makes for its backward, by kind of device."""
+    known = FACTS[name] = Facts(serves=serves, **facts)
+    known.keeps = Line.of(keeps, **(makes or {})) if isinstance(keeps, str) else keeps
+    if rule is not None:
+        known.rule = parse(rule, linear) if isinstance(rule, str) else rule
+    if isinstance(known.rule, Rule):
+        check_marks(name, known.rule)
+
+
+def updating(call: Callable[..., Tensor], *written: str) -> Callable[..., tuple[Tensor, ...]]:
+    """An op that writes to some of its arguments, as one that returns their new values."""
+
+    def pure(**arguments: Any) -> tuple[Tensor, ...]:
+        fresh = {n: arguments[n].detach().clone() for n in written}
+        return call(**{**arguments, **fresh}), *fresh.values()
+
+    return pure
+
+
+def facts_of(name: str) -> Facts:
+    """The facts of an op by the name that a graph prints."""
+    return FACTS.get(name, _NOTHING)
+
+
+_NOTHING = Facts()
+
+
+def timed_name(name: str, arguments: Mapping[str, Any]) -> str:
+    """The name by which the time of a call is known: the op's, and how it is called where that tells."""
+    timed = facts_of(name).timed
+    return timed(arguments) if timed else name
+
+
+def rule_of(name: str, arguments: Mapping[str, Any]) -> Rule | None:
+    """The rule of one call, or None where nobody wrote one. Tensors among the arguments are types."""
+    found = facts_of(name).rule
+    if not callable(found):
+        return found
+    said = found({**arguments, "op": name})
+    if said is not None:
+        check_marks(name, said)
+    return said
+
+
+def check_marks(name: str, rule: Rule) -> None:
+    """Raise where the rule cuts, behind a mark, what no local form of the op serves."""
+    if not (rule.masked or rule.inside or rule.made):
+        return
+    known = facts_of(name).serves
+    for mark, factors, meaning in (
+        ("~", rule.masked, "cut behind a mask"),
+        ("^", rule.inside, "reduced inside"),
+        ("*", rule.made, "made here"),
+    ):
+        if factors and mark not in known:
+            raise BadRule(
+                f"{name} has no local form for {' and '.join(sorted(factors))}{mark}: it would run as it is on "
+                f"parts of what is {meaning}",
+                seen=str(rule),
+                advice=f"{min(factors)}!, which stays whole",
+            )
+
+
+def read_signature(text: str) -> inspect.Signature:
+    """The signature that a line of an entry spells."""
+    namespace: dict[str, Any] = {}
+    known = {"T": Tensor, "SHAPE": SHAPE, "SIZES": SIZES}
+    exec(compile(f"def f({text}): ...", "<entry>", "exec", dont_inherit=True), known, namespace)  # never a user's text
+    return inspect.signature(namespace["f"])

@@ -1,0 +1,133 @@
+"""Tensors from nothing: one number everywhere, and counts. Each device makes its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ops.entry import Op, T, op
+from autopar.ops.local import Call, Form, Here, cuts, local_output
+from autopar.ops.spelling import parse
+from autopar.runtime import forms
+from autopar.sharding.notation import Rule
+
+
+def full_like(input: Tensor, fill_value: float, dtype: torch.dtype | None = None) -> Tensor:
+    """One number in the shape of another tensor."""
+    return torch.full_like(input, fill_value, dtype=dtype)
+
+
+def new(name: str) -> Callable[..., Tensor]:
+    """A factory that takes its dtype and device from a tensor."""
+
+    def call(input: Tensor, size: Sequence[int], dtype: torch.dtype | None = None, **fill: float) -> Tensor:
+        return getattr(input, name)(tuple(size), dtype=dtype, **fill)
+
+    call.__name__ = name
+    return call
+
+
+def filled(arguments: Mapping[str, Any]) -> Rule:
+    """The same number everywhere, or draws that depend on positions alone: each device makes its own part."""
+    made = " ".join(f"a{i}*" for i in range(len(arguments["size"])))
+    unused = " ".join(f"x{i}!" for i in range(len(arguments["input"].shape))) if "input" in arguments else None
+    return parse(f"{'nothing' if unused is None else unused} -> {made}")
+
+
+def arange(arguments: Mapping[str, Any]) -> Rule:
+    """Each device counts from where its part begins."""
+    return parse("nothing -> a*")
+
+
+def part_of_count(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+    """The device's part of a count that is cut."""
+    made, lies = call.outputs[0], here.leaves()
+    if 0 not in lies.cuts:
+        return None
+    return forms.arange_part, {
+        "start": kwargs["start"],
+        "step": kwargs.get("step", 1),
+        "length": local_output(here, call)[0],
+        "cuts": cuts(here, made.shape, lies, 0),
+        "dtype": made.torch_dtype,
+    }
+
+
+def with_dtype(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
+    """The dtype of the result: torch's default may be another at replay."""
+    return op, {**arguments, "dtype": result.dtype}
+
+
+op(
+    "arange",
+    torch.arange,
+    "start, end, step=1, *, dtype=None",
+    (torch.arange, "*bounds, dtype=None, **how"),
+    rule=arange,
+    serves="*",
+    form=part_of_count,
+    counts=".*",
+    keeps="",
+    settle=with_dtype,
+)
+op(
+    "full",
+    torch.full,
+    "size:SHAPE, fill_value, *, dtype=None",
+    (torch.full, "size, fill_value, *, dtype=None, **how"),
+    rule=filled,
+    serves="*",
+    keeps="",
+    settle=with_dtype,
+)
+op(
+    "full_like",
+    full_like,
+    "input:T, fill_value, dtype=None",
+    (torch.full_like, "input, fill_value, *, dtype=None, **how"),
+    rule="... -> ...",
+    keeps="",
+)
+for name in ("zeros", "ones", "empty"):
+    keeps = "" if name != "empty" else None
+    op(
+        name,
+        getattr(torch, name),
+        "size:SHAPE, *, dtype=None",
+        (getattr(torch, name), "*size, dtype=None, **how"),
+        rule=filled,
+        serves="*",
+        keeps=keeps,
+        settle=with_dtype,
+    )
+    op(
+        f"{name}_like",
+        getattr(torch, f"{name}_like"),
+        "input:T, *, dtype=None",
+        (getattr(torch, f"{name}_like"), "input, *, dtype=None, **how"),
+        rule="... -> ...",
+        keeps="",
+    )
+    op(
+        f"new_{name}",
+        new(f"new_{name}"),
+        "input:T, size:SHAPE, *, dtype=None",
+        (getattr(T, f"new_{name}"), "input, *size, dtype=None, **how"),
+        rule=filled,
+        serves="*",
+        keeps=keeps,
+    )
+op(
+    "new_full",
+    new("new_full"),
+    "input:T, size:SHAPE, fill_value, *, dtype=None",
+    (T.new_full, "input, size, fill_value, *, dtype=None, **how"),
+    rule=filled,
+    serves="*",
+    keeps="",
+)
+spelled = (torch.tensor, "data, *, dtype=None, **how")
+op("tensor", torch.tensor, "data, *, dtype=None", spelled, keeps="", settle=with_dtype)

@@ -1,0 +1,89 @@
+"""Local forms: what computes an op on one device's part, where the op itself would compute something else.
+
+A form is a function of where the device stands (`Here`), the call in the whole (`Call`), and the arguments on the
+device. It gives the function and its arguments there, or None where the op itself will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.placement import R, Sharding, local_shape, part
+
+Form = tuple[Callable[..., Any], dict[str, Any]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call in the whole: arguments by name, with types in the places of tensors."""
+
+    op: str
+    arguments: Mapping[str, Any]
+    outputs: tuple[Any, ...]
+    random: int = -1  # which random op of the graph it is; -1: none
+    source: str = ""  # the user's line
+
+
+class Here(Protocol):
+    """One device, and how the operands and outputs of the call that is written lie there."""
+
+    @property
+    def mesh(self) -> DeviceMesh: ...
+
+    @property
+    def coordinate(self) -> tuple[int, ...]: ...
+
+    @property
+    def random_key(self) -> Any:
+        """The value that holds the key of the step."""
+        ...
+
+    def lies(self, operand: int) -> Sharding:
+        """The sharding of an operand as the op takes it."""
+        ...
+
+    def leaves(self, output: int = 0) -> Sharding:
+        """The sharding of an output as the op gives it."""
+        ...
+
+
+def local_output(here: Here, call: Call, output: int = 0) -> tuple[int, ...]:
+    """The shape of an output on the device."""
+    return local_shape(call.outputs[output].shape, here.leaves(output), here.mesh, here.coordinate)
+
+
+def cuts(here: Here, shape: tuple[int, ...], sharding: Sharding, dim: int) -> tuple[tuple[str, int], ...]:
+    """The axes that cut a dim, major first, each with the size that the dim has on this device before it."""
+    found, order = [], sharding.cuts.get(dim, [])
+    for i, axis in enumerate(order):
+        before = tuple(p if a in order[:i] else R for a, p in enumerate(sharding.placements))
+        outer = Sharding(before, sharding.order)
+        found.append((here.mesh.axes[axis], local_shape(shape, outer, here.mesh, here.coordinate)[dim]))
+    return tuple(found)
+
+
+def start_here(here: Here, shape: tuple[int, ...], sharding: Sharding, dim: int) -> int:
+    """The place in the whole at which this device's part of a dim begins."""
+    start, size = 0, shape[dim]
+    for axis in sharding.cuts.get(dim, []):
+        before, size = part(size, here.mesh.shape[axis], here.coordinate[axis])
+        start += before
+    return start
+
+
+def places(here: Here, call: Call, sharding: Sharding, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Key of the step, number of the op, and where this device's part lies in a tensor of this shape."""
+    return {
+        "key": here.random_key,
+        "op": call.random,
+        "shape": shape,
+        "cuts": tuple(cuts(here, shape, sharding, d) for d in range(len(shape))),
+    }
+
+
+def places_of_output(here: Here, call: Call) -> dict[str, Any]:
+    """The same for the first output."""
+    return places(here, call, here.leaves(), call.outputs[0].shape)

@@ -1,0 +1,146 @@
+"""Normalisation: over the last dims, over groups of channels, over the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autopar.ops.entry import op
+from autopar.ops.local import Call, Form, Here
+from autopar.ops.products import grouped
+from autopar.ops.spelling import parse
+from autopar.runtime import forms
+from autopar.sharding.notation import Rule
+
+
+def layer_norm(arguments: Mapping[str, Any]) -> Rule:
+    """The normalised dims stay whole; every leading dim may be cut."""
+    whole = " ".join(f"d{i}!" for i in range(len(arguments["normalized_shape"])))
+    return parse(f"... {whole}, {whole}, {whole} -> ... {whole}", linear="y+z")
+
+
+def rms_norm(arguments: Mapping[str, Any]) -> Rule:
+    whole = " ".join(f"d{i}!" for i in range(len(arguments["normalized_shape"])))
+    return parse(f"... {whole}, {whole} -> ... {whole}", linear="y")
+
+
+def group_norm(arguments: Mapping[str, Any]) -> Rule:
+    """Rows and groups are cut; the channels of a group and positions stay whole."""
+    inside = arguments["input"].shape[1] // arguments["num_groups"]
+    c, s = f"(g c:{inside}!)", _spatial(len(arguments["input"].shape), 2, "s")
+    return parse(f"n {c} {s}, {c}, {c} -> n {c} {s}", linear="y+z")
+
+
+def batch_norm(arguments: Mapping[str, Any]) -> Rule | None:
+    """Statistics are those of the whole batch: where it is cut, the local form exchanges sums.
+
+    With running statistics it is a scale of each channel.
+    """
+    training = arguments.get("training", False)
+    rank, mark = len(arguments["input"].shape), "^" if training else ""
+    if rank < 2:
+        return None
+    rest = " ".join(f"s{i}{mark}" for i in range(rank - 2))
+    row = f"n{mark} c {rest}"
+    return parse(
+        f"{row}, c, c, c, c -> {', '.join([row, 'c', 'c'][: len(arguments['outputs'])])}",
+        linear="u+v" if len(arguments["outputs"]) == 1 else "",
+    )
+
+
+def instance_norm(arguments: Mapping[str, Any]) -> Rule:
+    """Each row by itself; running statistics are of all rows."""
+    s, updates = _spatial(len(arguments["input"].shape), 2, "s"), len(arguments["outputs"]) > 1
+    row = f"{'n!' if updates else 'n'} c {s}"
+    return parse(
+        f"{row}, c, c, c, c -> {', '.join([row, 'c', 'c'][: len(arguments['outputs'])])}",
+        linear="" if updates else "u+v",
+    )
+
+
+def weight_norm(arguments: Mapping[str, Any]) -> Rule:
+    """The dim that keeps its own length is cut.
+
+    -1 is torch's word for one length of all, which is one number and stays whole.
+    """
+    dim, rank = arguments.get("dim", 0), len(arguments["v"].shape)
+    if dim == -1:
+        return parse(
+            f"{' '.join(f'a{i}!' for i in range(rank))}, "
+            f"{' '.join(f'g{i}!' for i in range(len(arguments['g'].shape)))} -> "
+            f"{' '.join(f'a{i}!' for i in range(rank))}",
+            linear="y",
+        )
+    rows = [" ".join("o" if i == dim % rank else f"{x}{i}!" for i in range(rank)) for x in "ag"]
+    return parse(f"{rows[0]}, {rows[1]} -> {rows[0]}", linear="y")
+
+
+def _spatial(rank: int, first: int, letter: str) -> str:
+    return " ".join(f"{letter}{i}!" for i in range(rank - first))
+
+
+def statistics_of_all(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+    """Statistics of the whole batch by exchanged sums, where the batch or positions are cut."""
+    lies = here.lies(0)
+    axes = [here.mesh.axes[a] for d, order in lies.cuts.items() if d != 1 for a in order]
+    if not axes or not call.arguments.get("training"):
+        return None
+    given = call.arguments["input"].shape
+    how = {k: v for k, v in kwargs.items() if k != "training"}
+    return forms.batch_norm_part, {
+        **how,
+        "axes": axes,
+        "count": math.prod(given) // given[1],
+        "updates": len(call.outputs) > 1,
+    }
+
+
+op(
+    "layer_norm",
+    F.layer_norm,
+    "input:T, normalized_shape, weight:T=None, bias:T=None, eps=1e-05",
+    rule=layer_norm,
+    keeps="input weight",
+    makes=dict(cuda="8*rows", cpu="2*rows*itemsize"),
+)
+op(
+    "rms_norm",
+    F.rms_norm,
+    "input:T, normalized_shape, weight:T=None, eps=None",
+    rule=rms_norm,
+    keeps="input weight",
+    makes=dict(cuda="4*rows", cpu="rows*itemsize + points*itemsize"),
+)
+op(
+    "group_norm",
+    F.group_norm,
+    "input:T, num_groups, weight:T=None, bias:T=None, eps=1e-05",
+    rule=group_norm,
+    form=grouped,
+    keeps="input weight",
+    makes=dict(cuda="8*groups", cpu="2*groups*itemsize"),
+)
+op(
+    "batch_norm",
+    F.batch_norm,
+    "input:T, running_mean:T, running_var:T, weight:T=None, bias:T=None, training=False, momentum=0.1, eps=1e-05",
+    writes="running_mean, running_var if training",
+    rule=batch_norm,
+    serves="^",
+    form=statistics_of_all,
+    keeps="input weight",
+    makes=dict(cuda="8*channels", cpu="8*channels"),
+)
+op(
+    "instance_norm",
+    F.instance_norm,
+    "input:T, running_mean:T=None, running_var:T=None, weight:T=None, bias:T=None, use_input_stats=True, "
+    "momentum=0.1, eps=1e-05",
+    writes="running_mean, running_var if use_input_stats",
+    rule=instance_norm,
+)
+op("weight_norm", torch._weight_norm, "v:T, g:T, dim=0", rule=weight_norm)

@@ -1,0 +1,254 @@
+"""Ops of each element by itself: arithmetic, functions of one number, activations, comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.ops.entry import OPS, T, each, op, spell, translates
+from autopar.ops.spelling import letters_of, parse
+from autopar.sharding.notation import Rule
+
+
+def pow(input: Any, exponent: Any) -> Tensor:
+    """A power; either may be a number."""
+    return torch.pow(input, exponent)
+
+
+def polygamma(input: Tensor, n: int) -> Tensor:
+    """The n-th derivative of digamma."""
+    return torch.polygamma(n, input)
+
+
+def rounded(input: Tensor, decimals: int = 0) -> Tensor:
+    """To the nearest, after so many decimals."""
+    return torch.round(input, decimals=decimals) if decimals else torch.round(input)
+
+
+def where(condition: Tensor, input: Any, other: Any) -> Tensor:
+    """One or the other; either may be a number."""
+    return torch.where(condition, input, other)
+
+
+def to(input: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast."""
+    return input.to(dtype)
+
+
+def identity(input: Tensor) -> Tensor:
+    """A value with several consumers passes through here: one conversion serves them all."""
+    return input
+
+
+def div(arguments: Mapping[str, Any]) -> Rule:
+    """A quotient that is rounded is not linear."""
+    return parse("..., ... -> ...", linear="" if arguments.get("rounding_mode") else "x")
+
+
+def to_rule(arguments: Mapping[str, Any]) -> Rule:
+    """A cast from or to whole numbers is not linear."""
+    floats = all("float" in str(dtype) for dtype in (arguments["input"].dtype, arguments["dtype"]))
+    return parse("... -> ...", linear="x" if floats else "")
+
+
+def masked_fill(arguments: Mapping[str, Any]) -> Rule:
+    """Filling with zeros is linear."""
+    return parse("..., ..., ... -> ...", linear="x" if arguments["value"] in (0, 0.0, False) else "")
+
+
+def prelu(arguments: Mapping[str, Any]) -> Rule:
+    """One slope, or one for each channel."""
+    letters = letters_of(arguments["input"])
+    slope = "one!" if arguments["weight"].shape in ((), (1,)) else letters[1]
+    return parse(f"{' '.join(letters)}, {slope if arguments['weight'].shape else ''} -> {' '.join(letters)}")
+
+
+def numbered(name: str) -> dict[str, Any]:
+    """Facts of arithmetic: a number beside the tensor has another time, a broadcast operand is summed."""
+
+    def timed(arguments: Mapping[str, Any]) -> str:
+        return f"{name} number" if isinstance(arguments.get("other"), (int, float)) else name
+
+    return {"timed": timed, "spreads": True}
+
+
+def timed_power(arguments: Mapping[str, Any]) -> str:
+    """A square takes less time than other powers."""
+    return "pow 2" if arguments.get("exponent") == 2 else "pow"
+
+
+def timed_gelu(arguments: Mapping[str, Any]) -> str:
+    """The approximation has a time of its own."""
+    return "gelu tanh" if arguments.get("approximate") == "tanh" else "gelu"
+
+
+ONE, TWO = "... -> ...", "..., ... -> ..."
+PAIR = "input:T, other:T"
+
+
+@translates(
+    *(T.to, T.float, T.double, T.half, T.bfloat16, T.type_as, T.type, T.long, T.int, T.bool, T.short, T.char, T.byte),
+    *(T.cpu, torch.ops.aten._to_copy.default),
+)
+def cast(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """A cast by any name is one to the dtype of its result."""
+    return (OPS["to"], {"input": args[0], "dtype": result.dtype}) if isinstance(result, Tensor) else None
+
+
+op("identity", identity, "input:T", rule=ONE, linear="x", keeps="", free=True)
+op("detach", torch.detach, "input:T", T.detach, rule=ONE, linear="x", keeps="")
+op("to", to, "input:T, dtype", rule=to_rule, keeps="")
+
+# arithmetic
+op(
+    "add",
+    torch.add,
+    f"{PAIR}, *, alpha=1",
+    T.add,
+    T.__add__,
+    T.__radd__,
+    rule=TWO,
+    linear="x+y",
+    keeps="",
+    **numbered("add"),
+)
+op(
+    "sub",
+    torch.sub,
+    f"{PAIR}, *, alpha=1",
+    T.sub,
+    T.__sub__,
+    torch.subtract,
+    rule=TWO,
+    linear="x+y",
+    keeps="",
+    **numbered("sub"),
+)
+op("rsub", torch.rsub, f"{PAIR}, *, alpha=1", rule=TWO, linear="x+y", keeps="")
+op(
+    "mul",
+    torch.mul,
+    PAIR,
+    T.mul,
+    T.__mul__,
+    T.__rmul__,
+    torch.multiply,
+    rule=TWO,
+    linear="x, y",
+    keeps="input:other other:input",
+    **numbered("mul"),
+)
+op(
+    "div",
+    torch.div,
+    f"{PAIR}, *, rounding_mode=None",
+    T.div,
+    T.__truediv__,
+    torch.divide,
+    rule=div,
+    keeps="input:other other",
+    **numbered("div"),
+)
+op("pow", pow, "input:T, exponent:T", torch.pow, T.pow, T.__pow__, rule=TWO, keeps="input exponent", timed=timed_power)
+op("neg", torch.neg, "input:T", T.neg, T.__neg__, rule=ONE, linear="x", keeps="")
+op("abs", torch.abs, "input:T", T.abs, T.__abs__, rule=ONE, keeps="input")
+op("remainder", torch.remainder, PAIR, T.remainder, T.__mod__, rule=TWO)
+op("floor_divide", torch.floor_divide, PAIR, T.floor_divide, T.__floordiv__, rule=TWO)
+op("round", rounded, "input:T, *, decimals=0", torch.round, T.round, rule=ONE, keeps="")
+each("addcmul", "input:T, tensor1:T, tensor2:T, *, value=1", rule="..., ..., ... -> ...", linear="x+y, x+z")
+each("addcdiv", "input:T, tensor1:T, tensor2:T, *, value=1", rule="..., ..., ... -> ...", linear="x+y")
+each("lerp", "input:T, end:T, weight:T", rule="..., ..., ... -> ...", linear="x+y")
+each("deg2rad rad2deg", rule=ONE, linear="x")
+
+# functions of one number
+each("exp sqrt rsqrt tanh sigmoid reciprocal", rule=ONE, keeps="out")
+each("log cos sin square erf log1p", rule=ONE, keeps="input")
+each("floor ceil trunc sign isfinite isnan logical_not", rule=ONE, keeps="")
+each(
+    "tan erfc log2 log10 expm1 exp2 acos asin atan cosh sinh atanh isinf acosh asinh angle digamma lgamma erfinv frac "
+    "i0 isneginf isposinf sinc signbit sgn",
+    rule=ONE,
+)
+each("logit", "input:T, eps=None", rule=ONE)
+each("mvlgamma", "input:T, p", rule=ONE)
+each("nan_to_num", "input:T, nan=None, posinf=None, neginf=None", rule=ONE)
+each("frexp", rule="... -> ..., ...")
+op("polygamma", polygamma, "input:T, n", (torch.polygamma, "n, input"), (T.polygamma, "input, n"), rule=ONE)
+for name in (
+    "bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx i0e i1 i1e log_ndtr ndtri modified_bessel_i0 "
+    "modified_bessel_i1 modified_bessel_k0 modified_bessel_k1"
+).split():
+    op(name, getattr(torch.special, name), "input:T", rule=ONE)
+for name in ("airy_ai", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0"):
+    op(name, getattr(torch.special, name), "x:T", rule=ONE)
+
+# functions of two numbers
+each("maximum minimum", PAIR, rule=TWO, keeps="input other")
+each("fmod atan2 logaddexp", PAIR, rule=TWO)
+each("copysign hypot igamma igammac logaddexp2 nextafter xlogy gcd lcm fmax fmin ldexp", PAIR, rule=TWO)
+each("heaviside", "input:T, values:T", rule=TWO)
+op("zeta", torch.special.zeta, PAIR, rule=TWO)
+op("xlog1py", torch.special.xlog1py, PAIR, rule=TWO)
+for name in (
+    "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w "
+    "hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p"
+).split():
+    op(name, getattr(torch.special, name), "x:T, n:T", rule=TWO)
+
+# comparisons, bits and truth
+for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    op(name, getattr(torch, name), PAIR, getattr(T, name), getattr(T, f"__{name}__"), rule=TWO, keeps="")
+op("bitwise_and", torch.bitwise_and, PAIR, T.bitwise_and, T.__and__, T.__rand__, rule=TWO, keeps="")
+op("bitwise_or", torch.bitwise_or, PAIR, T.bitwise_or, T.__or__, T.__ror__, rule=TWO, keeps="")
+op("bitwise_xor", torch.bitwise_xor, PAIR, T.bitwise_xor, T.__xor__, T.__rxor__, rule=TWO)
+op("bitwise_not", torch.bitwise_not, "input:T", T.bitwise_not, T.__invert__, rule=ONE, keeps="")
+each("bitwise_left_shift bitwise_right_shift", PAIR, rule=TWO)
+each("logical_and logical_or", PAIR, rule=TWO, keeps="")
+each("logical_xor", PAIR, rule=TWO)
+each("isclose", f"{PAIR}, rtol=1e-05, atol=1e-08, equal_nan=False", rule=TWO)
+
+# one or the other
+each("clamp", "input:T, min:T=None, max:T=None", rule="..., ..., ... -> ...", keeps="input")
+spell(
+    "clamp",
+    (torch.clamp_min, "input, min"),
+    (T.clamp_min, "input, min"),
+    (torch.clamp_max, "input, max"),
+    (T.clamp_max, "input, max"),
+)
+op(
+    "where",
+    where,
+    "condition:T, input:T, other:T",
+    torch.where,
+    (T.where, "input, condition, other"),
+    rule="..., ..., ... -> ...",
+    linear="y+z",
+    keeps="condition",
+)
+op("masked_fill", torch.masked_fill, "input:T, mask:T, value:T", T.masked_fill, rule=masked_fill, keeps="mask")
+
+# activations
+op("gelu", F.gelu, "input:T, approximate='none'", rule=ONE, keeps="input", timed=timed_gelu)
+op("relu", torch.relu, "input:T", T.relu, (F.relu, "input, inplace=False"), rule=ONE, keeps="out")
+each("silu hardswish hardsigmoid mish relu6", "input:T, inplace=False", rule=ONE, keeps="input")
+op("selu", F.selu, "input:T, inplace=False", (torch.selu, "input"), rule=ONE)
+each("logsigmoid softsign", rule=ONE)
+each("leaky_relu", "input:T, negative_slope=0.01, inplace=False", rule=ONE, keeps="input")
+each("elu", "input:T, alpha=1.0, inplace=False", rule=ONE, keeps="input")
+op("celu", F.celu, "input:T, alpha=1.0, inplace=False", (torch.celu, "input, alpha=1.0"), rule=ONE)
+each("hardtanh", "input:T, min_val=-1.0, max_val=1.0, inplace=False", rule=ONE, keeps="out")
+each("softplus", "input:T, beta=1, threshold=20", rule=ONE, keeps="input")
+each("hardshrink softshrink", "input:T, lambd=0.5", rule=ONE)
+op(
+    "threshold",
+    F.threshold,
+    "input:T, threshold, value, inplace=False",
+    (torch.threshold, "input, threshold, value"),
+    rule=ONE,
+)
+each("prelu", "input:T, weight:T", rule=prelu)

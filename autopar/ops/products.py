@@ -1,0 +1,246 @@
+"""Sums of products: linear layers, matrices, contractions, convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.ops.entry import OPS, Op, T, each, op
+from autopar.ops.local import Call, Form, Here
+from autopar.ops.spelling import NAMES, parse
+from autopar.sharding.notation import Rule
+from autopar.sharding.placement import local_shape
+
+
+def einsum(equation: str, operands: Sequence[Any]) -> Tensor:
+    """A sum of products, spelled by letters."""
+    return torch.einsum(equation, *operands)
+
+
+def matmul(arguments: Mapping[str, Any]) -> Rule:
+    """A vector is a row on the left and a column on the right."""
+    left, right = (len(arguments[x].shape) for x in ("input", "other"))
+    if left == 1:
+        return parse("k, k -> " if right == 1 else "k, ... k n -> ... n", linear="x, y")
+    return parse("... m k, k -> ... m" if right == 1 else "... m k, ... k n -> ... m n", linear="x, y")
+
+
+def addmm(arguments: Mapping[str, Any]) -> Rule:
+    """A product and a matrix, a vector or one number that is added."""
+    rank = len(arguments["input"].shape)
+    return parse(f"{' '.join(['m', 'n'][2 - rank :])}, m k, k n -> m n", linear="x+y, x+z")
+
+
+def batched(arguments: Mapping[str, Any]) -> Rule:
+    """Products of a batch and what is added, broadcast; `addbmm` adds them over the batch too."""
+    out = ["b", "m", "n"] if arguments["op"] == "baddbmm" else ["m", "n"]
+    added = out[len(out) - len(arguments["input"].shape) :]
+    return parse(f"{' '.join(added)}, b m k, b k n -> {' '.join(out)}", linear="x+y, x+z")
+
+
+def addmv(arguments: Mapping[str, Any]) -> Rule:
+    """A product with a vector and a vector, or one number, that is added."""
+    return parse(f"{'m' if arguments['input'].shape else ''}, m k, k -> m", linear="x+y, x+z")
+
+
+def addr(arguments: Mapping[str, Any]) -> Rule:
+    """An outer product and what is added, broadcast."""
+    return parse(
+        "..., m, n -> m n".replace("...", " ".join(["m", "n"][2 - len(arguments["input"].shape) :])), linear="x+y, x+z"
+    )
+
+
+def einsum_rule(arguments: Mapping[str, Any]) -> Rule | None:
+    """The equation is the rule; dots are leading dims, aligned from the right.
+
+    A letter twice in one operand (a diagonal) and lists of numbers have none.
+    """
+    if not isinstance(arguments["equation"], str) or not all(hasattr(t, "shape") for t in arguments["operands"]):
+        return None
+    left, arrow, right = arguments["equation"].replace(" ", "").partition("->")
+    pieces, ranks = left.split(","), [len(t.shape) for t in arguments["operands"]]
+    if len(pieces) != len(ranks):
+        return None
+    dots = max((n - len(p.replace("...", "")) for p, n in zip(pieces, ranks, strict=True) if "..." in p), default=0)
+    if not arrow:
+        letters = left.replace("...", "").replace(",", "")
+        right = "..." * bool(dots) + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    rows = [_spelled(p, n - len(p.replace("...", ""))) for p, n in zip(pieces, ranks, strict=True)]
+    if any(len(set(row)) < len(row) for row in rows):
+        return None
+    return parse(
+        f"{', '.join(map(' '.join, rows))} -> {' '.join(_spelled(right, dots))}", linear=", ".join(NAMES[: len(pieces)])
+    )
+
+
+def _spelled(piece: str, dots: int) -> list[str]:
+    """The factors of one operand of an equation: its letters, and its dots counted from the right."""
+    before, _, after = piece.partition("...")
+    leading = [f"dot{i}" for i in reversed(range(dots))] if "..." in piece else []
+    return [*before, *leading, *after]
+
+
+def convolution(arguments: Mapping[str, Any]) -> Rule:
+    """Batch, input channels (a sum) and output channels are cut; with groups, batch and groups.
+
+    Positions stay whole.
+    """
+    given, weight, groups = arguments["input"], arguments["weight"], arguments.get("groups", 1)
+    n, here, kernel, there = _convolved(given, weight)
+    if groups == 1:
+        return parse(f"{n} c {here}, o c {kernel}, o -> {n} o {there}", linear="x+z, y+z")
+    inside, outside = weight.shape[1], weight.shape[0] // groups
+    c, o = f"(g c:{inside})", f"(g o:{outside})"
+    return parse(f"{n} {c} {here}, {o} c! {kernel}, {o} -> {n} {o} {there}", linear="x+z, y+z")
+
+
+def transposed_convolution(arguments: Mapping[str, Any]) -> Rule:
+    """The same; a weight has its input channels first. Groups stay together."""
+    given, weight, groups = arguments["input"], arguments["weight"], arguments.get("groups", 1)
+    n, here, kernel, there = _convolved(given, weight)
+    if groups == 1:
+        return parse(f"{n} c {here}, c o {kernel}, o -> {n} o {there}", linear="x+z, y+z")
+    return parse(f"{n} c! {here}, c! o_in! {kernel}, o! -> {n} o! {there}", linear="x+z, y+z")
+
+
+def _convolved(given: Any, weight: Any) -> tuple[str, str, str, str]:
+    """The batch dim, if there is one, and the positions of a convolution's input, weight and output."""
+    spatial = len(weight.shape) - 2
+    here, kernel, there = (" ".join(f"{x}{i}!" for i in range(spatial)) for x in "skt")
+    return "n" if len(given.shape) == spatial + 2 else "", here, kernel, there
+
+
+def grouped(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+    """The op with fewer groups, where groups of channels are cut."""
+    name = "groups" if "groups" in call.arguments else "num_groups"
+    groups = call.arguments.get(name, 1)
+    given = call.arguments["input"].shape
+    local = local_shape(given, here.lies(0), here.mesh, here.coordinate)
+    channels = 1
+    if name == "groups":  # an image without a batch dim has its channels first
+        channels = len(given) - len(call.arguments["weight"].shape) + 1
+    if groups == 1 or local[channels] == given[channels]:
+        return None
+    return OPS[call.op], {**kwargs, name: groups * local[channels] // given[channels]}
+
+
+def in_one_list(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
+    """einsum(equation, [x, y]) is einsum(equation, x, y)."""
+    operands = arguments["operands"]
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        arguments["operands"] = tuple(operands[0])
+    return op, arguments
+
+
+LOOPS = (2, "")  # FLOPs for each point of the space of the factors
+op(
+    "linear",
+    F.linear,
+    "input:T, weight:T, bias:T=None",
+    rule="... k, n k, n -> ... n",
+    linear="x+z, y+z",
+    keeps="input:weight weight:input",
+    flops=LOOPS,
+)
+op(
+    "mm",
+    torch.mm,
+    "input:T, mat2:T",
+    T.mm,
+    rule="m k, k n -> m n",
+    linear="x, y",
+    keeps="input:mat2 mat2:input",
+    flops=LOOPS,
+)
+op(
+    "matmul",
+    torch.matmul,
+    "input:T, other:T",
+    T.matmul,
+    T.__matmul__,
+    torch.bmm,
+    T.bmm,
+    rule=matmul,
+    keeps="input:other other:input",
+    flops=LOOPS,
+)
+op(
+    "addmm",
+    torch.addmm,
+    "input:T, mat1:T, mat2:T, *, beta=1, alpha=1",
+    T.addmm,
+    rule=addmm,
+    keeps="mat1:mat2 mat2:mat1",
+    flops=LOOPS,
+)
+op(
+    "baddbmm",
+    torch.baddbmm,
+    "input:T, batch1:T, batch2:T, *, beta=1, alpha=1",
+    T.baddbmm,
+    rule=batched,
+    keeps="batch1:batch2 batch2:batch1",
+    flops=LOOPS,
+)
+each("addbmm", "input:T, batch1:T, batch2:T, *, beta=1, alpha=1", rule=batched)
+each("addmv", "input:T, mat:T, vec:T, *, beta=1, alpha=1", rule=addmv)
+each("addr", "input:T, vec1:T, vec2:T, *, beta=1, alpha=1", rule=addr)
+op("mv", torch.mv, "input:T, vec:T", T.mv, rule="m k, k -> m", linear="x, y", flops=LOOPS)
+op("dot", torch.dot, "input:T, tensor:T", T.dot, rule="k, k -> ", linear="x, y", flops=LOOPS)
+op("outer", torch.outer, "input:T, vec2:T", T.outer, rule="m, n -> m n", linear="x, y", flops=LOOPS)
+op(
+    "einsum",
+    einsum,
+    "equation, operands:T",
+    (torch.einsum, "equation, *operands"),
+    rule=einsum_rule,
+    settle=in_one_list,
+    keeps="operands",
+    flops=LOOPS,
+)
+op(
+    "bilinear",
+    F.bilinear,
+    "input1:T, input2:T, weight:T, bias:T=None",
+    rule="... i, ... j, n i j, n -> ... n",
+    linear="x+u, y+u, z+u",
+    flops=LOOPS,
+)
+op(
+    "grouped_mm",
+    F.grouped_mm,
+    "mat_a:T, mat_b:T, *, offs:T=None, bias:T=None, out_dtype=None",
+    (torch._grouped_mm, "mat_a, mat_b, offs=None, bias=None, out_dtype=None"),
+    rule="s! k, e! k n, e!, e! n -> s! n",
+    linear="x+u, y+u",
+    keeps="mat_a mat_b offs",
+    flops=(2, "e"),  # a row goes to one expert
+)
+op(
+    "cdist",
+    torch.cdist,
+    "x1:T, x2:T, p=2.0, compute_mode='use_mm_for_euclid_dist_if_necessary'",
+    rule="... p d!, ... r d! -> ... p r",
+)
+op("pdist", F.pdist, "input:T, p=2", rule="p! d! -> q!")
+
+# no pair of operands kept for one another: a convolution's backward is one op, which takes both
+each(
+    "conv1d conv2d conv3d",
+    "input:T, weight:T, bias:T=None, stride=1, padding=0, dilation=1, groups=1",
+    rule=convolution,
+    keeps="input weight",
+    form=grouped,
+    flops=(2, r"s\d+"),
+)
+each(
+    "conv_transpose1d conv_transpose2d conv_transpose3d",
+    "input:T, weight:T, bias:T=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1",
+    rule=transposed_convolution,
+    keeps="input weight",
+    flops=(2, r"t\d+"),
+)

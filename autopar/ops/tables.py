@@ -1,0 +1,375 @@
+"""Look-ups: embeddings, indices, gathers, scatters, searches in sorted rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.ops.entry import T, each, op
+from autopar.ops.local import Call, Form, Here, cuts
+from autopar.ops.spelling import NAMES, letters_of, parse, whole_dims
+from autopar.runtime import forms
+from autopar.sharding.notation import Rule
+
+
+def index(input: Tensor, index: Any) -> Tensor:
+    """x[index], where index holds tensors or steps; plain ranges are spelled out."""
+    return input[index]
+
+
+def setitem(input: Tensor, index: Any, value: Any) -> Tensor:
+    """A copy with another value at [index]."""
+    made = input.clone()
+    made[index] = value
+    return made
+
+
+def scatter(input: Tensor, dim: int, index: Tensor, src: Any) -> Tensor:
+    """A copy with entries of src, or one number, at positions along a dim."""
+    return torch.scatter(input, dim, index, src)
+
+
+def index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
+    """A copy with values put, or added, at [indices]."""
+    return torch.index_put(input, indices, values, accumulate)
+
+
+def embedding(arguments: Mapping[str, Any]) -> Rule | None:
+    """The vocabulary is cut behind a mask. Counting tokens for the gradient needs them all."""
+    if arguments.get("max_norm") is not None:
+        return None
+    if arguments.get("scale_grad_by_freq"):
+        tokens = " ".join(f"{a}!" for a in letters_of(arguments["input"]))
+        return parse(f"{tokens}, v! d -> {tokens} d", linear="y")
+    tokens = " ".join(letters_of(arguments["input"]))
+    return parse(f"{tokens}, v~ d -> {tokens} d", linear="y")
+
+
+def rows_of_part(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+    """A look-up in this device's part of the vocabulary, where it is cut."""
+    lies = here.lies(1)
+    if 0 not in lies.cuts:
+        return None
+    shape = call.arguments["weight"].shape
+    how = {k: v for k, v in kwargs.items() if k in ("input", "weight")}
+    if kwargs.get("padding_idx") is not None:
+        how["padding_idx"] = kwargs["padding_idx"] % shape[0]
+    return forms.embedding_part, {**how, "cuts": cuts(here, shape, lies, 0)}
+
+
+def index_rule(arguments: Mapping[str, Any]) -> Rule | None:
+    """x[:, i] and x[:, ::2]: dims that are looked into stay whole, all others may be cut."""
+    if (places := _stepped(arguments["input"], arguments["index"])) is not None:
+        return parse(f"{', '.join(map(' '.join, places[:-1]))} -> {' '.join(places[-1])}", linear="x")
+    found = _looked_into(arguments["input"], arguments["index"], "")
+    if found is None or found[3] == "bool":
+        return None
+    left, operands, out, _ = found
+    return parse(f"{' '.join(left)}, {operands} -> {' '.join(out)}", linear="x")
+
+
+def setitem_rule(arguments: Mapping[str, Any]) -> Rule | None:
+    """x[:, i] = v: every device writes all places of its part."""
+    found = _looked_into(arguments["input"], arguments["index"], "!")
+    if found is None:
+        return None
+    left, operands, out, _ = found
+    value = getattr(arguments["value"], "shape", None)
+    if value is not None and len(value) > len(out):
+        return None
+    return parse(
+        f"{' '.join(left)}, {operands}, {' '.join(out[len(out) - len(value) :]) if value else ''} -> {' '.join(left)}",
+        linear="" if value is None else f"x+{NAMES[2 + operands.count(',')]}",
+    )
+
+
+def _stepped(tensor: Any, index: Any) -> list[list[str]] | None:
+    """The letters of x[:, 1::2, 3, None], whose index holds no tensor.
+
+    A row for the dims of x, an empty one for each entry of the index, and one for the dims that are left.
+    """
+    if isinstance(index, list):  # places to pick, not a place in each dim
+        return None
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if any(hasattr(e, "dtype") or isinstance(e, (bool, list, tuple)) for e in entries):
+        return None
+    missing = [slice(None)] * (len(tensor.shape) - sum(e is not None and e is not ... for e in entries))
+    at = entries.index(...) if ... in entries else len(entries)
+    left, out = list[str](), list[str]()
+    for k, e in enumerate([*entries[:at], *missing, *entries[at + 1 :]]):
+        if e is None:
+            out.append(f"new{k}!")
+            continue
+        left.append(f"a{k}" if e == slice(None) else f"in{k}!")
+        if isinstance(e, slice):
+            out.append(left[-1] if e == slice(None) else f"out{k}!")
+    return [left, *([] for _ in entries), out]
+
+
+def _looked_into(tensor: Any, index: Any, mark: str) -> tuple[list[str], str, list[str], str] | None:
+    """The letters of x[:, i, j, ...], whose index holds tensors among ranges.
+
+    The dims of x, the operands of the index, the dims of x[:, i, j, ...], and the dtype of i.
+
+    Tensors are broadcast together; their dims stand where they do when they are neighbours, and in front when they are
+    not. A number beside them is one of them. A mask stands alone, for all of its dims.
+    """
+    if isinstance(index, list) and not any(hasattr(e, "dtype") for e in index):
+        return None
+    said = list(index) if isinstance(index, (tuple, list)) else [index]
+    tensors = [e for e in said if hasattr(e, "dtype")]
+    if any(isinstance(e, (bool, list, tuple)) for e in said) or not tensors:
+        return None
+    masks = [e for e in tensors if e.dtype == "bool"]
+    if masks and (len(tensors) > 1 or any(isinstance(e, int) for e in said)):
+        return None
+    taken = sum(
+        len(e.shape) if hasattr(e, "dtype") and e.dtype == "bool" else e is not None and e is not ... for e in said
+    )
+    entries = list(said)
+    rest = [slice(None)] * (len(tensor.shape) - taken)
+    at = next((i for i, e in enumerate(entries) if e is ...), len(entries))
+    entries[at : at + (at < len(entries))] = rest
+    depth = max(len(e.shape) for e in tensors)
+    places = ["found!"] if masks else [f"i{k}{mark}" for k in range(depth)]
+    left, out, here, dim = list[str](), list[str](), list[int](), 0
+    for e in entries:
+        if e is None:
+            out.append(f"new{len(out)}!")
+        elif isinstance(e, slice):
+            left.append(f"a{dim}" if e == slice(None) else f"in{dim}!")
+            out.append(f"a{dim}" if e == slice(None) else f"out{dim}!")
+            dim += 1
+        else:
+            here.append(len(out))
+            width = len(e.shape) if hasattr(e, "dtype") and e.dtype == "bool" else 1
+            left += [f"in{dim + k}!" for k in range(width)]
+            dim += width
+    advanced = [k for k, e in enumerate(entries) if not (e is None or isinstance(e, slice))]
+    together = advanced == list(range(advanced[0], advanced[-1] + 1))
+    out[here[0] if together else 0 : here[0] if together else 0] = places
+    if masks:
+        first = next(i for i, a in enumerate(left) if a.startswith("in"))
+        rows = [" ".join(left[first : first + len(masks[0].shape)]) if hasattr(e, "dtype") else "" for e in said]
+    else:
+        rows = [" ".join(places[depth - len(e.shape) :]) if hasattr(e, "dtype") else "" for e in said]
+    return left, ", ".join(rows), out, tensors[0].dtype
+
+
+def gather(arguments: Mapping[str, Any]) -> Rule | None:
+    """The dim that is looked along stays whole; the places that are looked up may be cut."""
+    given, index = arguments["input"].shape, arguments["index"].shape
+    if not given or len(given) != len(index):
+        return None
+    dim = arguments["dim"] % len(given)
+    rows: tuple[list[str], list[str]] = ([], [])
+    for i, (a, b) in enumerate(zip(given, index, strict=True)):
+        rows[0].append(f"in{i}!" if i == dim or a != b else f"a{i}")
+        rows[1].append(f"a{i}" if i == dim or a == b else f"out{i}!")
+    return parse(f"{' '.join(rows[0])}, {' '.join(rows[1])} -> {' '.join(rows[1])}", linear="x")
+
+
+def index_select(arguments: Mapping[str, Any]) -> Rule | None:
+    letters = letters_of(arguments["input"])
+    if not letters:
+        return None
+    dim = arguments["dim"] % len(letters)
+    left = " ".join("in!" if i == dim else a for i, a in enumerate(letters))
+    return parse(f"{left}, out -> {' '.join('out' if i == dim else a for i, a in enumerate(letters))}", linear="x")
+
+
+def scatter_rule(arguments: Mapping[str, Any]) -> Rule | None:
+    """Other dims are cut where all agree in size."""
+    given, index, source = arguments["input"].shape, arguments["index"].shape, getattr(arguments["src"], "shape", None)
+    if not given or len(given) != len(index) or (source is not None and len(source) != len(given)):
+        return None
+    dim = arguments["dim"] % len(given)
+    agree = [
+        i != dim and a == b and (source is None or source[i] == b)
+        for i, (a, b) in enumerate(zip(given, index, strict=True))
+    ]
+    # parts of what is added may be added apart
+    added = arguments["op"] == "scatter_add" and source is not None and source[dim] == index[dim]
+    rows = [
+        " ".join(
+            f"a{i}" if same else "e" if added and i == dim and x != "in" else f"{x}{i}!" for i, same in enumerate(agree)
+        )
+        for x in ("in", "at", "from")
+    ]
+    return parse(
+        f"{rows[0]}, {rows[1]}, {rows[2] if source is not None else ''} -> {rows[0]}",
+        linear="x+z" if source is not None else "",
+    )
+
+
+def one_hot(arguments: Mapping[str, Any]) -> Rule:
+    return parse("... -> ... classes!")
+
+
+def indexed(arguments: Mapping[str, Any]) -> Rule | None:
+    """The dim that is looked into stays whole, and so does the index; beside it both are cut alike."""
+    given, source = arguments["input"], arguments.get("source", arguments.get("value"))
+    rank = len(given.shape)
+    if rank == 0:
+        return None
+    dim = arguments["dim"] % rank
+    row = " ".join(f"in{i}!" if i == dim else f"a{i}" for i in range(rank))
+    place = "at!" if arguments["index"].shape else ""
+    shape = getattr(source, "shape", None)
+    if arguments["op"] == "index_fill":
+        return parse(f"{row}, {place}, {''} -> {row}")
+    if shape is None or len(shape) != rank:
+        return None
+    if arguments["op"] == "index_add":  # parts of what is added may be added apart
+        place = "e" if arguments["index"].shape and arguments["index"].shape[0] == shape[dim] else place
+    mine = " ".join((place if place == "e" else "from!") if i == dim else f"a{i}" for i in range(rank))
+    linear = {"index_add": "x+z", "index_copy": "x+z"}.get(arguments["op"], "")
+    return parse(f"{row}, {place}, {mine} -> {row}", linear=linear)
+
+
+def index_put_rule(arguments: Mapping[str, Any]) -> Rule | None:
+    """One tensor of places, or a mask, among dims that stay as they are."""
+    said = tuple(slice(None) if i is None else i for i in arguments["indices"])
+    found = setitem_rule({"input": arguments["input"], "index": said, "value": arguments["values"]})
+    return None if found is None else parse(found.text, linear=found.linear)
+
+
+def scatter_reduce(arguments: Mapping[str, Any]) -> Rule | None:
+    """Other dims are cut where all agree in size."""
+    given, index, source = (arguments[n].shape for n in ("input", "index", "src"))
+    if not given or not len(given) == len(index) == len(source):
+        return None
+    dim = arguments["dim"] % len(given)
+    agree = [i != dim and a == b == c for i, (a, b, c) in enumerate(zip(given, index, source, strict=True))]
+    rows = [" ".join(f"a{i}" if same else f"{x}{i}!" for i, same in enumerate(agree)) for x in ("in", "at", "from")]
+    return parse(f"{rows[0]}, {rows[1]}, {rows[2]} -> {rows[0]}")
+
+
+def take(arguments: Mapping[str, Any]) -> Rule:
+    """Places count through the whole tensor; where they are looked up may be cut."""
+    here = " ".join(letters_of(arguments["index"]))
+    return parse(f"{' '.join(whole_dims('in', len(arguments['input'].shape)))}, {here} -> {here}", linear="x")
+
+
+def take_along_dim(arguments: Mapping[str, Any]) -> Rule | None:
+    """As gather, where both have the same dims beside the one that is looked along."""
+    given, index, dim = arguments["input"].shape, arguments["indices"].shape, arguments.get("dim")
+    if dim is None or len(given) != len(index) or not given:
+        return None
+    rows: tuple[list[str], list[str]] = ([], [])
+    out = arguments["outputs"][0].shape
+    for i, (a, b) in enumerate(zip(given, index, strict=True)):
+        along = i == dim % len(given)
+        rows[0].append(f"in{i}!" if along or a != b else f"a{i}")
+        rows[1].append(f"a{i}" if along or a == b else f"at{i}!")
+    made = [
+        f"a{i}" if i == dim % len(given) or a == b else f"out{i}!"
+        for i, (a, b) in enumerate(zip(given, index, strict=True))
+    ]
+    if len(out) != len(made):
+        return None
+    return parse(f"{' '.join(rows[0])}, {' '.join(rows[1])} -> {' '.join(made)}", linear="x")
+
+
+def searchsorted(arguments: Mapping[str, Any]) -> Rule | None:
+    """One sorted row for all values, or one for each row of them."""
+    rows, values = arguments["sorted_sequence"], arguments.get("input")
+    shape = getattr(values, "shape", None)
+    if shape is None or arguments.get("sorter") is not None:
+        return None
+    if len(rows.shape) == 1:
+        here = " ".join(letters_of(values))
+        return parse(f"s!, {here},  -> {here}")
+    leading = " ".join(letters_of(values)[:-1])
+    return parse(f"{leading} s!, {leading} v,  -> {leading} v")
+
+
+def bucketize(arguments: Mapping[str, Any]) -> Rule | None:
+    """Boundaries stay whole; each value is looked up by itself."""
+    return parse("..., b! -> ...")
+
+
+def isin(arguments: Mapping[str, Any]) -> Rule | None:
+    """The list that is looked in stays whole; each element is looked up by itself."""
+    if any(not hasattr(arguments[n], "shape") for n in ("elements", "test_elements")):
+        return None
+    return parse(f"..., {' '.join(whole_dims('t', len(arguments['test_elements'].shape)))} -> ...")
+
+
+def embedding_bag(arguments: Mapping[str, Any]) -> Rule | None:
+    """Features are cut, and bags that are rows.
+
+    The table stays whole, and so do tokens whose bags are said by offsets.
+    """
+    if arguments.get("max_norm") is not None:  # it writes to the table
+        return None
+    is_rows = len(arguments["input"].shape) == 2
+    tokens, bags = ("b t!", "b") if is_rows else ("t!", "bags!")
+    weights, offsets = arguments.get("per_sample_weights"), arguments.get("offsets")
+    features = "d!" if getattr(weights, "requires_grad", False) else "d"  # its gradient is a sum over features
+    rare = arguments.get("scale_grad_by_freq") and is_rows  # how often a token comes in all rows counts
+    tokens, bags = (tokens.replace("b ", "b! "), "b!") if rare else (tokens, bags)
+    return parse(
+        f"{tokens}, v! {features}, {'o!' if offsets is not None else ''}, {tokens if weights is not None else ''} "
+        f"-> {bags} {features}",
+        linear="y" if arguments.get("mode", "mean") != "max" else "",
+    )
+
+
+def masked_scatter(arguments: Mapping[str, Any]) -> Rule | None:
+    """The n-th place of the mask takes the n-th number: all of it counts."""
+    return None
+
+
+op(
+    "embedding",
+    F.embedding,
+    "input:T, weight:T, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False",
+    rule=embedding,
+    serves="~",
+    form=rows_of_part,
+    counts="v",
+    keeps="input",
+)
+op(
+    "embedding_bag",
+    F.embedding_bag,
+    "input:T, weight:T, offsets:T=None, max_norm=None, norm_type=2, scale_grad_by_freq=False, mode='mean', "
+    "sparse=False, per_sample_weights:T=None, include_last_offset=False, padding_idx=None",
+    rule=embedding_bag,
+)
+op("index", index, "input:T, index:T", T.__getitem__, rule=index_rule, keeps="index")
+op("setitem", setitem, "input:T, index:T, value:T", T.__setitem__, rule=setitem_rule, keeps="index")
+each("gather", "input:T, dim, index:T, *, sparse_grad=False", rule=gather, keeps="index")
+each("index_select", "input:T, dim, index:T", rule=index_select, keeps="index")
+op("scatter", scatter, "input:T, dim, index:T, src:T", torch.scatter, T.scatter, rule=scatter_rule, keeps="index")
+each("scatter_add", "input:T, dim, index:T, src:T", rule=scatter_rule, keeps="index")
+each("scatter_reduce", "input:T, dim, index:T, src:T, reduce, *, include_self=True", rule=scatter_reduce)
+each("one_hot", "input:T, num_classes=-1", rule=one_hot, keeps="")
+each("index_add", "input:T, dim, index:T, source:T, *, alpha=1", rule=indexed)
+each("index_copy", "input:T, dim, index:T, source:T", rule=indexed)
+each("index_fill", "input:T, dim, index:T, value:T", rule=indexed)
+each("index_reduce", "input:T, dim, index:T, source:T, reduce, *, include_self=True", rule=indexed)
+op(
+    "index_put",
+    index_put,
+    "input:T, indices:T, values:T, accumulate=False",
+    torch.index_put,
+    T.index_put,
+    rule=index_put_rule,
+)
+op("masked_scatter", torch.masked_scatter, "input:T, mask:T, source:T", T.masked_scatter, rule=masked_scatter)
+each("take", "input:T, index:T", rule=take)
+each("take_along_dim", "input:T, indices:T, dim=None", rule=take_along_dim)
+op(
+    "searchsorted",
+    torch.searchsorted,
+    "sorted_sequence:T, input:T, *, out_int32=False, right=False, side=None, sorter:T=None",
+    rule=searchsorted,
+)
+op("bucketize", torch.bucketize, "input:T, boundaries:T, *, out_int32=False, right=False", rule=bucketize)
+op("isin", torch.isin, "elements:T, test_elements:T, *, assume_unique=False, invert=False", rule=isin)

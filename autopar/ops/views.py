@@ -1,0 +1,415 @@
+"""Shapes: views, ranges, repetitions, and what puts tensors together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.ops.entry import T, each, op, translates
+from autopar.ops.lookup import by_own_name
+from autopar.ops.reductions import along_and_linear
+from autopar.ops.spelling import NAMES, letters_of, parse, same_dims, whole_dims
+from autopar.sharding.notation import Rule
+
+
+def view(input: Tensor, size: tuple[int, ...]) -> Tensor:
+    """The same numbers in another shape: view, reshape, flatten, squeeze, unsqueeze."""
+    return input.reshape(size)
+
+
+def contiguous(input: Tensor) -> Tensor:
+    """The same numbers in memory order."""
+    return input.contiguous()
+
+
+def narrow(input: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """A range of one dim."""
+    return input.narrow(dim, start, length)
+
+
+def split(input: Tensor, sections: tuple[int, ...], dim: int = 0) -> tuple[Tensor, ...]:
+    """Ranges of one dim, end to end."""
+    return input.split(sections, dim)
+
+
+def expand(input: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Dims of size 1, and new dims in front, repeated without a copy."""
+    return input.expand(size)
+
+
+def repeat(input: Tensor, repeats: Sequence[int]) -> Tensor:
+    """The tensor, repeated along each dim."""
+    return input.repeat(tuple(repeats))
+
+
+def tile(input: Tensor, dims: Sequence[int]) -> Tensor:
+    """The tensor, repeated along its last dims: counts may be fewer than dims, which `repeat` refuses."""
+    return torch.tile(input, tuple(dims))
+
+
+def unfold(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
+    """Windows along one dim, as a view."""
+    return input.unfold(dimension, size, step)
+
+
+def copy(input: Tensor, source: Tensor) -> Tensor:
+    """The source, in the shape and dtype of the input."""
+    return source.expand(input.shape).to(input.dtype)
+
+
+def view_rule(arguments: Mapping[str, Any]) -> Rule:
+    """Dims of both shapes are products of the factors of their common refinement.
+
+    Where there is none, they stay whole.
+
+    In a first dim that is flattened, (batch, sequence, ...), the sequence may be cut inside each batch.
+    """
+    before, after = arguments["input"].shape, arguments["size"]
+    if math.prod(before) == 0:
+        return parse(
+            " ".join(f"a{i}!" for i in range(len(before))) + " -> " + " ".join(f"b{i}!" for i in range(len(after))),
+            linear="x",
+        )
+    sides: tuple[list[str], list[str]] = ([], [])
+    i = j = names = 0
+    while i < len(before) or j < len(after):
+        a, b = i, j
+        left, right = before[i] if i < len(before) else 1, after[j] if j < len(after) else 1
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while left != right:  # the smallest groups of dims that hold the same numbers
+            if left < right:
+                left, i = left * before[i], i + 1
+            else:
+                right, j = right * after[j], j + 1
+        groups = [[n for n in before[a:i] if n != 1], [n for n in after[b:j] if n != 1]]
+        ends = [list(itertools.accumulate(reversed(g), operator.mul)) for g in groups]
+        marks = sorted({1, *ends[0], *ends[1]})
+        nested = all(y % x == 0 for x, y in itertools.pairwise(marks))
+        factors = {y: (f"f{names + k}", y // x) for k, (x, y) in enumerate(itertools.pairwise(marks))}
+        for side, dims in zip(sides, (before[a:i], after[b:j]), strict=True):
+            total = math.prod(dims)
+            for n in dims:
+                inner = total // n
+                if n == 1:
+                    side.append("1")
+                elif not nested:
+                    side.append(f"w{len(sides[0])}_{len(sides[1])}_{names}!")
+                else:
+                    inside = [factors[m] for m in reversed(marks) if inner < m <= total]
+                    second = "+" if not side else ""
+                    side.append(
+                        "("
+                        + " ".join(f"{f}:{size}{second if i == 1 else ''}" for i, (f, size) in enumerate(inside))
+                        + ")"
+                        if len(inside) > 1
+                        else inside[0][0]
+                    )
+                total = inner
+        names += len(marks)
+    return parse(" ".join(sides[0]) + " -> " + " ".join(sides[1]), linear="x")
+
+
+def transpose(arguments: Mapping[str, Any]) -> Rule:
+    """The same dims in another order."""
+    letters = letters_of(arguments["input"])
+    order = list(range(len(letters)))
+    if "dims" in arguments:
+        order = [d % len(letters) for d in arguments["dims"]]
+    elif len(letters) > 1:
+        first, second = arguments.get("dim0", 0) % len(letters), arguments.get("dim1", 1) % len(letters)
+        order[first], order[second] = second, first
+    return parse(" ".join(letters) + " -> " + " ".join(letters[d] for d in order), linear="x")
+
+
+def split_rule(arguments: Mapping[str, Any]) -> Rule | None:
+    """The parts stand end to end in the operand: cut together, each by itself."""
+    if 0 in arguments["sections"]:
+        return None
+    letters, dim = letters_of(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
+    parts = [f"p{i}" for i in range(len(arguments["sections"]))]
+    rows = [" ".join([*letters[:dim], p, *letters[dim + 1 :]]) for p in ("|".join(parts), *parts)]
+    return parse(f"{rows[0]} -> {', '.join(rows[1:])}", linear="x")
+
+
+def cat(arguments: Mapping[str, Any]) -> Rule:
+    """The operands stand end to end in the output."""
+    tensors = arguments["tensors"]
+    letters, dim = letters_of(tensors[0]), arguments.get("dim", 0) % len(tensors[0].shape)
+    parts = [f"p{i}" for i in range(len(tensors))]
+    rows = [" ".join([*letters[:dim], p, *letters[dim + 1 :]]) for p in (*parts, "|".join(parts))]
+    return parse(f"{', '.join(rows[:-1])} -> {rows[-1]}", linear="+".join(NAMES[: len(tensors)]))
+
+
+def ranges(arguments: Mapping[str, Any]) -> Rule:
+    """A dim of which a range is taken, or that is padded, stays whole."""
+    before, after = arguments["input"].shape, arguments["outputs"][0].shape
+    letters = letters_of(arguments["input"])
+    if "index" in arguments:
+        gone = arguments["dim"] % len(before)
+        return parse(
+            " ".join(f"{a}!" if i == gone else a for i, a in enumerate(letters))
+            + " -> "
+            + " ".join(a for i, a in enumerate(letters) if i != gone),
+            linear="x",
+        )
+    shifts = arguments.get("pad", ())  # pairs, last dim first; a shift may leave the size as it was
+    taken = (
+        arguments["dim"] % len(before) if "length" in arguments else -1
+    )  # a range of all of it too: its length is a number in the program
+    changed = [
+        i
+        for i in range(len(before))
+        if before[i] != after[i] or any(shifts[2 * (len(before) - 1 - i) :][:2]) or i == taken
+    ]
+    linear = "" if arguments.get("value") or arguments.get("mode", "constant") != "constant" else "x"
+    left, right = ([f"{a}{side}!" if i in changed else a for i, a in enumerate(letters)] for side in ("_in", "_out"))
+    return parse(" ".join(left) + " -> " + " ".join(right), linear=linear)
+
+
+def expand_rule(arguments: Mapping[str, Any]) -> Rule:
+    """Repeated dims are made on each device, as often as it needs."""
+    before, after = arguments["input"].shape, arguments["size"]
+    extra = len(after) - len(before)
+    left = ["1" if n == 1 and after[extra + i] != 1 else f"a{extra + i}" for i, n in enumerate(before)]
+    right = [f"a{i}" if i >= extra and left[i - extra] != "1" else f"a{i}*" for i in range(len(after))]
+    return parse(f"{' '.join(left)} -> {' '.join(right)}", linear="x")
+
+
+def stack(arguments: Mapping[str, Any]) -> Rule:
+    """A new dim, which stays whole."""
+    tensors = arguments["tensors"]
+    letters, rank = letters_of(tensors[0]), len(tensors[0].shape) + 1
+    dim = arguments.get("dim", 0) % rank
+    return parse(
+        f"{', '.join([' '.join(letters)] * len(tensors))} -> {' '.join([*letters[:dim], 'new!', *letters[dim:]])}",
+        linear="+".join(NAMES[: len(tensors)]),
+    )
+
+
+def unbind(arguments: Mapping[str, Any]) -> Rule:
+    letters, dim = letters_of(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
+    row = " ".join(a for i, a in enumerate(letters) if i != dim)
+    return parse(
+        f"{' '.join(f'{a}!' if i == dim else a for i, a in enumerate(letters))} -> "
+        f"{', '.join([row] * len(arguments['outputs']))}",
+        linear="x",
+    )
+
+
+def repeat_rule(arguments: Mapping[str, Any]) -> Rule | None:
+    """A dim that is repeated stays whole."""
+    before, after = arguments["input"].shape, arguments["outputs"][0].shape
+    repeats = arguments.get("repeats", arguments.get("dims"))
+    if not isinstance(repeats, (int, tuple, list)) or (
+        arguments["op"] == "repeat_interleave" and arguments.get("dim") is None
+    ):
+        return None
+    extra = len(after) - len(before)
+    letters = [f"a{extra + i}" if n == after[extra + i] else f"a{extra + i}_in!" for i, n in enumerate(before)]
+    right = [
+        letters[i - extra] if i >= extra and not letters[i - extra].endswith("!") else f"a{i}_out!"
+        for i in range(len(after))
+    ]
+    operands = " ".join(letters) + (", " if isinstance(repeats, int) else "")
+    return parse(f"{operands} -> {' '.join(right)}", linear="x")
+
+
+def triangle(arguments: Mapping[str, Any]) -> Rule:
+    """The last two dims stay whole: both say which entries stay."""
+    rank = len(arguments["input"].shape)
+    return same_dims(letters_of(arguments["input"]), {rank - 2, rank - 1}, "x")
+
+
+def diagonal(arguments: Mapping[str, Any]) -> Rule:
+    """The two dims of the diagonal stay whole, whether it is taken out or put there."""
+    letters, rank = letters_of(arguments["input"]), len(arguments["input"].shape)
+    gone = {arguments.get("dim1", 0) % rank, arguments.get("dim2", 1) % rank}
+    row = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
+    taken = f"{' '.join(a for i, a in enumerate(letters) if i not in gone)} diagonal!"
+    return (
+        parse(f"{row}, {taken} -> {row}", linear="x+y")
+        if "src" in arguments
+        else parse(f"{row} -> {taken}", linear="x")
+    )
+
+
+def put(arguments: Mapping[str, Any]) -> Rule:
+    """The dim along which something is put stays whole."""
+    letters, dim = letters_of(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
+    row = [f"{a}!" if i == dim else a for i, a in enumerate(letters)]
+    source = (
+        [a for i, a in enumerate(letters) if i != dim]
+        if "index" in arguments
+        else ["put!" if i == dim else a for i, a in enumerate(letters)]
+    )
+    return parse(f"{' '.join(row)}, {' '.join(source)} -> {' '.join(row)}", linear="x+y")
+
+
+def copy_rule(arguments: Mapping[str, Any]) -> Rule:
+    """The target is overwritten: what it holds does not matter, nor whether it is a sum."""
+    floats = all("float" in str(arguments[x].dtype) for x in ("input", "source"))
+    return parse("..., ... -> ...", linear="y" if floats else "")
+
+
+def diag_embed(arguments: Mapping[str, Any]) -> Rule:
+    """The last dim becomes a diagonal of two new ones; the others keep their order."""
+    given, rank = arguments["input"].shape, len(arguments["outputs"][0].shape)
+    new = {arguments.get("dim1", -2) % rank, arguments.get("dim2", -1) % rank}
+    leading = iter([f"a{i}" for i in range(len(given) - 1)])
+    out = [f"d{i}!" if i in new else next(leading) for i in range(rank)]
+    return parse(f"{' '.join([f'a{i}' for i in range(len(given) - 1)] + ['d!'])} -> {' '.join(out)}", linear="x")
+
+
+def rot90(arguments: Mapping[str, Any]) -> Rule:
+    """The two dims that turn stay whole."""
+    rank = len(arguments["input"].shape)
+    return (
+        same_dims(letters_of(arguments["input"]), {d % rank for d in arguments.get("dims", (0, 1))}, "x")
+        if rank
+        else parse(" -> ", linear="x")
+    )
+
+
+def unfold_rule(arguments: Mapping[str, Any]) -> Rule | None:
+    """Windows along one dim, which stays whole."""
+    letters = letters_of(arguments["input"])
+    if not letters:
+        return None
+    dim = arguments["dimension"] % len(letters)
+    left = " ".join(f"in{i}!" if i == dim else a for i, a in enumerate(letters))
+    right = " ".join(f"out{i}!" if i == dim else a for i, a in enumerate(letters))
+    return parse(f"{left} -> {right} window!", linear="x")
+
+
+def columns(arguments: Mapping[str, Any]) -> Rule:
+    """Pictures are cut; their channels and positions go together."""
+    given, made = len(arguments["input"].shape), len(arguments["outputs"][0].shape)
+    batched = given == (4 if arguments["op"] == "im2col" else 3)
+    first = ["n"] if batched else []
+    left, right = [*first, *whole_dims("i", given - len(first))], [*first, *whole_dims("o", made - len(first))]
+    return parse(f"{' '.join(left)} -> {' '.join(right)}", linear="x")
+
+
+ONE = "... -> ..."
+
+
+@translates(T.view)
+def bits_as(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """x.view(dtype) reads the same bits as other numbers: an op of its own."""
+    dtypes = any(isinstance(a, torch.dtype) for a in args)
+    return by_own_name(T.view, args, kwargs) if dtypes else None
+
+
+op(
+    "view",
+    view,
+    "input:T, size:SHAPE",
+    (T.view, "input, *size"),
+    (T.reshape, "input, *size"),
+    (torch.reshape, "input, size"),
+    (T.flatten, "input, *size, **by"),
+    (torch.flatten, "input, *size, **by"),
+    (T.unsqueeze, "input, size"),
+    (torch.unsqueeze, "input, size"),
+    (T.squeeze, "input, *size"),
+    (torch.squeeze, "input, *size"),
+    (T.unflatten, "input, *size, **by"),
+    (torch.unflatten, "input, *size, **by"),
+    (T.view_as, "input, size"),
+    (T.reshape_as, "input, size"),
+    rule=view_rule,
+    keeps="",
+    free=True,
+)
+op(
+    "expand",
+    expand,
+    "input:T, size:SHAPE",
+    (T.expand, "input, *size"),
+    (T.expand_as, "input, size"),
+    (torch.broadcast_to, "input, size"),
+    (T.broadcast_to, "input, *size"),
+    rule=expand_rule,
+    serves="*",
+    keeps="",
+    free=True,
+)
+op(
+    "transpose",
+    torch.transpose,
+    "input:T, dim0, dim1",
+    T.transpose,
+    torch.swapaxes,
+    T.swapaxes,
+    torch.swapdims,
+    T.swapdims,
+    rule=transpose,
+    keeps="",
+    free=True,
+)
+op("permute", torch.permute, "input:T, dims", (T.permute, "input, *dims"), rule=transpose, keeps="", free=True)
+op("t", torch.t, "input:T", T.t, rule=transpose, keeps="", free=True)
+op("contiguous", contiguous, "input:T", (T.contiguous, "input, memory_format=None"), rule=ONE, linear="x", keeps="")
+op(
+    "clone",
+    torch.clone,
+    "input:T",
+    (torch.clone, "input, *, memory_format=None"),
+    (T.clone, "input, *, memory_format=None"),
+    rule=ONE,
+    linear="x",
+)
+op(
+    "split",
+    split,
+    "input:T, sections:SIZES, dim=0",
+    *(
+        (f, "input, sections, dim=0")
+        for f in (
+            T.split,
+            torch.split,
+            T.chunk,
+            torch.chunk,
+            torch.split_with_sizes,
+            torch.unsafe_split,
+            torch.unsafe_chunk,
+            T.split_with_sizes,
+        )
+    ),
+    rule=split_rule,
+    keeps="",
+    free=True,
+)
+op("unbind", torch.unbind, "input:T, dim=0", T.unbind, rule=unbind, keeps="")
+op("narrow", narrow, "input:T, dim, start, length", T.narrow, torch.narrow, rule=ranges, keeps="", free=True)
+op("select", torch.select, "input:T, dim, index", T.select, rule=ranges, keeps="", free=True)
+op("unfold", unfold, "input:T, dimension, size, step", T.unfold, rule=unfold_rule)
+
+# together, and into one another
+op("cat", torch.cat, "tensors:T, dim=0", torch.concat, torch.concatenate, rule=cat, keeps="")
+op("stack", torch.stack, "tensors:T, dim=0", rule=stack, keeps="")
+op("copy", copy, "input:T, source:T", rule=copy_rule, keeps="")
+each("slice_scatter", "input:T, src:T, dim=0, start=None, end=None, step=1", rule=put, keeps="")
+each("select_scatter", "input:T, src:T, dim, index", rule=put, keeps="")
+each("diagonal", "input:T, offset=0, dim1=0, dim2=1", rule=diagonal, keeps="")
+each("diagonal_scatter", "input:T, src:T, offset=0, dim1=0, dim2=1", rule=diagonal)
+each("diag_embed", "input:T, offset=0, dim1=-2, dim2=-1", rule=diag_embed)
+each("tril triu", "input:T, diagonal=0", rule=triangle, keeps="")
+
+# again, and in another order
+op("repeat", repeat, "input:T, repeats", (T.repeat, "input, *repeats"), rule=repeat_rule, keeps="")
+op("tile", tile, "input:T, dims", (torch.tile, "input, dims"), (T.tile, "input, *dims"), rule=repeat_rule, keeps="")
+each("repeat_interleave", "input:T, repeats:T, dim=None, *, output_size=None", rule=repeat_rule)
+each("rot90", "input:T, k=1, dims=[0, 1]", rule=rot90)
+each("roll", "input:T, shifts, dims=None", rule=along_and_linear, keeps="")
+op("flip", torch.flip, "input:T, dims", (T.flip, "input, *dims"), rule=along_and_linear, keeps="")
+op("pad", F.pad, "input:T, pad, mode='constant', value=None", rule=ranges, keeps="")
+op("im2col", F.unfold, "input:T, kernel_size, dilation=1, padding=0, stride=1", rule=columns)
+op("col2im", F.fold, "input:T, output_size, kernel_size, dilation=1, padding=0, stride=1", rule=columns)
