@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from autopar.codegen import lower
 from autopar.codegen.checked import check_plan
 from autopar.codegen.parts import WHOLE, rows_of
+from autopar.graph.calls import Call, as_call
 from autopar.graph.graph import Graph, type_of
 from autopar.letters import BadPlan, Consumed, NotServed
 from autopar.module import How, ParallelModule, Source, parallelise
@@ -40,7 +41,6 @@ from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
 from autopar.tracer import Assume
-from autopar.tracer.capture import Call, as_call
 from autopar.tracer.precision import Precision
 
 

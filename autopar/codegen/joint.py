@@ -21,8 +21,7 @@ from autopar.codegen.local import LocalProgram
 from autopar.codegen.schedule import Half, Read, fetched
 from autopar.codegen.trace import trace
 from autopar.passes import run_passes
-from autopar.runtime.private import clean_room
-from autopar.tracer.capture import LOCK
+from autopar.runtime.private import TRACING, clean_room
 
 
 class Lowerings:
@@ -64,7 +63,7 @@ def lower_jointly(
     again, at_once = frozenset(regathered), frozenset(scattered)
     of_reads = tuple(sorted(reads.items()))
     key = (program.fingerprint, tuple(differentiable), again, at_once, of_reads, device)
-    with LOCK:
+    with TRACING:
         return LOWERED.get(key, lambda: _lower(program, differentiable, again, at_once, reads, device))
 
 

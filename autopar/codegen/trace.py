@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar.codegen.joint_graph import JointGraph
 from autopar.codegen.local import LocalProgram
 from autopar.graph.graph import info, run
+from autopar.graph.layers import innermost_block
 from autopar.runtime.forms import literal
 from autopar.runtime.private import FakeTensor, FakeTensorMode, OpOverload, clean_room
 
@@ -205,7 +206,7 @@ def _alone(like: Lies) -> Lies:
 def _segments(program: LocalProgram, ends: set[fx.Node]) -> list[Segment]:
     ops = [n for n in program.fx.nodes if n.op == "call_function"]
     found = []
-    for _, run_of in itertools.groupby(ops, lambda n: _numbered(info(n).module)):
+    for _, run_of in itertools.groupby(ops, lambda n: innermost_block(info(n).module)):
         nodes = list(run_of)
         inside = set(nodes)
         reads = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
@@ -233,12 +234,6 @@ class _Said(str):
 def _is_several(node: fx.Node) -> bool:
     """Does it give a tuple, whose parts stand beside it?"""
     return len(info(node).outputs) > 1 and any(info(u).kind == "part" for u in node.users)
-
-
-def _numbered(path: str) -> str:
-    """The path up to its last number: of "model.layers.3.mlp.up" "model.layers.3"."""
-    parts = path.split(".")
-    return ".".join(parts[: max((i + 1 for i, p in enumerate(parts) if p.isdigit()), default=0)])
 
 
 def _run(segment: Segment, env: dict[fx.Node, Any]) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.codegen.lower import Lowered
+from autopar.graph.calls import Call
 from autopar.letters import NotServed
 from autopar.module.around import watch_parts, watch_what_stands_around
 from autopar.module.checkpoint import teach_dtensor, whole_state
@@ -27,7 +28,6 @@ from autopar.module.waiting import let_optimizers_forget
 from autopar.runtime.agreement import agree
 from autopar.runtime.patches import let_anomalies_be_looked_for, skip_together
 from autopar.runtime.world import all_ranks_hold, from_rank_0
-from autopar.tracer.capture import Call
 
 _NAMES = ("plan", "graph", "code", "joint", "input_specs", "sampler", "random_state", "no_sync")
 

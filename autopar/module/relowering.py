@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from autopar.graph.calls import Call
 from autopar.graph.graph import Graph
 from autopar.letters import NotServed
 from autopar.module.situation import Sight, Situation
 from autopar.solver.plan import Plan
-from autopar.tracer.capture import Call
 
 if TYPE_CHECKING:
     from autopar.module.state import ModelState, SituatedProgram

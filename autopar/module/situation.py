@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar.graph.calls import Call, learn_dataclasses
 from autopar.graph.graph import Graph
+from autopar.graph.idle import IdleHook
 from autopar.letters import BadInput
 from autopar.module.attributes import Attributes, State, Unread
-from autopar.tracer.capture import Call, learn_dataclasses
-from autopar.tracer.hooks import IdleHook
 
 _SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.Enum, type(None))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autopar.codegen.lower import Lowered, lower
 from autopar.codegen.parts import WHOLE, Parts, Rows
+from autopar.graph.calls import Call
 from autopar.graph.graph import Graph, tensor_of
 from autopar.module.around import watch_parts
 from autopar.module.attributes import Attributes
@@ -26,7 +27,6 @@ from autopar.runtime.private import unwatched
 from autopar.runtime.random import RandomState
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 from autopar.solver.plan import Plan
-from autopar.tracer.capture import Call
 
 MOST_PROGRAMS = 16  # that a model keeps: what was not called for longest goes first
 

@@ -1,6 +1,9 @@
 """The private parts of torch that autopar cannot do without, in one place. Tried on torch 2.11.0 and 2.13.0.
 
+    TRACING             the lock of captures and joint traces: they read and patch state of the process
     clean_room          tracing must not be seen by modes that happen to be active around it
+    FakeTensor, FakeTensorMode, TorchDispatchMode, ...   which have no public name
+    TO_COPY, UNSAFE_VIEW, GROUPED_MM, ASSERTIONS, ...    ops and functions that have none
     unwatched           nor by hooks on what autograd saves
     ThreadedRanks       ranks as threads (torch's own tests use it)
     LocalTensorMode     one process that plays all ranks
@@ -22,13 +25,16 @@
     OpOverload          one signature of an op
     TO_COPY, ...        ops of emitted code and of backwards that have no public name
 
-Parts of torch that are replaced, and not only used, are in `patches.py`.
+Parts of torch that are replaced, and not only used, are in `patches.py`. The joint trace also uses
+`torch.fx.experimental.proxy_tensor`, which has no public name; structures of arguments are those of
+`torch.utils._pytree`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -38,13 +44,24 @@ from torch import Tensor
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager as in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-TO_COPY = torch.ops.aten._to_copy.default
-UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+TRACING = threading.RLock()  # one capture or joint trace at a time in a process
+
+TO_COPY = torch.ops.aten._to_copy.default  # x.to(dtype), below autograd
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # its schema says fresh; it shows its operand's memory
 ctc_loss, ctc_loss_backward = torch.ops.aten._ctc_loss, torch.ops.aten._ctc_loss_backward
 standard_gamma_grad, dirichlet_grad = torch.ops.aten._standard_gamma_grad, torch.ops.aten._dirichlet_grad
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+ASSERTIONS = (torch._assert, torch._assert_async)
+ATEN_OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+
+standard_gamma = torch._standard_gamma
+without_torch_functions = torch._C.DisableTorchFunction  # a context in which no function mode sees anything
+without_modes = _disable_current_modes  # a context in which no mode sees anything
+is_transform_active = torch._C._are_functorch_transforms_active  # vmap, grad, jvp
 
 
 @contextlib.contextmanager

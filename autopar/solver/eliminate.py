@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.graph.layers import block
 from autopar.space.space import Space
 
 WIDEST = 1 << 19  # entries of a table
@@ -167,13 +168,8 @@ def regions_of(space: Space) -> list[list[int]]:
 
     Names are only where to look: layers are one if their tables are.
     """
-    paths = [s.name.partition("/")[0].split(".") for s in space.sites]
-    numbered = [[i for i, part in enumerate(path) if part[-1:].isdigit()] for path in paths]
-    region: dict[int, str] = {
-        i: ".".join(path[: numbers[0] + 1])
-        for i, (path, numbers) in enumerate(zip(paths, numbered, strict=True))
-        if numbers
-    }
+    blocks = [block(s.name.partition("/")[0]) for s in space.sites]
+    region = {i: path for i, path in enumerate(blocks) if path}
     leaves = {e.source for e in space.edges if region.get(e.source) != region.get(e.target)}
     found: dict[str, list[int]] = {}
     for i, name in region.items():

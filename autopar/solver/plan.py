@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from autopar.graph.layers import folded
 from autopar.letters import BadPlan, Letter
 from autopar.sharding.convert import Step
 from autopar.sharding.layout import Layout
@@ -655,7 +655,7 @@ def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Rows that say the same of numbered layers become one, with `*` for the number and how many there are."""
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in rows:
-        groups.setdefault((re.sub(r"(?<=\.)\d+(?=[./:])", "*", row[0]), *row[1:]), []).append(row)
+        groups.setdefault((folded(row[0]), *row[1:]), []).append(row)
     return [rows[0] if len(rows) == 1 else (f"{head[0]} (x{len(rows)})", *head[1:]) for head, rows in groups.items()]
 
 

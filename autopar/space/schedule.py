@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from autopar.graph.blocks import innermost_block
 from autopar.graph.graph import info, op_name, type_of
+from autopar.graph.layers import innermost_block
 from autopar.space.parameter_values import HANDED_ON
 from autopar.space.windows import BUCKET, buckets
 
