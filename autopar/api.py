@@ -22,10 +22,12 @@ from autopar.arguments import backend_name, check_pad_to, check_timeout, refuse_
 from autopar.codegen import lower
 from autopar.codegen.checked import check_plan
 from autopar.codegen.parts import WHOLE, rows_of
+from autopar.graph.calls import Call, as_call
 from autopar.graph.graph import Graph, type_of
 from autopar.letters import BadPlan, Consumed, NotServed
-from autopar.module import How, ParallelModule, parallelise
-from autopar.module.attributes import Reads, reads_of
+from autopar.module import How, ParallelModule, Source, parallelise
+from autopar.module.attributes import reads_of
+from autopar.module.reads import Reads
 from autopar.request import Request
 from autopar.runtime.faults import limit
 from autopar.runtime.world import (
@@ -41,7 +43,6 @@ from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
 from autopar.tracer import Assume
-from autopar.tracer.capture import Call, as_call
 from autopar.tracer.precision import Precision
 
 
@@ -159,8 +160,8 @@ def autoparallelize(
         _let_search_go(other)
         return graph, other
 
-    call = Call(*as_call(meta_inputs))
-    return parallelise(model, call, lowered, mesh, again, sync, init, weights, asked.how, asked.reads)
+    call, source = Call(*as_call(meta_inputs)), Source(sync, init, weights)
+    return parallelise(model, call, lowered, mesh, again, source, asked.how, asked.reads)
 
 
 @dataclass(frozen=True, slots=True)

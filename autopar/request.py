@@ -37,9 +37,12 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
 from autopar.solver.program import peak_where_nothing_is_dear, solve
-from autopar.space.presets import constraints_of, habits_of, said_of, window_of
+from autopar.space.constraints import Preset
+from autopar.space.presets import preset_of, said_of, window_of
+from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
 from autopar.space.space import Space
+from autopar.space.windows import BUCKET
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
 
@@ -224,45 +227,44 @@ class _Planning:
 
     def _planned(self, mesh: DeviceMesh, known: float) -> Plan:
         """The plan on a mesh, by a preset or freely."""
-        preset, defaults = self.request.parallel, self.request.defaults()
-        if preset is None:
+        parallel, defaults = self.request.parallel, self.request.defaults()
+        if parallel is None:
             return self._solved(mesh, known, defaults)
-        expert = {"preset": constraints_of(preset, self.graph, mesh), "window_bytes": window_of(preset, mesh)}
-        habits = habits_of(preset, mesh)
+        expert = preset_of(parallel, self.graph, mesh)
         try:
-            plan = self._solved(mesh, known, defaults, habits=habits, **expert)
+            plan = self._solved(mesh, known, defaults, expert)
         except (BadConstraint, Infeasible):
-            if not habits:
+            if not expert.habits:
                 raise
-            kept = ", ".join(f"{habit} along {mesh.axes[a]}" for a, habit in habits)
-            broken = "parallel", f"{preset!r} is not kept to everywhere: {kept} leaves no plan"
-            plan = self._solved(mesh, known, [broken, *defaults], **expert)
-        return replace(plan, defaults=(*said_of(preset, mesh, plan), *plan.defaults))
+            kept = ", ".join(f"{habit} along {mesh.axes[a]}" for a, habit in expert.habits)
+            broken = "parallel", f"{parallel!r} is not kept to everywhere: {kept} leaves no plan"
+            plan = self._solved(mesh, known, [broken, *defaults], replace(expert, habits=()))
+        said = said_of(parallel, mesh, plan.parameters, plan.parameter_bytes)
+        return replace(plan, defaults=(*said, *plan.defaults))
 
-    def _solved(self, mesh: DeviceMesh, known: float, defaults: Sequence[tuple[str, str]], **expert: Any) -> Plan:
+    def _solved(
+        self, mesh: DeviceMesh, known: float, defaults: Sequence[tuple[str, str]], preset: Preset | None = None
+    ) -> Plan:
         """The fastest plan of the space on a mesh that fits in the budget."""
         asked = self.request
-        space_with = functools.partial(
-            shardings,
-            self.graph,
+        setting = Setting(
             mesh,
             asked.hardware,
-            asked.constraints,
             asked.optimizer,
-            asked.strict,
-            accumulation=asked.accumulation,
-            reduce=asked.precision.reduce if asked.precision else "",
-            known=known,
-            **expert,
+            asked.accumulation,
+            asked.precision.reduce if asked.precision else "",
+            BUCKET if preset is None else window_of(asked.parallel, mesh),
+            strict=asked.strict,
         )
-        space = space_with()
+        space_in = functools.partial(shardings, self.graph, constraints=asked.constraints, preset=preset, known=known)
+        space = space_in(setting)
         if math.isinf(asked.budget) or peak_where_nothing_is_dear(space) <= asked.budget:
             plan = self._fastest(space, math.inf, defaults)
             if plan.peak_bytes <= asked.budget:
                 has_asked = asked.memory_budget is not None and math.isfinite(asked.budget)
                 return replace(plan, budget=float(int(asked.budget))) if has_asked else plan
         # it hardly fits with every copy kept
-        return self._fastest(space_with(regather=True), asked.budget, defaults)
+        return self._fastest(space_in(replace(setting, regather=True)), asked.budget, defaults)
 
     def _fastest(self, space: Space, budget: float, defaults: Sequence[tuple[str, str]]) -> Plan:
         asked = self.request

@@ -53,7 +53,7 @@ def main() -> None:
         return result
 
     for _ in range(TIMES):
-        joint._LOWERED.clear()
+        joint.LOWERED.clear()
         graph = timed("trace", lambda: request.trace(model, batch(2048)))
         plan = timed("plan", lambda: request.plan(graph))
         timed("lower", lambda: lower(graph, plan, (0, 0)))

@@ -14,7 +14,8 @@ import torch
 import transformers
 
 from autopar import Cluster, DeviceMesh
-from autopar.space import shardings
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.tracer import Assume, ColoTracer
 
 BARS = {(8, 8): 3.0, (4, 4, 4): 8.0}  # CPU seconds of all threads, on two cores
@@ -38,7 +39,7 @@ def main() -> None:
         seconds = []
         for _ in range(5):
             start = time.process_time()
-            space = shardings(graph, DeviceMesh(shape), Cluster.of("h100-8x8"))
+            space = shardings(graph, Setting(DeviceMesh(shape), Cluster.of("h100-8x8")))
             seconds.append(time.process_time() - start)
         middle = sorted(seconds)[2]
         print(

@@ -41,7 +41,8 @@ from autopar.calibrate.workloads import WORKLOADS
 from autopar.sharding.mesh import DeviceMesh as Mesh
 from autopar.solver import solve
 from autopar.solver.chosen import plan_of
-from autopar.space import shardings
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.testing import on_processes
 from autopar.tracer import ColoTracer
 
@@ -152,7 +153,7 @@ def plans(name: str, profile: Cluster) -> list[tuple[dict[str, Any], autopar.Pla
 
 def drawn(graph: Any, mesh: Mesh, profile: Cluster, seed: int) -> autopar.Plan:
     """A legal plan that random costs make the cheapest, at the profile's prices."""
-    space, rng = shardings(graph, mesh, profile), np.random.default_rng(seed)
+    space, rng = shardings(graph, Setting(mesh, profile)), np.random.default_rng(seed)
     sites = tuple(replace(s, seconds=rng.random(len(s.choices))) for s in space.sites)
     edges = tuple(
         replace(e, seconds=np.where(np.isfinite(e.seconds), rng.random(e.seconds.shape), np.inf)) for e in space.edges

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from autopar.codegen import joint, local
+from autopar.codegen import joint_passes, local
 from autopar.ops.entry import FACTS
 from autopar.runtime import collectives, forms, random
 from autopar.sharding.convert import LocalStep
@@ -19,7 +19,7 @@ _parse_all, _op, _converted = LocalStep.parse_all, local.Localiser._op, local.Lo
 def _steps(change):
     """Change the steps of every conversion as it is written out."""
     return lambda patch: patch.setattr(
-        joint.LocalStep,
+        joint_passes.LocalStep,
         "parse_all",
         staticmethod(lambda text: tuple(s for step in _parse_all(text) for s in change(step))),
     )
@@ -52,7 +52,7 @@ def _local_mean(patch):
 def _unpadded(patch):
     """Only the first part of a gather counts."""
     patch.setitem(
-        joint.STEPS,
+        joint_passes.STEPS,
         "all_gather",
         lambda x, axis, dim, size, blocks: collectives.all_gather(x, axis, dim, size, blocks).roll(1, dim),
     )
@@ -70,11 +70,11 @@ MUTANTS = {
     ),
     "a reduction's gradient is reduced again": _wrong_adjoint,
     "a lodged value is kept by every rank": lambda patch: patch.setitem(
-        joint.STEPS, "lodge", lambda x, axis: x.clone()
+        joint_passes.STEPS, "lodge", lambda x, axis: x.clone()
     ),
     "gathered parts are out of order": _unpadded,
     "a gradient buffer is handed out twice": lambda patch: patch.setattr(
-        joint, "PASSES", tuple(p for p in joint.PASSES if p is not joint.own_gradients)
+        joint_passes, "PASSES", tuple(p for p in joint_passes.PASSES if p is not joint_passes.own_gradients)
     ),
     "gelu is called linear": lambda patch: patch.setattr(FACTS["gelu"], "rule", parse("... -> ...", "x")),
 }

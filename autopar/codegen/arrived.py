@@ -16,16 +16,17 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.fx as fx
 
-from autopar.codegen.joint import own
+from autopar.codegen.buffers import own
 from autopar.runtime.collectives import PACK, STEPS
 
-_MESSAGES = frozenset(
-    (*PACK.values(), *(step for name, step in STEPS.items() if name.endswith("_bucket")))
-)  # of several tensors
+_BUCKETS = [step for name, step in STEPS.items() if name.endswith("_bucket")]
+_MESSAGES = frozenset((*PACK.values(), *_BUCKETS))  # of several tensors
 
 
 def for_arrived(backward: fx.Graph, arrived: Sequence[bool]) -> fx.Graph:
-    """The part of a backward that gradients reach which have arrived; `arrived` speaks of its last placeholders.
+    """The part of a backward that depends on gradients that have arrived.
+
+    `arrived` speaks of its last placeholders.
 
     before    a = mul(t0, u);  b = mul(t1, v);  c = add(a, b);  d = all_reduce_bucket([b, c], "dp");  return a, d[0],
               d[1]      # t1 has not arrived
@@ -34,47 +35,64 @@ def for_arrived(backward: fx.Graph, arrived: Sequence[bool]) -> fx.Graph:
     graph = copy.deepcopy(backward)
     placeholders = graph.find_nodes(op="placeholder")
     given = placeholders[len(placeholders) - len(arrived) :]
-    led_to = set(given)  # what is computed from gradients,
-    empty = {
-        node for node, has in zip(given, arrived, strict=True) if not has
-    }  # and what of it from none that has arrived
-    places: dict[fx.Node, dict[int, int]] = {}  # of messages that lose parts: where the others stand now
+    cut = _Cut(graph, given, [node for node, has in zip(given, arrived, strict=True) if not has])
     for node in [n for n in graph.nodes if n.op == "call_function"]:
-        operands = [a for a in node.all_input_nodes if a in led_to]
-        missing = [a for a in operands if a in empty]
-        if operands:
-            led_to.add(node)
-        if operands and operands[0] in places:
-            if node.target is not operator.getitem:  # the message on its way
-                places[node] = places[operands[0]]
-            elif node.args[1] in places[operands[0]]:
-                node.args = (node.args[0], places[operands[0]][node.args[1]])
-            else:
-                empty.add(node)
-        elif missing and len(missing) == len(operands):
-            empty.add(node)
-        elif missing and node.target in _MESSAGES:
-            places[node] = _without_parts(node, empty)
-        elif missing and _is_a_sum_of_two(node):
-            node.replace_all_uses_with(next(a for a in operands if a not in empty))
-        elif missing:
-            with graph.inserting_before(node):
-                zeros = {a: _zeros(graph, a) for a in missing}
-            node.args = fx.map_arg(node.args, lambda a: zeros.get(a, a))
-            node.kwargs = fx.map_arg(node.kwargs, lambda a: zeros.get(a, a))
+        cut.op(node)
     output = graph.output_node()
-    values = [None if value in empty else value for value in output.args[0]]
+    values = [None if value in cut.empty else value for value in output.args[0]]
     output.args = (tuple(own(graph, values, placeholders)),)
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     graph.lint()
     return graph
 
 
+class _Cut:
+    """Follows gradients through a backward, op by op, and takes out what comes from none that has arrived."""
+
+    def __init__(self, graph: fx.Graph, given: Sequence[fx.Node], missing: Sequence[fx.Node]) -> None:
+        self.graph = graph
+        self.led_to = set(given)  # values computed from gradients,
+        self.empty = set(missing)  # and those of them computed from none that has arrived
+        self.places: dict[fx.Node, dict[int, int]] = {}  # messages that lose parts: where the others stand now
+
+    def op(self, node: fx.Node) -> None:
+        """Decide what becomes of one op, whose operands have been decided."""
+        operands = [a for a in node.all_input_nodes if a in self.led_to]
+        if not operands:
+            return
+        self.led_to.add(node)
+        missing = [a for a in operands if a in self.empty]
+        if operands[0] in self.places:
+            self._after_message(node, operands[0])
+        elif len(missing) == len(operands):
+            self.empty.add(node)
+        elif missing and node.target in _MESSAGES:
+            self.places[node] = _without_parts(node, self.empty)
+        elif missing and _is_a_sum_of_two(node):
+            node.replace_all_uses_with(next(a for a in operands if a not in self.empty))
+        elif missing:
+            with self.graph.inserting_before(node):
+                zeros = {a: _zeros(self.graph, a) for a in missing}
+            node.args = fx.map_arg(node.args, lambda a: zeros.get(a, a))
+            node.kwargs = fx.map_arg(node.kwargs, lambda a: zeros.get(a, a))
+
+    def _after_message(self, node: fx.Node, message: fx.Node) -> None:
+        """A step of a message that has lost parts, or one of its parts."""
+        places = self.places[message]
+        if node.target is not operator.getitem:  # the message on its way
+            self.places[node] = places
+        elif node.args[1] in places:
+            node.args = (node.args[0], places[node.args[1]])
+        else:
+            self.empty.add(node)
+
+
 def _without_parts(message: fx.Node, empty: Collection[fx.Node]) -> dict[int, int]:
     """Take the empty parts out of a message of several tensors; where the others now stand."""
     parts, axis, *numbers = message.args
     kept = [k for k, part in enumerate(parts) if part not in empty]
-    message.args = ([parts[k] for k in kept], axis, *([of_all[k] for k in kept] for of_all in numbers))
+    rows = [[row[k] for k in kept] for row in (parts, *numbers)]
+    message.args = (rows[0], axis, *rows[1:])
     return {k: place for place, k in enumerate(kept)}
 
 

@@ -22,7 +22,7 @@ from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, gradients, values
 from autopar.solver.decision import Conversion
 from autopar.solver.plan import Plan
-from autopar.space.shardings import Link, sites_and_links
+from autopar.space.shardings import Use, sites_and_uses
 from autopar.space.space import Site
 
 _AGAIN = "plan again, or the file as autopar.plan wrote it"
@@ -42,10 +42,10 @@ def check_plan(graph: Graph, plan: Plan) -> None:
                 "plan again: the model, its inputs' shapes, train and eval, or the outputs that are named have changed"
             ),
         )
-    sites, links = sites_and_links(graph, plan.mesh, plan.accumulation, plan.precision[1] if plan.precision else "")
+    sites, uses = sites_and_uses(graph, plan.mesh, plan.accumulation, plan.precision[1] if plan.precision else "")
     named = {site.name: site for site in sites}
     _decides(plan, named)
-    _policies(plan, sites, links)
+    _policies(plan, sites, uses)
     sizes = {name: type_of(node).nbytes for name, node in graph.parameters.items()}
     if dict(plan.parameter_bytes) != sizes:
         wrong = next(
@@ -65,8 +65,8 @@ def check_plan(graph: Graph, plan: Plan) -> None:
             seen=f"{len(plan.conversions)} conversions of {len(conversions)} values",
             advice=_AGAIN,
         )
-    for link in links:
-        _travels(plan, link, conversions.pop((link.target, link.operand), None), named[link.target])
+    for use in uses:
+        _travels(plan, use, conversions.pop((use.target, use.operand), None), named[use.target])
     for target, operand in conversions:
         raise BadPlan(f"the plan converts operand {operand} of {target}, and there is no such value", advice=_AGAIN)
 
@@ -105,12 +105,12 @@ def _decides(plan: Plan, named: dict[str, Site]) -> None:
             )
 
 
-def _policies(plan: Plan, sites: tuple[Site, ...], links: tuple[Link, ...]) -> None:
-    """What is gathered again, or reduced in each micro-batch, is a parameter that may be.
+def _policies(plan: Plan, sites: tuple[Site, ...], uses: tuple[Use, ...]) -> None:
+    """Only parameters that may be are gathered again, or reduced in each micro-batch.
 
     The policy stands at its one cast, where it has one.
     """
-    casts = {link.target: link.source for link in links}
+    casts = {use.target: use.source for use in uses}
     may: dict[str, set[str]] = {"regathered": set(), "scattered": set()}
     for site in sites:
         owner = site.name if site.kind == "parameter" else casts.get(site.name, "")
@@ -126,23 +126,17 @@ def _policies(plan: Plan, sites: tuple[Site, ...], links: tuple[Link, ...]) -> N
             )
 
 
-def _travels(plan: Plan, link: Link, conversion: Conversion | None, target: Site) -> None:
+def _travels(plan: Plan, use: Use, conversion: Conversion | None, target: Site) -> None:
     """A value travels from how its source leaves it to how its target takes it, and its gradient back."""
-    given, taken = (
-        plan.decisions[link.source].choice.output(link.port),
-        plan.decisions[link.target].choice.operand(link.operand),
-    )
-    what = f"from {link.source} to operand {link.operand} of {link.target}"
-    due: list[tuple[str, tuple[Sharding, Sharding], tuple[Step, ...]]] = [
-        ("value", (values(given), values(taken)), conversion.forward if conversion else ())
-    ]
-    if link.type.requires_grad:
+    given = plan.decisions[use.source].choice.output(use.port)
+    taken = plan.decisions[use.target].choice.operand(use.operand)
+    what = f"from {use.source} to operand {use.operand} of {use.target}"
+    due: list[_Due] = [("value", (values(given), values(taken)), conversion.forward if conversion else ())]
+    if use.type.requires_grad:
         due.append(("gradient", (gradients(taken), gradients(given)), conversion.backward if conversion else ()))
-        if not link.may_reduce and any(
-            a.is_partial and not b.is_partial for a, b in zip(*(s.placements for s in due[1][1]), strict=True)
-        ):
+        if not use.may_reduce and _reduces(*due[1][1]):
             raise BadPlan(
-                f"the plan reduces the gradient {what} in {link.type.dtype}",
+                f"the plan reduces the gradient {what} in {use.type.dtype}",
                 at=target.source,
                 seen=f"gradients of parameters are reduced in {plan.precision and plan.precision[1]}",
                 advice=_AGAIN,
@@ -150,20 +144,10 @@ def _travels(plan: Plan, link: Link, conversion: Conversion | None, target: Site
     elif conversion is not None and (conversion.gradient is not None or conversion.backward):
         raise BadPlan(f"the plan converts a gradient {what}, and that value has none", at=target.source, advice=_AGAIN)
     if conversion is not None:
-        said = [conversion.value, *([conversion.gradient] if conversion.gradient is not None else [])]
-        if conversion.source != link.source or said != [ends for _, ends, _ in due]:
-            raise BadPlan(
-                f"the plan says of the value {what} something else than its decisions",
-                at=target.source,
-                seen=(
-                    f"decided {_ways(plan.mesh, [ends for _, ends, _ in due])}; said {_ways(plan.mesh, said)} from "
-                    f"{conversion.source}"
-                ),
-                advice=_AGAIN,
-            )
+        _says_the_same(plan, use, conversion, due, target)
     for kind, (leaves, arrives), steps in due:
-        end = Layout.of(link.type.shape, arrives, plan.mesh)
-        if end is None or leads_to(steps, link.type.shape, leaves, plan.mesh) != end:
+        end = Layout.of(use.type.shape, arrives, plan.mesh)
+        if end is None or leads_to(steps, use.type.shape, leaves, plan.mesh) != end:
             raise BadPlan(
                 f"the plan does not bring the {kind} {what} from {leaves.text(plan.mesh.axes)} to "
                 f"{arrives.text(plan.mesh.axes)}",
@@ -171,6 +155,30 @@ def _travels(plan: Plan, link: Link, conversion: Conversion | None, target: Site
                 seen=", ".join(step.text(plan.mesh.axes) for step in steps) or "no step",
                 advice=_AGAIN,
             )
+
+
+# "value" or "gradient", where it leaves and arrives, and the steps between
+_Due = tuple[str, tuple[Sharding, Sharding], tuple[Step, ...]]
+
+
+def _reduces(leaves: Sharding, arrives: Sharding) -> bool:
+    """Is a partial sum on the one end a whole one on the other?"""
+    pairs = zip(leaves.placements, arrives.placements, strict=True)
+    return any(a.is_partial and not b.is_partial for a, b in pairs)
+
+
+def _says_the_same(plan: Plan, use: Use, conversion: Conversion, due: list[_Due], target: Site) -> None:
+    """A conversion begins and ends where the decisions of its ends say."""
+    said = [conversion.value, *([conversion.gradient] if conversion.gradient is not None else [])]
+    decided = [ends for _, ends, _ in due]
+    if conversion.source != use.source or said != decided:
+        raise BadPlan(
+            f"the plan says of the value from {use.source} to operand {use.operand} of {use.target} something "
+            "else than its decisions",
+            at=target.source,
+            seen=f"decided {_ways(plan.mesh, decided)}; said {_ways(plan.mesh, said)} from {conversion.source}",
+            advice=_AGAIN,
+        )
 
 
 def _ways(mesh: DeviceMesh, ends: list[tuple[Sharding, Sharding]]) -> str:

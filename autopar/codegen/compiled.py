@@ -10,7 +10,8 @@ import operator
 import torch
 import torch.fx as fx
 
-from autopar.codegen.joint import extract
+from autopar.codegen.halves import extract
+from autopar.runtime.private import OpOverload
 
 _WORTH = 2  # ops, from which on a run of them is compiled
 
@@ -33,24 +34,20 @@ def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.Grap
                 copies[node] = made.node_copy(node, copies.__getitem__)
         else:
             inside = set(run)
-            inputs = list(dict.fromkeys(a for n in run for a in n.all_input_nodes if a not in inside))
-            outputs = [n for n in run if any(u not in inside for u in n.users)]
+            operands = [a for n in run for a in n.all_input_nodes if a not in inside]
+            inputs = list(dict.fromkeys(operands))
+            outputs = [n for n in run if not inside.issuperset(n.users)]
             name = f"run_{len(held)}"
-            held[name] = torch.compile(
-                fx.GraphModule({}, extract(source, inputs, inside, outputs)),
-                backend=backend,
-                fullgraph=True,
-                dynamic=False,
-            )
+            part = fx.GraphModule({}, extract(source, inputs, inside, outputs))
+            held[name] = torch.compile(part, backend=backend, fullgraph=True, dynamic=False)
             called = made.call_module(name, tuple(copies[i] for i in inputs))
             for k, node in enumerate(outputs):
                 copies[node] = made.call_function(operator.getitem, (called, k))
         run.clear()
 
     for node in source.nodes:
-        if (isinstance(node.target, torch._ops.OpOverload) and node.op == "call_function") or (
-            node.target is operator.getitem and node.args[0] in run
-        ):
+        is_op = isinstance(node.target, OpOverload) and node.op == "call_function"
+        if is_op or (node.target is operator.getitem and node.args[0] in run):
             run.append(node)
         else:
             close()

@@ -25,7 +25,7 @@ from autopar.sharding.placement import Sharding, local_shape
 from autopar.sharding.strategies import values
 from autopar.solver.decision import Decision
 from autopar.solver.plan import Plan
-from autopar.space.overlap import casts_of_parameters, reduced_in
+from autopar.space.parameter_values import casts_of_parameters, reduced_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,53 +69,55 @@ def local_program(graph: Graph, plan: Plan, coordinate: Sequence[int], rows: Row
     return Localiser(graph, plan, coordinate, rows).run()
 
 
+_TOPS = ("input", "parameter", "buffer")  # kinds of placeholders, in their order
+
+
 class Localiser:
+    """Writes the program of one device, node by node, in the order of the graph."""
+
     def __init__(self, graph: Graph, plan: Plan, coordinate: Sequence[int], rows: Rows) -> None:
-        self.graph, self.plan, self.mesh, self.coordinate, self.rows = graph, plan, plan.mesh, coordinate, rows
+        self.graph = graph
+        self.plan = plan
+        self.mesh = plan.mesh
+        self.coordinate = coordinate
+        self.rows = rows
         self.conversions = {(c.target, c.operand): c for c in plan.conversions}
         self.fx = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.types: dict[str, TensorType] = {}
+        self.key: fx.Node | None = None  # the placeholder of this step's random key
         self.written: dict[Any, fx.Node] = {}  # a conversion already there, by what it is
-        self.before: dict[
-            fx.Node, fx.Node
-        ] = {}  # of each cast of a parameter whose gradient is reduced in the dtype before it, what it casts
+        # each cast of a parameter whose gradient is reduced in the dtype before it -> the value that it casts
+        self.before: dict[fx.Node, fx.Node] = {}
         self.reduced_in = reduced_in(casts_of_parameters(graph), plan.precision[1]) if plan.precision else {}
 
     def run(self) -> LocalProgram:
-        tops = {
-            kind: [n for n in self.graph.nodes if info(n).kind == kind] for kind in ("input", "parameter", "buffer")
-        }
-        for node in (*tops["input"], *tops["parameter"], *tops["buffer"]):
-            self._placeholder(node)
-        self.key = self.fx.placeholder("random_key") if self.graph.is_random else None
-        if self.key is not None:
+        """The whole program: placeholders, ops, outputs."""
+        tops = {kind: [n for n in self.graph.nodes if info(n).kind == kind] for kind in _TOPS}
+        for nodes in tops.values():
+            for node in nodes:
+                self._placeholder(node)
+        if self.graph.is_random:
+            self.key = self.fx.placeholder("random_key")
             self.types["random_key"] = TensorType((), "int64")
             self.key.meta["info"] = Info("random_key", "random key", (self.types["random_key"],))
-        outputs: list[fx.Node] = []
-        shardings: list[Sharding] = []
         for node in self.graph.nodes:
             if info(node).kind == "op":
                 self._op(node)
+        outputs: list[fx.Node] = []
+        shardings: list[Sharding] = []
         for source, name in zip(self.graph.output.args[0], self.graph.result_names, strict=True):
             outputs.append(self._converted(source, f"out.{name}", 0, ""))
             shardings.append(values(self._decision(f"out.{name}").flows(0)))
         self.fx.output(tuple(outputs))
-        for node in self.before:
-            if not self.env[node].users:  # its conversions cast
-                self.fx.erase_node(self.env[node])
-        names = {
-            kind: tuple(info(n).key if kind != "input" else str(n.target) for n in nodes)
-            for kind, nodes in tops.items()
-        }
         return LocalProgram(
             self.fx,
-            names["input"],
-            names["parameter"],
-            names["buffer"],
+            tuple(str(n.target) for n in tops["input"]),
+            tuple(info(n).key for n in tops["parameter"]),
+            tuple(info(n).key for n in tops["buffer"]),
             self.types,
             tuple(shardings),
-            self.key is not None,
+            self.graph.is_random,
         )
 
     def _decision(self, name: str) -> Decision:
@@ -145,9 +147,8 @@ class Localiser:
         made = self.env[node] = self.fx.create_node("call_function", function, (), kwargs, name=node.name)
         made.meta["info"] = about
         for part in (u for u in node.users if info(u).kind == "part"):
-            self.env[part] = self.fx.create_node(
-                "call_function", operator.getitem, (made, part.args[1]), name=part.name
-            )
+            taken = (made, part.args[1])
+            self.env[part] = self.fx.create_node("call_function", operator.getitem, taken, name=part.name)
             self.env[part].meta["info"] = info(part)
 
     def place(self, node: fx.Node) -> Place:
@@ -163,23 +164,17 @@ class Localiser:
         if lies is None or (conversion is None and not steps):
             return here
         forward, shape = self._steps(steps, whole, lies)
-        backward = (
-            self._steps(conversion.backward, whole, conversion.gradient[0])[0]
-            if conversion and conversion.gradient
-            else ""
-        )
+        backward = ""
+        if conversion is not None and conversion.gradient:
+            backward, _ = self._steps(conversion.backward, whole, conversion.gradient[0])
+        reduces = conversion is not None and any(step.kind in REDUCTIONS for step in conversion.backward)
         dtype: tuple[str, ...] = ()
-        if (
-            source in self.before
-            and conversion is not None
-            and any(step.kind in REDUCTIONS for step in conversion.backward)
-        ):
-            here, dtype = self.before[source], (whole.dtype,)  # the cast is a part of the conversion
+        if source in self.before and reduces:  # the cast is a part of the conversion
+            here, dtype = self.before[source], (whole.dtype,)
         key = (here, forward, backward, dtype)
         if key not in self.written:
-            made = self.written[key] = self.fx.create_node(
-                "call_function", convert, (here, forward, backward, list(shape), *dtype), name=f"{here.name}_as"
-            )
+            given = (here, forward, backward, list(shape), *dtype)
+            made = self.written[key] = self.fx.create_node("call_function", convert, given, name=f"{here.name}_as")
             made.meta["info"] = Info(f"{info(source).key} to {target}", "conversion", (whole,), module)
         return self.written[key]
 

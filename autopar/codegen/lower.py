@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from autopar.codegen.joint import Joint, lower_jointly
+from autopar.codegen import local_passes
+from autopar.codegen.halves import Joint
+from autopar.codegen.joint import lower_jointly
 from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.parts import WHOLE, Rows
 from autopar.codegen.schedule import Read
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, type_of
 from autopar.letters import NotServed
+from autopar.passes import run_passes
 from autopar.solver.plan import Plan
-from autopar.space.overlap import cut
+from autopar.space.schedule import schedule_of
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Lowered:
     """What a rank needs to run one traced program: pure code, no process group."""
 
-    __slots__ = ("graph", "joint", "plan", "program", "rows")
-
-    def __init__(self, graph: Graph, plan: Plan, program: LocalProgram, joint: Joint, rows: Rows) -> None:
-        self.graph, self.plan, self.program, self.joint, self.rows = graph, plan, program, joint, rows
+    graph: Graph
+    plan: Plan
+    program: LocalProgram
+    joint: Joint
+    rows: Rows
 
 
 @without_collections
@@ -32,7 +38,9 @@ def lower(
 
     `rows` say what ranks pass their own rows of.
     """
-    program, reads = local_program(graph, plan, coordinate, rows), reads_of_parameters(graph, plan.window_bytes)
+    program = local_program(graph, plan, coordinate, rows)
+    run_passes("local graph", local_passes.PASSES, program, local_passes.verify)
+    reads = reads_of_parameters(graph, plan.window_bytes)
     if changed := [name for kind, name in graph.updates if kind == "input"]:
         raise NotServed(
             f"the model writes to its input {', '.join(changed)}, and a parallel model leaves its inputs as they are",
@@ -44,33 +52,19 @@ def lower(
             advice="a parameter, or an input of forward",
         )
     differentiable = graph.differentiable if gradients else ()
-    return Lowered(
-        graph,
-        plan,
-        program,
-        lower_jointly(
-            program,
-            differentiable,
-            [n for n in plan.regathered if n in reads and not reads[n].stays],
-            plan.scattered,
-            reads,
-            device,
-        ),
-        rows,
-    )
+    regathered = [name for name in plan.regathered if name in reads and not reads[name].stays]
+    joint = lower_jointly(program, differentiable, regathered, plan.scattered, reads, device)
+    return Lowered(graph, plan, program, joint, rows)
 
 
 def reads_of_parameters(graph: Graph, window_bytes: int) -> dict[str, Read]:
-    """Of each parameter that is read, where the forward first reads it."""
-    ops, parameters = [n for n in graph.nodes if info(n).kind == "op"], graph.parameters
-    made, at = cut(ops, window_bytes), {op: i for i, op in enumerate(ops)}
-    first = {
-        name: min(at[u] for u in node.users if u in at)
-        for name, node in parameters.items()
-        if any(u in at for u in node.users)
-    }
-    return {
-        name: Read(made.of[i], made.buckets[node][0], type_of(node).nbytes, node in made.stays)
-        for name, i in first.items()
-        for node in (parameters[name],)
-    }
+    """The place where the forward first reads each parameter that it reads."""
+    ops = [n for n in graph.nodes if info(n).kind == "op"]
+    schedule, place = schedule_of(ops, window_bytes), {op: i for i, op in enumerate(ops)}
+    found = {}
+    for name, node in graph.parameters.items():
+        readers = [place[u] for u in node.users if u in place]
+        if readers:
+            window, (bucket, *_) = schedule.of[min(readers)], schedule.buckets[node]
+            found[name] = Read(window, bucket, type_of(node).nbytes, node in schedule.stays)
+    return found

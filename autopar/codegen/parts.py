@@ -23,14 +23,13 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import R, S, Sharding, local_shape
 from autopar.solver.plan import Plan
 
-Rows = tuple[
-    tuple[int, ...], frozenset[str]
-]  # the axes that cut the rows of inputs, major first, and the inputs that have them
+# the axes that cut the rows of inputs, major first, and the inputs that have them
+Rows = tuple[tuple[int, ...], frozenset[str]]
 WHOLE: Rows = ((), frozenset())
 
 
 def rows_of(graph: Graph, plan: Plan) -> Rows:
-    """The axes by which the plan cuts the rows of its inputs, major first, and the inputs that have these rows."""
+    """The axes by which the plan cuts rows of inputs, major first, and the inputs that have these rows."""
     axes: tuple[int, ...] = ()
     rows = None
     for name, node in graph.inputs.items():
@@ -38,9 +37,8 @@ def rows_of(graph: Graph, plan: Plan) -> Rows:
         common = tuple(a for a, *others in zip(*paths, strict=False) if all(o == a for o in others))
         if paths and len(common) > len(axes):
             axes, rows = common, type_of(graph.inputs[name]).shape[0]
-    return axes, frozenset(
-        name for name, node in graph.inputs.items() if rows is not None and type_of(node).shape[:1] == (rows,)
-    )
+    having = [name for name, node in graph.inputs.items() if rows is not None and type_of(node).shape[:1] == (rows,)]
+    return axes, frozenset(having)
 
 
 def cut_rows(steps: Sequence[Step]) -> tuple[int, ...]:
@@ -80,9 +78,7 @@ def least_and_most(
     A letter where ranks pass other inputs.
     """
     sizes = [n for shape in shapes.values() for n in shape[1:]]
-    kinds = int.from_bytes(
-        hashlib.sha256(repr([(n, len(shape)) for n, shape in shapes.items()]).encode()).digest()[:7], "big"
-    )
+    kinds = _digest([(n, len(shape)) for n, shape in shapes.items()])
     answers = exchanged([kinds], device)
     if others := [r for r, theirs in enumerate(answers) if theirs != answers[0]]:
         raise Disagreement(
@@ -94,9 +90,32 @@ def least_and_most(
 
     def each(choose: Callable[[tuple[int, ...]], int]) -> dict[str, tuple[int, ...]]:
         chosen = iter([choose(of_one) for of_one in of_all])
-        return {n: (*shape[:1], *(next(chosen) for _ in shape[1:])) for n, shape in shapes.items()}
+        return {n: (*shape[:1], *itertools.islice(chosen, len(shape[1:]))) for n, shape in shapes.items()}
 
     return each(min), each(max)
+
+
+def _digest(value: object) -> int:
+    """Seven bytes of a hash of what it prints as."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+
+
+def _refuse_counted_items(named: Mapping[str, Any]) -> None:
+    """Raise an error where Hugging Face's Trainer passes the items of all ranks to the loss of one."""
+    is_counted = any(n.endswith("['num_items_in_batch']") and value is not None for n, value in named.items())
+    if is_counted and world_size() > 1:
+        raise NotServed(
+            "num_items_in_batch is passed, as Hugging Face's Trainer does, which multiplies the loss by the "
+            "number of processes: a rank's loss would be its share",
+            seen=(
+                f'inputs="local": the loss of a parallel model is that of the batch of all {world_size()} ranks '
+                f"already, and would be {world_size()} times too large"
+            ),
+            advice=(
+                "trainer.model_accepts_loss_kwargs = False, so that the Trainer takes the loss as it is; in a "
+                "loop of your own divide outside the model"
+            ),
+        )
 
 
 class Parts:
@@ -105,11 +124,11 @@ class Parts:
     def __init__(
         self, plan: Plan, device: torch.device, axes: Sequence[int], known: Sequence[str], cut: Collection[str]
     ) -> None:
-        self.mesh, self.device, self.axes = plan.mesh, device, tuple(axes)
-        self.known, self.names = (
-            frozenset(known),
-            frozenset(cut),
-        )  # what leaves of the first call are called, and which have rows
+        self.mesh = plan.mesh
+        self.device = device
+        self.axes = tuple(axes)
+        self.known = frozenset(known)  # names of the leaves of the first call,
+        self.names = frozenset(cut)  # and of those that have rows
         self.sharding = sharding_of_rows(axes, plan.mesh)
 
     @property
@@ -122,7 +141,7 @@ class Parts:
         return math.prod(self.mesh.shape[a] for a in self.axes)
 
     def index(self, rank: int) -> int:
-        """Which part of the rows a rank passes."""
+        """The number of the part of the rows that a rank passes."""
         here, found = self.mesh.coordinate(rank), 0
         for a in self.axes:
             found = found * self.mesh.shape[a] + here[a]
@@ -133,37 +152,19 @@ class Parts:
 
         A letter on every rank where the ranks' do not go together.
         """
-        if (
-            any(n.endswith("['num_items_in_batch']") and value is not None for n, value in named.items())
-            and world_size() > 1
-        ):
-            raise NotServed(
-                "num_items_in_batch is passed, as Hugging Face's Trainer does, which multiplies the loss by the "
-                "number of processes: a rank's loss would be its share",
-                seen=(
-                    f'inputs="local": the loss of a parallel model is that of the batch of all {world_size()} ranks '
-                    f"already, and would be {world_size()} times too large"
-                ),
-                advice=(
-                    "trainer.model_accepts_loss_kwargs = False, so that the Trainer takes the loss as it is; in a "
-                    "loop of your own divide outside the model"
-                ),
-            )
+        _refuse_counted_items(named)
         tensors = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.dim()}
-        mine = {len(t) for n, t in tensors.items() if n in self.names} or {
-            len(t) for n, t in tensors.items() if n not in self.known
-        }
-        rows = 0 if not self.axes else mine.pop() if len(mine) == 1 else -1
-        cut = frozenset(
-            n for n, t in tensors.items() if n in self.names or (self.axes and n not in self.known and len(t) == rows)
-        )  # of one that the first call did not have, its size says
+        rows = self._rows_of(tensors)
+        has_rows = self.names  # of an input that the first call did not have, its size says
+        if self.axes:
+            has_rows |= {n for n, t in tensors.items() if n not in self.known and len(t) == rows}
+        cut = frozenset(n for n in tensors if n in has_rows)
         wants = frozenset(n for n, t in tensors.items() if t.requires_grad and torch.is_grad_enabled())
         said = [
             (n, t.shape[n in cut :], t.dtype, n in wants) if isinstance(t, Tensor) else (n, type(t))
             for n, t in named.items()
         ]
-        digest = int.from_bytes(hashlib.sha256(repr((said, structure)).encode()).digest()[:7], "big")
-        answers = exchanged([rows, digest], self.device)
+        answers = exchanged([rows, _digest((said, structure))], self.device)
         if others := [r for r, (_, theirs) in enumerate(answers) if theirs != answers[0][1]]:
             raise Disagreement(
                 f"ranks call the model with different inputs: {others} differ from rank 0",
@@ -181,25 +182,40 @@ class Parts:
                 seen=f"here {said}",
                 advice="the same rows of every input",
             )
+        total = self._total(counts)
+        whole = dict(named)
+        for n in cut:
+            whole[n] = torch.empty((total, *tensors[n].shape[1:]), dtype=tensors[n].dtype, device="meta")
+        return whole, cut
+
+    def _rows_of(self, tensors: Mapping[str, Tensor]) -> int:
+        """The number of rows that this rank passes; -1 where inputs have different ones, 0 where none is cut."""
+        mine = {len(t) for n, t in tensors.items() if n in self.names}
+        mine = mine or {len(t) for n, t in tensors.items() if n not in self.known}
+        if not self.axes:
+            return 0
+        return mine.pop() if len(mine) == 1 else -1
+
+    def _total(self, counts: Sequence[int]) -> int:
+        """The rows of the batch of all ranks; an error where theirs are no parts of one."""
         total = sum({self.index(r): n for r, n in enumerate(counts)}.values())
         due = [local_shape((total,), self.sharding, self.mesh, self.mesh.coordinate(r))[0] for r in range(len(counts))]
-        if self.axes and (counts != due or 0 in counts):
+        if self.axes and (list(counts) != due or 0 in counts):
             raise BadInput(
                 f"ranks pass {counts} rows, which are no parts of one batch",
                 seen=f"{self.text} of {total} rows",
                 advice="some for every rank" if 0 in due else f"{due}, as torch.chunk and model.sampler give them",
             )
-        return {
-            n: torch.empty((total, *t.shape[1:]), dtype=t.dtype, device="meta") if n in cut else t
-            for n, t in named.items()
-        }, cut
+        return total
 
     def all_hold(self, named: Mapping[str, Any], cut: Collection[str]) -> None:
-        """Compare hashes of values: ranks of the same part hold the same rows, and all the same of what is whole."""
+        """Compare hashes of values on all ranks.
+
+        Ranks of the same part hold the same rows, and all the same of what is whole.
+        """
         tensors = {n: t for n, t in named.items() if isinstance(t, Tensor)}
-        of_rows, of_rest = (
-            numbers_of([t for n, t in tensors.items() if (n in cut) == is_cut]) for is_cut in (True, False)
-        )
+        of_rows = numbers_of([t for n, t in tensors.items() if n in cut])
+        of_rest = numbers_of([t for n, t in tensors.items() if n not in cut])
         everyone = [
             (theirs[: len(of_rows)], theirs[len(of_rows) :]) for theirs in exchanged([*of_rows, *of_rest], self.device)
         ]

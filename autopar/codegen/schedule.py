@@ -1,4 +1,4 @@
-"""When collectives of parameters begin and end in an emitted half: what `sharding/overlap.py` specifies.
+"""When collectives of parameters begin and end in an emitted half, as `space/windows.py` prices them.
 
 Each pass has a before and an after; none changes what is computed.
 
@@ -15,15 +15,15 @@ its `finish`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
 
+from autopar.codegen.buffers import hands_on, numbers_of
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
 
-COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.clone.default})
 _LOCAL = (STEPS["slice"], STEPS["lodge"])  # steps that wait for nobody
 _BEGUN_BY = {
     STEPS["all_reduce"]: "all_reduce",
@@ -46,25 +46,22 @@ class Read:
     stays: bool = False
 
 
-def is_view(node: fx.Node) -> bool:
-    """Does it show its operand's memory?"""
-    target = node.target
-    if target is torch.ops.aten._unsafe_view.default:  # its schema says fresh; it shows its operand's memory
-        return True
-    return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
+@dataclass(frozen=True, slots=True, eq=False)
+class Half:
+    """One half of a training step, while its collectives are scheduled."""
 
+    graph: fx.Graph
+    reads: Mapping[str, Read]  # of each parameter, by the name of its placeholder
+    is_backward: bool
+    kept: Mapping[str, int] = field(default_factory=dict)  # placeholders kept from forward, and the window of each
 
-def hands_on(node: fx.Node) -> bool:
-    """A step, cast, copy or view of one tensor: of a parameter alone, it is the parameter in another form."""
-    return (
-        node.op == "call_function"
-        and (node.target in STEPS.values() or node.target in COPIES or is_view(node))
-        and len(node.all_input_nodes) == 1
-    )
+    def text(self) -> str:
+        """The graph as Python that a person can read."""
+        return str(self.graph.python_code("self").src)
 
 
 def fetched(graph: fx.Graph, reads: Mapping[str, Read]) -> dict[fx.Node, fx.Node]:
-    """What is made of one parameter alone, and that parameter."""
+    """The nodes made of one parameter alone, each with that parameter."""
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in reads:
@@ -74,77 +71,99 @@ def fetched(graph: fx.Graph, reads: Mapping[str, Read]) -> dict[fx.Node, fx.Node
     return found
 
 
-def fetch_late(graph: fx.Graph, reads: Mapping[str, Read]) -> None:
+def fetch_late(half: Half) -> None:
     """Move what is made of a parameter alone to its first reader.
 
     before    w = all_gather(p);  v = all_gather(q);  y = mm(x, w);  z = mm(y, v)
     after     w = all_gather(p);  y = mm(x, w);  v = all_gather(q);  z = mm(y, v)
     """
-    for node in reversed([n for n in fetched(graph, reads) if n.op != "placeholder"]):  # its readers have moved before
+    made = [n for n in fetched(half.graph, half.reads) if n.op != "placeholder"]
+    for node in reversed(made):  # its readers have moved before
         if readers := [u for u in node.users if u.op != "output"]:
             min(readers).prepend(node)  # nodes compare by their place
 
 
-def gather_ahead(graph: fx.Graph, reads: Mapping[str, Read], ahead: int, kept: Mapping[str, int]) -> None:
-    """Gather the parameters of a window in one message that moves beside another.
+def gather_ahead(half: Half) -> None:
+    """Gather the parameters of a window in one message that moves beside another window.
 
-    The one before it in forward (`ahead` is -1), the one after it in backward (1). Of what was `kept` from forward, by
-    the names of placeholders, the window is told.
+    Beside the one before it in forward, the one after it in backward.
 
     before    y = mm(x, u);   w = all_gather(p);  z = mm(y, w);  v = all_gather(q);  r = mm(z, v)          # u is of
               window 0, p and q of window 1
     after     g = begin_all_gather(pack([p, q]));  y = mm(x, u);  f = finish(g);  w = f[0];  v = f[1];  z = mm(y, w);  r
               = mm(z, v)
     """
-    made = fetched(graph, reads)
-    begins: dict[int, fx.Node] = {}  # of each window its first reader of a parameter
-    gathers: dict[
-        int, dict[fx.Node, fx.Node]
-    ] = {}  # of each window the first gather of each parameter, and what it gathers
-    rounds: dict[
-        int, dict[fx.Node, tuple[int, int]]
-    ] = {}  # of each further round the gathers, with their window and bucket
-    for node, parameter in made.items():
-        w = reads[parameter.name].window
-        for user in node.users:
-            if user not in made and user.op != "output" and (w not in begins or user < begins[w]):
-                begins[w] = user
-        if node.target is STEPS["all_gather"]:
-            earlier = [n.target for n in _before(node, made) if n.target in STEPS.values() and n.target not in _LOCAL]
-            if not earlier:
-                gathers.setdefault(w, {})[node] = parameter
-            elif set(earlier) == {STEPS["all_gather"]}:
-                rounds.setdefault(len(earlier), {})[node] = (w, reads[parameter.name].bucket)
-    for node in graph.find_nodes(op="placeholder"):
-        for reader in _readers(node) if node.name in kept else ():
-            begins[kept[node.name]] = min(reader, begins.get(kept[node.name], reader))
-    for w, of_window in gathers.items():
-        anchor = begins.get(w + ahead)
+    graph, made = half.graph, fetched(half.graph, half.reads)
+    begins, (first, further) = _begins(half, made), _rounds(half, made)
+    ahead = 1 if half.is_backward else -1
+    for window, gathers in first.items():
+        anchor = begins.get(window + ahead)
         if anchor is None:
-            _gather_together(
-                graph, {node: (w, reads[parameter.name].bucket) for node, parameter in of_window.items()}, made
-            )
+            _gather_together(graph, gathers, made)
             continue
         groups: dict[tuple[object, torch.dtype], list[fx.Node]] = {}
-        for node in of_window:
+        for node in gathers:
             if anchor < node:
                 groups.setdefault((node.args[1], node.meta["val"].dtype), []).append(node)
         for (axis, _), nodes in groups.items():
-            for node in nodes:
-                for before in reversed(_before(node, made)):
-                    if anchor < before:
-                        anchor.prepend(before)
+            _move_before(anchor, nodes, made)
             with graph.inserting_before(anchor):
-                begun = _begin(graph, "all_gather", [n.args[0] for n in nodes], axis, *_numbers(nodes))
+                begun = _begin(graph, "all_gather", [n.args[0] for n in nodes], axis, *numbers_of(nodes))
             _finish_before(graph, begun, nodes, min(nodes))
-    for _, further in sorted(rounds.items()):  # over one axis after another: where the window is first read
-        _gather_together(graph, further, made)
+    for _, gathers in sorted(further.items()):  # over one axis after another: where the window is first read
+        _gather_together(graph, gathers, made)
+
+
+Gathers = dict[fx.Node, tuple[int, int]]  # the window and the bucket of each
+
+
+def _begins(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, fx.Node]:
+    """The first reader of a parameter in each window."""
+    begins: dict[int, fx.Node] = {}
+
+    def note(window: int, reader: fx.Node) -> None:
+        begins[window] = min(reader, begins.get(window, reader))
+
+    for node, parameter in made.items():
+        for user in node.users:
+            if user not in made and user.op != "output":
+                note(half.reads[parameter.name].window, user)
+    for node in half.graph.find_nodes(op="placeholder"):
+        if node.name in half.kept:
+            for reader in _readers(node):
+                note(half.kept[node.name], reader)
+    return begins
+
+
+def _rounds(half: Half, made: Mapping[fx.Node, fx.Node]) -> tuple[dict[int, Gathers], dict[int, Gathers]]:
+    """The first gather of each parameter, by window; and those that follow it over other axes, by round."""
+    first: dict[int, Gathers] = {}
+    further: dict[int, Gathers] = {}
+    for node, parameter in made.items():
+        if node.target is not STEPS["all_gather"]:
+            continue
+        read = half.reads[parameter.name]
+        before = [n.target for n in _before(node, made)]
+        earlier = [step for step in before if step in STEPS.values() and step not in _LOCAL]
+        if not earlier:
+            first.setdefault(read.window, {})[node] = (read.window, read.bucket)
+        elif set(earlier) == {STEPS["all_gather"]}:
+            further.setdefault(len(earlier), {})[node] = (read.window, read.bucket)
+    return first, further
+
+
+def _move_before(place: fx.Node, nodes: list[fx.Node], made: Mapping[fx.Node, fx.Node]) -> None:
+    """Move what leads from parameters to these nodes before a place that they stand behind."""
+    for node in nodes:
+        for before in reversed(_before(node, made)):
+            if place < before:
+                place.prepend(before)
 
 
 def _gather_together(
     graph: fx.Graph, gathers: Mapping[fx.Node, tuple[int, int]], made: Mapping[fx.Node, fx.Node]
 ) -> None:
-    """Gathers that do not move beside compute travel a bucket at a time; of each gather its window and bucket are told.
+    """Let gathers that do not move beside compute travel a bucket at a time.
 
     before    w = all_gather(p);  y = mm(x, w);  v = all_gather(q);  z = mm(y, v)
     after     g = all_gather_bucket([p, q]);  w = g[0];  v = g[1];  y = mm(x, w);  z = mm(y, v)
@@ -153,18 +172,13 @@ def _gather_together(
     for node in sorted(gathers):
         groups.setdefault((node.args[1], node.meta["val"].dtype, gathers[node]), []).append(node)
     for (axis, _, _), of_bucket in groups.items():
-        nodes = [
-            n for n in of_bucket if [n, *_before(n, made)][-1].all_input_nodes[0] < of_bucket[0]
-        ]  # what has arrived by then
+        parameters = {n: [n, *_before(n, made)][-1].all_input_nodes[0] for n in of_bucket}
+        nodes = [n for n in of_bucket if parameters[n] < of_bucket[0]]  # what has arrived by then
         if len(nodes) > 1:
-            for node in nodes[1:]:
-                for before in reversed(_before(node, made)):
-                    if nodes[0] < before:
-                        nodes[0].prepend(before)
+            _move_before(nodes[0], nodes[1:], made)
+            given = ([n.args[0] for n in nodes], axis, *numbers_of(nodes))
             with graph.inserting_before(nodes[0]):
-                together = graph.call_function(
-                    STEPS["all_gather_bucket"], ([n.args[0] for n in nodes], axis, *_numbers(nodes))
-                )
+                together = graph.call_function(STEPS["all_gather_bucket"], given)
             _hand_out(graph, together, nodes)
 
 
@@ -183,13 +197,8 @@ def _begin(graph: fx.Graph, kind: str, tensors: object, axis: object, *numbers: 
     return graph.call_function(BEGIN[kind], (packed, axis))
 
 
-def _numbers(gathers: list[fx.Node]) -> list[list[object]]:
-    """Dims, sizes and blocks of several gathers."""
-    return [[n.args[2 + k] if len(n.args) > 2 + k else () for n in gathers] for k in range(3)]
-
-
 def _before(node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
-    """What leads from a parameter to a node, the last first."""
+    """The nodes that lead from a parameter to this one, the last first."""
     found = []
     while (node := node.all_input_nodes[0]) in made and node.op != "placeholder":
         found.append(node)
@@ -197,7 +206,7 @@ def _before(node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
 
 
 def _finish_before(graph: fx.Graph, begun: fx.Node, nodes: list[fx.Node], place: fx.Node) -> None:
-    """Take the results of what has begun at a place, in the stead of these nodes."""
+    """Take the results of what has begun at a place, in the place of these nodes."""
     begun.meta["val"] = [n.meta["val"] for n in nodes]
     with graph.inserting_before(place):
         done = graph.call_function(finish, (begun,))
@@ -205,7 +214,7 @@ def _finish_before(graph: fx.Graph, begun: fx.Node, nodes: list[fx.Node], place:
 
 
 def _hand_out(graph: fx.Graph, together: fx.Node, nodes: list[fx.Node]) -> None:
-    """Put the parts of one result in the stead of these nodes."""
+    """Put the parts of one result in the place of these nodes."""
     together.meta["val"] = [n.meta["val"] for n in nodes]
     with graph.inserting_after(together):
         for i, node in reversed(list(enumerate(nodes))):
@@ -216,25 +225,17 @@ def _hand_out(graph: fx.Graph, together: fx.Node, nodes: list[fx.Node]) -> None:
         graph.erase_node(node)
 
 
-def reduce_beside(graph: fx.Graph) -> None:
+def reduce_beside(half: Half) -> None:
     """Let a reduction of gradients run beside the ops that follow it; one is under way at a time.
 
     before    g = all_reduce(d, "dp");  e = mm(...);  h = all_reduce(e, "dp");  return g, h
     after     a = begin_all_reduce(pack([d]), "dp");  e = mm(...);  g = finish(a)[0];  b = begin_all_reduce(pack([e]),
               "dp");  h = finish(b)[0];  return g, h
     """
-    end = graph.output_node()
-    under_way: tuple[fx.Node, list[fx.Node], fx.Node] | None = (
-        None  # what has begun, whose results it makes, and their first reader
-    )
-
-    def take(place: fx.Node) -> None:
-        nonlocal under_way
-        if under_way is not None:
-            begun, nodes, reader = under_way
-            _finish_before(graph, begun, nodes, min(place, reader))
-            under_way = None
-
+    if not half.is_backward:
+        return
+    graph, end = half.graph, half.graph.output_node()
+    under_way: _UnderWay | None = None
     for node in list(graph.nodes):
         kind = _BEGUN_BY.get(node.target)
         if kind is None:
@@ -243,23 +244,40 @@ def reduce_beside(graph: fx.Graph) -> None:
         results = [u for u in node.users if u.target is operator.getitem] if is_bucket else [node]
         if not _leads_only_to(results, end):  # what the step itself reads is waited for where it is
             continue
-        take(node)
-        with graph.inserting_before(node):
-            numbers = (
-                node.args[2:]
-                if is_bucket
-                else tuple([n] for n in (*node.args[2:], *([()] if len(node.args) == 4 else [])))
-            )
-            begun = _begin(graph, kind, node.args[0] if is_bucket else [node.args[0]], node.args[1], *numbers)
-        readers = [u for r in results for u in r.users]
+        if under_way is not None:
+            under_way.finish(graph, node)
+        begun = _begin_reduction(graph, kind, node, is_bucket)
+        first = min(u for r in results for u in r.users)
         if is_bucket:
             results = sorted(results, key=lambda r: r.args[1])
-        under_way = begun, results, min(readers)
-        if is_bucket:
             for r in results:  # they read what has begun, until it is finished
                 r.replace_input_with(node, begun)
             graph.erase_node(node)
-    take(end)
+        under_way = _UnderWay(begun, results, first)
+    if under_way is not None:
+        under_way.finish(graph, end)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _UnderWay:
+    """A reduction that has begun: the nodes that it stands for, and the first reader of one of them."""
+
+    begun: fx.Node
+    results: list[fx.Node]
+    reader: fx.Node
+
+    def finish(self, graph: fx.Graph, place: fx.Node) -> None:
+        """End it at this place, or before its first reader."""
+        _finish_before(graph, self.begun, self.results, min(place, self.reader))
+
+
+def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, is_bucket: bool) -> fx.Node:
+    """Begin a reduction where it stands, as a message of one tensor or of several."""
+    tensors, axis, *numbers = node.args
+    with graph.inserting_before(node):
+        if is_bucket:
+            return _begin(graph, kind, tensors, axis, *numbers)
+        return _begin(graph, kind, [tensors], axis, *(numbers_of([node]) if numbers else ()))
 
 
 def _leads_only_to(nodes: list[fx.Node], end: fx.Node) -> bool:
@@ -274,3 +292,14 @@ def _leads_only_to(nodes: list[fx.Node], end: fx.Node) -> bool:
                 seen.add(user)
                 pending.append(user)
     return True
+
+
+PASSES: tuple[Callable[[Half], None], ...] = (fetch_late, gather_ahead, reduce_beside)
+
+
+def verify(half: Half, after: str) -> None:
+    """Raise unless operands stand before their readers."""
+    seen: set[fx.Node] = set()
+    for node in half.graph.nodes:
+        assert seen.issuperset(node.all_input_nodes), (after, node)
+        seen.add(node)

@@ -1,11 +1,10 @@
 """Local program -> its forward and backward in one graph of ATen code. What a model repeats is traced once.
 
-pieces      runs of ops under one numbered module ("layers.3"), and what stands between them
-forward     on fake tensors, piece by piece: how what a piece leaves lies in memory
-backward    from the last piece to the first: make_fx over torch.autograd.grad; pieces that are alike - ops, constants,
-            how
-            their inputs and the gradients that arrive lie - share one trace
-compose     copies of the traces: forwards in order, backwards in reverse; gradients of what several pieces read are
+segments    runs of ops under one numbered module ("layers.3"), and what stands between them
+forward     on fake tensors, segment by segment: how what a segment leaves lies in memory
+backward    from the last segment to the first: make_fx over torch.autograd.grad; segments that are alike - ops,
+            constants, how their inputs and the gradients that arrive lie - share one trace
+compose     copies of the traces: forwards in order, backwards in reverse; gradients of what several segments read are
             added up
 """
 
@@ -14,19 +13,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopar.codegen.joint_graph import JointGraph
 from autopar.codegen.local import LocalProgram
 from autopar.graph.graph import info, run
+from autopar.graph.layers import innermost_block
 from autopar.runtime.forms import literal
-from autopar.runtime.private import clean_room
+from autopar.runtime.private import FakeTensor, FakeTensorMode, OpOverload, clean_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,18 @@ class Lies:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Segment:
     """Ops that follow each other, what they read from before, and what is read of them after."""
 
     nodes: list[fx.Node]
     reads: list[fx.Node]
     leaves: list[fx.Node]
-    likeness: tuple[Any, ...]  # equal for pieces that compute the same
+    likeness: tuple[Any, ...]  # equal for segments that compute the same
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
-    """The graph of one piece: what it leaves, and a gradient for each of its inputs that has one."""
+    """The graph of one segment: what it leaves, and a gradient for each of its inputs that has one."""
 
     inputs: list[fx.Node]
     tangents: list[fx.Node]
@@ -70,141 +70,158 @@ class Traced:
     backward: list[fx.Node] = field(default_factory=list)
 
 
-def trace(
-    program: LocalProgram, differentiable: Sequence[int], device: str
-) -> tuple[fx.Graph, list[fx.Node], list[fx.Node], list[fx.Node], list[fx.Node | None], list[int]]:
-    """The graph, its primals, its tangents, its outputs, the gradients, and of which primals these are."""
+def trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> JointGraph:
+    """The local program and the gradients of its `differentiable` outputs as one graph."""
     placeholders = [n for n in program.fx.nodes if n.op == "placeholder"]
     ends: list[fx.Node] = list(program.fx.output_node().args[0])
     wanted = [i for i, n in enumerate(placeholders) if program.types[n.name].requires_grad] if differentiable else []
-    pieces, graph = _pieces(program, set(ends)), fx.Graph()
-    here = (
-        torch.device(device) if device != "cpu" else contextlib.nullcontext()
-    )  # what comes from nothing is made there
-    with FakeTensorMode(), torch.enable_grad(), here:
-        lies = {
-            n: Lies.of(torch.empty(t.shape, dtype=t.torch_dtype, device=device, requires_grad=i in wanted))
-            for i, n in enumerate(placeholders)
-            for t in (program.types[n.name],)
-        }
-        known: dict[Any, tuple[Lies, ...]] = {}
-        key: Any
-        for piece in pieces:  # how everything lies
-            key = (piece.likeness, tuple(lies[n] for n in piece.reads))
-            if key not in known:
-                env = {n: lies[n].made(device) for n in piece.reads}
-                known[key] = tuple(Lies.of(v) for v in _run(piece, env))
-            lies.update(zip(piece.leaves, known[key], strict=True))
-
-        arriving = {}  # of each value, how its gradient lies
-        for i in differentiable:
-            if lies[ends[i]].has_gradient:
-                arriving[ends[i]] = _alone(lies[ends[i]])
-        traces: dict[Any, Traced] = {}
-        of: list[Traced] = []
-        added: dict[Any, Lies] = {}
-        for piece in reversed(pieces):
-            tangents = tuple(arriving.get(n) for n in piece.leaves)
-            key = (piece.likeness, tuple(lies[n] for n in piece.reads), tangents)
-            if key not in traces:
-                traces[key] = _traced(piece, key[1], tangents, device)
-            of.append(traces[key])
-            for read, gradient in zip(piece.reads, traces[key].gradients, strict=True):
-                if gradient is not None:
-                    found = Lies.of(gradient.meta["val"].detach())
-                    if read in arriving:
-                        both = arriving[read], found
-                        if both not in added:
-                            added[both] = Lies.of(torch.add(both[0].made(device), both[1].made(device)))
-                        found = added[both]
-                    arriving[read] = found
-        return _composed(graph, program, placeholders, ends, differentiable, wanted, pieces, of[::-1], lies, device)
+    segments = _segments(program, set(ends))
+    # values that come from nothing are made there
+    there = torch.device(device) if device != "cpu" else contextlib.nullcontext()
+    with FakeTensorMode(), torch.enable_grad(), there:
+        lies: dict[fx.Node, Lies] = {}
+        for i, node in enumerate(placeholders):
+            of = program.types[node.name]
+            whole = torch.empty(of.shape, dtype=of.torch_dtype, device=device, requires_grad=i in wanted)
+            lies[node] = Lies.of(whole)
+        _lay_out(segments, lies, device)
+        tangents = {k: _alone(lies[ends[i]]) for k, i in enumerate(differentiable)}
+        reached = [k for k, i in enumerate(differentiable) if lies[ends[i]].has_gradient]
+        arriving = {ends[differentiable[k]]: tangents[k] for k in reached}
+        traces = _traces(segments, lies, arriving, device)
+        made = _Composition(lies, device)
+        primals = [made.placeholder(f"primals_{i + 1}", n, lies[n]) for i, n in enumerate(placeholders)]
+        seeds = [made.placeholder(f"tangents_{k + 1}", None, like) for k, like in tangents.items()]
+        made.forward(segments, traces)
+        for k in reached:
+            made.add(ends[differentiable[k]], seeds[k])
+        made.backward(segments, traces)
+    outputs, gradients = [made.env[n] for n in ends], [made.gradients.get(placeholders[i]) for i in wanted]
+    made.graph.output((*outputs, *gradients))
+    inputs = len(program.inputs)
+    return JointGraph(made.graph, primals, seeds, outputs, gradients, wanted, tuple(differentiable), inputs)
 
 
-def _composed(
-    graph: fx.Graph,
-    program: LocalProgram,
-    placeholders: list[fx.Node],
-    ends: list[fx.Node],
-    differentiable: Sequence[int],
-    wanted: list[int],
-    pieces: list[Piece],
-    traces: list[Traced],
-    lies: dict[fx.Node, Lies],
-    device: str,
-) -> Any:
-    """Copies of the traces, one after the other."""
-    env: dict[fx.Node, fx.Node] = {}
-    seconds: dict[fx.Node, fx.Node] = {}  # of each value its gradient
+def _lay_out(segments: Sequence[Segment], lies: dict[fx.Node, Lies], device: str) -> None:
+    """Note how every value that a segment leaves lies; segments that are alike are run once."""
+    known: dict[Any, list[Lies]] = {}
+    for segment in segments:
+        key = (segment.likeness, tuple(lies[n] for n in segment.reads))
+        if key not in known:
+            env = {n: lies[n].made(device) for n in segment.reads}
+            known[key] = [Lies.of(v) for v in _run(segment, env)]
+        lies.update(zip(segment.leaves, known[key], strict=True))
 
-    def placeholder(name: str, like: Lies) -> fx.Node:
-        made = graph.placeholder(name)
-        made.meta["val"] = like.made(device).detach()
+
+def _traces(
+    segments: Sequence[Segment], lies: Mapping[fx.Node, Lies], arriving: dict[fx.Node, Lies], device: str
+) -> list[Traced]:
+    """The trace of each segment, found from the last to the first: it depends on the gradients that arrive.
+
+    `arriving` says how the gradients of the outputs lie, and learns of the others.
+    """
+    known: dict[Any, Traced] = {}
+    sums: dict[tuple[Lies, Lies], Lies] = {}
+    found: list[Traced] = []
+    for segment in reversed(segments):
+        tangents = tuple(arriving.get(n) for n in segment.leaves)
+        reads = tuple(lies[n] for n in segment.reads)
+        key = (segment.likeness, reads, tangents)
+        if key not in known:
+            known[key] = _traced(segment, reads, tangents, device)
+        found.append(known[key])
+        for read, gradient in zip(segment.reads, known[key].gradients, strict=True):
+            if gradient is None:
+                continue
+            like = Lies.of(gradient.meta["val"].detach())
+            if read in arriving:
+                both = arriving[read], like
+                if both not in sums:
+                    sums[both] = Lies.of(torch.add(both[0].made(device), both[1].made(device)))
+                like = sums[both]
+            arriving[read] = like
+    return found[::-1]
+
+
+class _Composition:
+    """One graph of copies of the traces, one after the other."""
+
+    def __init__(self, lies: Mapping[fx.Node, Lies], device: str) -> None:
+        self.graph = fx.Graph()
+        self.lies = lies
+        self.device = device
+        self.env: dict[fx.Node, fx.Node] = {}  # value of the local program -> its node here
+        self.gradients: dict[fx.Node, fx.Node] = {}  # value of the local program -> its gradient here
+        self.places: list[dict[fx.Node, fx.Node]] = []  # of each segment: node of its trace -> its copy
+
+    def placeholder(self, name: str, of: fx.Node | None, like: Lies) -> fx.Node:
+        """A placeholder for a value that lies like this."""
+        made = self.graph.placeholder(name)
+        made.meta["val"] = like.made(self.device).detach()
+        if of is not None:
+            self.env[of] = made
         return made
 
-    def copied(nodes: list[fx.Node], at: dict[fx.Node, fx.Node]) -> None:
-        for node in nodes:
-            at[node] = graph.node_copy(node, at.__getitem__)
-
-    def add(to: fx.Node, gradient: fx.Node) -> None:
-        if to in seconds:
-            both = graph.call_function(torch.ops.aten.add.Tensor, (seconds[to], gradient))
-            both.meta["val"] = torch.add(seconds[to].meta["val"], gradient.meta["val"])
+    def add(self, value: fx.Node, gradient: fx.Node) -> None:
+        """Add to the gradient of a value of the local program."""
+        if value in self.gradients:
+            before = self.gradients[value]
+            both = self.graph.call_function(torch.ops.aten.add.Tensor, (before, gradient))
+            both.meta["val"] = torch.add(before.meta["val"], gradient.meta["val"])
             gradient = both
-        seconds[to] = gradient
+        self.gradients[value] = gradient
 
-    primals = [placeholder(f"primals_{i + 1}", lies[n]) for i, n in enumerate(placeholders)]
-    tangents = [placeholder(f"tangents_{k + 1}", _alone(lies[ends[i]])) for k, i in enumerate(differentiable)]
-    env.update(zip(placeholders, primals, strict=True))
-    places: list[dict[fx.Node, fx.Node]] = []
-    for piece, traced in zip(pieces, traces, strict=True):
-        at = {i: env[n] for i, n in zip(traced.inputs, piece.reads, strict=True)}
-        copied(traced.forward, at)
-        env.update((n, at[o]) for n, o in zip(piece.leaves, traced.outputs, strict=True))
-        places.append(at)
-    for i, tangent in zip(differentiable, tangents, strict=True):
-        if lies[ends[i]].has_gradient:
-            add(ends[i], tangent)
-    for piece, traced, at in zip(reversed(pieces), reversed(traces), reversed(places), strict=True):
-        given = [seconds[n] for n in piece.leaves if n in seconds]
-        at.update(zip(traced.tangents, given, strict=True))
-        copied(traced.backward, at)
-        for read, gradient in zip(piece.reads, traced.gradients, strict=True):
-            if gradient is not None:
-                add(read, at[gradient])
-    outputs, gradients = [env[n] for n in ends], [seconds.get(placeholders[i]) for i in wanted]
-    graph.output((*outputs, *gradients))
-    return graph, primals, tangents, outputs, gradients, wanted
+    def forward(self, segments: Sequence[Segment], traces: Sequence[Traced]) -> None:
+        """Copy the forwards, in order."""
+        for segment, traced in zip(segments, traces, strict=True):
+            at = {i: self.env[n] for i, n in zip(traced.inputs, segment.reads, strict=True)}
+            self._copy(traced.forward, at)
+            for leaf, output in zip(segment.leaves, traced.outputs, strict=True):
+                self.env[leaf] = at[output]
+            self.places.append(at)
+
+    def backward(self, segments: Sequence[Segment], traces: Sequence[Traced]) -> None:
+        """Copy the backwards, in reverse; gradients of what several segments read are added up."""
+        for segment, traced, at in zip(reversed(segments), reversed(traces), reversed(self.places), strict=True):
+            given = [self.gradients[n] for n in segment.leaves if n in self.gradients]
+            at.update(zip(traced.tangents, given, strict=True))
+            self._copy(traced.backward, at)
+            for read, gradient in zip(segment.reads, traced.gradients, strict=True):
+                if gradient is not None:
+                    self.add(read, at[gradient])
+
+    def _copy(self, nodes: Sequence[fx.Node], at: dict[fx.Node, fx.Node]) -> None:
+        for node in nodes:
+            at[node] = self.graph.node_copy(node, at.__getitem__)
 
 
 def _alone(like: Lies) -> Lies:
-    """As what torch.empty_like makes of it."""
+    """The layout that torch.empty_like gives it."""
     return Lies.of(torch.empty_like(like.made("cpu").detach()))
 
 
-# -- one piece
+# -- one segment
 
 
-def _pieces(program: LocalProgram, ends: set[fx.Node]) -> list[Piece]:
+def _segments(program: LocalProgram, ends: set[fx.Node]) -> list[Segment]:
     ops = [n for n in program.fx.nodes if n.op == "call_function"]
     found = []
-    for _, run_of in itertools.groupby(ops, lambda n: _numbered(info(n).module)):
+    for _, run_of in itertools.groupby(ops, lambda n: innermost_block(info(n).module)):
         nodes = list(run_of)
         inside = set(nodes)
         reads = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
         leaves = [n for n in nodes if n in ends or any(u not in inside and u.op != "output" for u in n.users)]
         leaves = [n for n in leaves if not _is_several(n)]
         number: dict[fx.Node, Any] = {n: f"<{i}>" for i, n in enumerate((*reads, *nodes))}
-        said = tuple(
-            (
-                n.target,
-                repr(fx.map_arg((n.args, n.kwargs), lambda a: _Said(number[a]))),
-                tuple(t.requires_grad for t in info(n).outputs),
-            )
-            for n in nodes
-        )
-        found.append(Piece(nodes, reads, leaves, (len(reads), said, tuple(number[n] for n in leaves))))
+        said = tuple(_said(n, number) for n in nodes)
+        found.append(Segment(nodes, reads, leaves, (len(reads), said, tuple(number[n] for n in leaves))))
     return found
+
+
+def _said(node: fx.Node, number: Mapping[fx.Node, str]) -> tuple[Any, ...]:
+    """An op, its arguments and which of its outputs want gradients, without the names of nodes."""
+    words = repr(fx.map_arg((node.args, node.kwargs), lambda a: _Said(number[a])))
+    return node.target, words, tuple(t.requires_grad for t in info(node).outputs)
 
 
 class _Said(str):
@@ -219,36 +236,24 @@ def _is_several(node: fx.Node) -> bool:
     return len(info(node).outputs) > 1 and any(info(u).kind == "part" for u in node.users)
 
 
-def _numbered(path: str) -> str:
-    """The path up to its last number: of "model.layers.3.mlp.up" "model.layers.3"."""
-    parts = path.split(".")
-    return ".".join(parts[: max((i + 1 for i, p in enumerate(parts) if p.isdigit()), default=0)])
-
-
-def _run(piece: Piece, env: dict[fx.Node, Any]) -> list[torch.Tensor]:
-    for node in piece.nodes:
+def _run(segment: Segment, env: dict[fx.Node, Any]) -> list[torch.Tensor]:
+    for node in segment.nodes:
         env[node] = run(node, env)
-    return [env[n] for n in piece.leaves]
+    return [env[n] for n in segment.leaves]
 
 
-def _traced(piece: Piece, reads: Sequence[Lies], tangents: Sequence[Lies | None], device: str) -> Traced:
+def _traced(segment: Segment, reads: Sequence[Lies], tangents: Sequence[Lies | None], device: str) -> Traced:
     held = [i for i, like in enumerate(reads) if like.has_gradient]
     given = [t for t in tangents if t is not None]
 
     def step(inputs: list[torch.Tensor], arriving: list[torch.Tensor]) -> tuple[Any, ...]:
         inputs = [x.detach().requires_grad_(like.has_gradient) for x, like in zip(inputs, reads, strict=True)]
-        outputs = _run(piece, dict(zip(piece.reads, inputs, strict=True)))
+        outputs = _run(segment, dict(zip(segment.reads, inputs, strict=True)))
         if not given or not held:
             return (*outputs,)
-        return (
-            *outputs,
-            *torch.autograd.grad(
-                [o for o, t in zip(outputs, tangents, strict=True) if t is not None],
-                [inputs[i] for i in held],
-                arriving,
-                allow_unused=True,
-            ),
-        )
+        reached = [o for o, t in zip(outputs, tangents, strict=True) if t is not None]
+        wanted = [inputs[i] for i in held]
+        return (*outputs, *torch.autograd.grad(reached, wanted, arriving, allow_unused=True))
 
     fake = [like.made(device).detach() for like in reads], [like.made(device) for like in given]
     made = make_fx(step)(*fake)
@@ -258,8 +263,8 @@ def _traced(piece: Piece, reads: Sequence[Lies], tangents: Sequence[Lies | None]
     for node in made.graph.find_nodes(op="get_attr"):  # torch.tensor([1, 2]) is written out where it stands
         _write_out(made, node, device)
     nodes, flat = [n for n in made.graph.nodes if n.op == "placeholder"], list(made.graph.output_node().args[0])
-    found, count = dict(zip(held, flat[len(piece.leaves) :], strict=False)), len(reads)
-    traced = Traced(nodes[:count], nodes[count:], flat[: len(piece.leaves)], [found.get(i) for i in range(count)])
+    found, count = dict(zip(held, flat[len(segment.leaves) :], strict=False)), len(reads)
+    traced = Traced(nodes[:count], nodes[count:], flat[: len(segment.leaves)], [found.get(i) for i in range(count)])
     needed, pending = set[fx.Node](), list(traced.outputs)
     while pending:
         node = pending.pop()
@@ -268,16 +273,15 @@ def _traced(piece: Piece, reads: Sequence[Lies], tangents: Sequence[Lies | None]
             pending += node.all_input_nodes
     for node in made.graph.nodes:
         if node.op == "call_function":
-            if (
-                node.target is operator.getitem and node.args[0] in needed
-            ):  # a part of what forward makes: it would hold the others until backward
+            # a part of what forward makes: it would hold the others until backward
+            if node.target is operator.getitem and node.args[0] in needed:
                 needed.add(node)
             (traced.forward if node in needed else traced.backward).append(node)
     return traced
 
 
 def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _write_out(made: fx.GraphModule, node: fx.Node, device: str) -> None:

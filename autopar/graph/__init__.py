@@ -1,5 +1,1 @@
-"""The value Graph: what a model computes, one node per canonical op."""
-
-from autopar.graph.graph import Assume, Graph
-
-__all__ = ["Assume", "Graph"]
+"""The value Graph: what a model computes, one node per canonical op. (`layers.py` is read without torch.)"""

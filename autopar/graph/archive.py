@@ -12,24 +12,29 @@ import json
 import math
 import operator
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from autopar.graph.graph import Graph, Info, Leaf, TensorType, info
+from autopar.graph.nodes import Info, Leaf, TensorType, info
 from autopar.letters import BadGraph
 from autopar.ops.entry import OPS, Apply, Op
 from autopar.ops.lookup import by_own_name, on_a_copy, own_name, torch_functions
+from autopar.runtime.private import ATEN_OPS
+
+if TYPE_CHECKING:
+    from autopar.graph.graph import Graph
 
 VERSION = 2
 
 
-def to_json(graph: Graph) -> str:
-    """The graph as text that `from_json` reads."""
+def write(graph: Graph) -> str:
+    """The graph as text that `read_fields` reads."""
     return json.dumps(
         {
             "autopar_graph": VERSION,
@@ -48,8 +53,8 @@ def to_json(graph: Graph) -> str:
     )
 
 
-def from_json(text: str) -> Graph:
-    """The graph that `to_json` wrote. What does not read as one is a letter."""
+def read_fields(text: str) -> dict[str, Any]:
+    """The fields of the graph that `write` wrote. A text that does not read as one is a letter."""
     try:
         data = json.loads(text)
         if data.get("autopar_graph") != VERSION:
@@ -61,22 +66,19 @@ def from_json(text: str) -> Graph:
         made, nodes = fx.Graph(), dict[str, fx.Node]()
         for entry in data["nodes"]:
             _read_node(made, nodes, entry)
-        return Graph(
-            made,
-            _read_spec(data["input_spec"]),
-            tuple(_read(v, nodes) for v in data["input_leaves"]),
-            _read_spec(data["output_spec"]),
-            tuple(_read(v, nodes) for v in data["output_leaves"]),
-            tuple(data["output_names"]),
-            tuple((str(kind), str(name)) for kind, name in data["updates"]),
-            tuple(map(str, data["assumptions"])),
-            bool(data["training"]),
-            tuple(
-                (str(name), TensorType(tuple(map(int, shape)), str(dtype), bool(wants)))
-                for name, shape, dtype, wants in data["unread"]
-            ),
-            tuple(map(str, data.get("backward_from", ()))),
-        )
+        return {
+            "fx": made,
+            "input_spec": _read_spec(data["input_spec"]),
+            "input_leaves": tuple(_read(v, nodes) for v in data["input_leaves"]),
+            "output_spec": _read_spec(data["output_spec"]),
+            "output_leaves": tuple(_read(v, nodes) for v in data["output_leaves"]),
+            "output_names": tuple(data["output_names"]),
+            "updates": tuple((str(kind), str(name)) for kind, name in data["updates"]),
+            "assumptions": tuple(map(str, data["assumptions"])),
+            "training": bool(data["training"]),
+            "unread": tuple((str(name), _read_type(type_)) for name, *type_ in data["unread"]),
+            "backward_from": tuple(map(str, data.get("backward_from", ()))),
+        }
     except BadGraph:
         raise
     except Exception as e:  # whatever is wrong with the text, it is the text
@@ -85,6 +87,11 @@ def from_json(text: str) -> Graph:
             seen=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
             advice="a file that Graph.to_json wrote, and the classes of its inputs and outputs imported",
         ) from e
+
+
+def _read_type(fields: list[Any]) -> TensorType:
+    shape, dtype, wants_gradient = fields
+    return TensorType(tuple(map(int, shape)), str(dtype), bool(wants_gradient))
 
 
 def _spec(spec: pytree.TreeSpec) -> str:
@@ -142,36 +149,46 @@ def _node(node: fx.Node) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    """What JSON has no word for is an object with one key."""
-    if value is None or isinstance(value, (bool, str)) or (isinstance(value, int) and not hasattr(value, "name")):
+    """A value as JSON; one that JSON has no word for is an object with one key."""
+    if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"float": str(value)}
-    if isinstance(value, fx.Node):
-        return {"node": value.name}
-    if isinstance(value, Leaf):
-        return {"leaf": value.position}
-    if isinstance(value, tuple):
-        return {"tuple": [_value(v) for v in value]}
+    if isinstance(value, int) and not hasattr(value, "name"):
+        return value
     if isinstance(value, list):
         return [_value(v) for v in value]
-    if isinstance(value, dict):
-        return {"dict": [[_value(k), _value(v)] for k, v in value.items()]}
-    if isinstance(value, slice):
-        return {"slice": [_value(v) for v in (value.start, value.stop, value.step)]}
-    if value is ...:
-        return {"ellipsis": True}
-    if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
-        return {"torch": str(value).removeprefix("torch.")}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, (np.ndarray, np.generic)):
-        return {"array": [value.tolist(), str(value.dtype)]}
+    for kind, is_one, content in _WRITTEN:
+        if is_one(value):
+            return content(value) if kind is None else {kind: content(value)}
     raise BadGraph(
         f"a {type(value).__name__} cannot be written",
         seen=repr(value)[:80],
         advice="numbers, strings, and lists of them",
     )
+
+
+def _a(*types: type) -> Callable[[Any], bool]:
+    """Is a value of one of these types?"""
+    return lambda value: isinstance(value, types)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+# The key of a value's object (None: the value itself), which values it is for, and its content.
+_WRITTEN: tuple[tuple[str | None, Callable[[Any], bool], Callable[[Any], Any]], ...] = (
+    (None, _is_finite, float),
+    ("float", _a(float), str),
+    ("node", _a(fx.Node), lambda v: v.name),
+    ("leaf", _a(Leaf), lambda v: v.position),
+    ("tuple", _a(tuple), lambda v: [_value(x) for x in v]),
+    ("dict", _a(dict), lambda v: [[_value(k), _value(x)] for k, x in v.items()]),
+    ("slice", _a(slice), lambda v: [_value(x) for x in (v.start, v.stop, v.step)]),
+    ("ellipsis", lambda v: v is ..., lambda v: True),
+    ("torch", _a(torch.dtype, torch.memory_format, torch.layout), lambda v: str(v).removeprefix("torch.")),
+    ("complex", _a(complex), lambda v: [v.real, v.imag]),
+    ("array", _a(np.ndarray, np.generic), lambda v: [v.tolist(), str(v.dtype)]),
+)
 
 
 def _read(value: Any, nodes: dict[str, fx.Node]) -> Any:
@@ -242,7 +259,7 @@ def _function(name: str) -> Any:
         raise BadGraph(f"the autograd.Function {path} is not to be found", advice="import its module first")
     if name.startswith("ops."):
         found = functools.reduce(getattr, name.split("."), torch)
-        if isinstance(found, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        if isinstance(found, ATEN_OPS):
             return found
     if name in torch_functions():
         return torch_functions()[name]

@@ -1,4 +1,4 @@
-"""What repeats: calls that are alike, and blocks of them.
+"""Repetition in a graph: calls that are alike, and blocks of them.
 
 Layers `h.0`, `h.1`, ... that run the same ops on the same shapes, wired the same way.
 
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
-from autopar.graph.graph import info, op_name, type_of
+from autopar.graph import layers, walks
+from autopar.graph.nodes import info, op_name, type_of
 
 if TYPE_CHECKING:
     from autopar.graph.graph import Graph
@@ -45,13 +46,14 @@ def repeated_blocks(graph: Graph) -> tuple[Repeat, ...]:
     while open_nodes:
         blocks: dict[str, list[fx.Node]] = {}
         for node in open_nodes:
-            if path := _block_of(info(node).module, depth):
+            if path := layers.block(info(node).module, depth):
                 blocks.setdefault(path, []).append(node)
         alike: dict[Any, list[str]] = {}
         for path, nodes in blocks.items():
             alike.setdefault((path.rpartition(".")[0], _signature(path, nodes)), []).append(path)
         repeats = [paths for paths in alike.values() if len(paths) > 1 and len(blocks[paths[0]]) >= SMALLEST]
-        found += [Repeat(tuple(paths), tuple(tuple(blocks[p]) for p in paths)) for paths in repeats]
+        for paths in repeats:
+            found.append(Repeat(tuple(paths), tuple(tuple(blocks[p]) for p in paths)))
         done = {path for paths in repeats for path in paths}
         open_nodes = [n for path, nodes in blocks.items() if path not in done for n in nodes]
         depth += 1
@@ -59,8 +61,9 @@ def repeated_blocks(graph: Graph) -> tuple[Repeat, ...]:
 
 
 def calls(graph: Graph) -> dict[fx.Node, int]:
-    """Of each op's node a number: the same for nodes that call the same op with equal arguments on operands of equal
-    types. What holds of one call holds of all that are alike.
+    """A number for each op's node, the same for calls that are alike.
+
+    They call the same op with equal arguments on operands of equal types. What holds of one holds of all.
     """
     numbers: dict[Any, int] = {}
     found: dict[fx.Node, int] = {}
@@ -89,23 +92,9 @@ def _given(value: Any, met: dict[fx.Node, int]) -> Any:
     return type(value), repr(value) if isinstance(value, (float, slice)) or value.__hash__ is None else value
 
 
-def innermost_block(module: str) -> str:
-    """The path up to its last number, `model.layers.3` of `model.layers.3.mlp.up`.
-
-    Or up to a name that ends with one, `encoder_layer_0`.
-    """
-    parts = module.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()] or [
-        i for i, part in enumerate(parts) if part[-1:].isdigit()
-    ][:1]
-    return ".".join(parts[: numbers[-1] + 1]) if numbers else ""
-
-
-def _block_of(module: str, depth: int) -> str:
-    """The path up to its first number, or to a later one: `layers.0`, `layers.0.blocks.1`, `encoder_layer_0`."""
-    parts = module.split(".")
-    numbered = [i for i, part in enumerate(parts) if part[-1:].isdigit()]
-    return ".".join(parts[: numbered[depth] + 1]) if depth < len(numbered) else ""
+def _is_fan_out(node: fx.Node) -> bool:
+    """Is it the identity through which a value with several uses passes? It is told by its uses."""
+    return op_name(node) == "identity"
 
 
 def _signature(path: str, nodes: list[fx.Node]) -> Any:
@@ -113,8 +102,7 @@ def _signature(path: str, nodes: list[fx.Node]) -> Any:
     entering: dict[fx.Node, int] = {}
 
     def where(operand: fx.Node) -> Any:
-        while op_name(operand) == "identity":  # a fan-out is told by its uses
-            operand = operand.kwargs["input"]
+        operand = walks.origin(operand, _is_fan_out)
         if operand in place:
             return ("op", place[operand])
         name = info(operand).key
@@ -137,7 +125,10 @@ def _signature(path: str, nodes: list[fx.Node]) -> Any:
         return (type(value).__name__, repr(value))
 
     def leaves(node: fx.Node) -> bool:
-        return any(u not in place and (op_name(u) != "identity" or leaves(u)) for u in node.users)
+        return any(not _is_fan_out(user) and user not in place for user in walks.uses(node, is_shared_outside))
+
+    def is_shared_outside(node: fx.Node) -> bool:
+        return _is_fan_out(node) and node not in place
 
     lines = []
     for node in nodes:

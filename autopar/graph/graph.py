@@ -13,84 +13,41 @@ and every node has one typed entry, `node.meta["info"]`. The Graph knows nothing
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from autopar.graph.archive import read_fields, write
+from autopar.graph.blocks import Repeat, repeated_blocks
+from autopar.graph.idle import IdleHook
+from autopar.graph.nodes import SHORT, Info, Leaf, TensorType, call_of, fresh_key, info, op_name, run, type_of, typed
 from autopar.letters import BadInput
-from autopar.ops.entry import Op
-from autopar.ops.local import Call
 
-if TYPE_CHECKING:
-    from autopar.graph.blocks import Repeat
-    from autopar.tracer.hooks import IdleHook
-
-SHORT = {
-    "float64": "f64",
-    "float32": "f32",
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "int64": "i64",
-    "int32": "i32",
-    "int16": "i16",
-    "int8": "i8",
-    "uint8": "u8",
-    "bool": "bool",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """What is known of a tensor before it exists."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    requires_grad: bool = False
-
-    def __str__(self) -> str:
-        return f"{SHORT.get(self.dtype, self.dtype)}{list(self.shape)}"
-
-    @property
-    def itemsize(self) -> int:
-        return self.torch_dtype.itemsize
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    @property
-    def may_have_gradient(self) -> bool:
-        """Does torch differentiate values of this dtype? Real and complex ones."""
-        return self.torch_dtype.is_floating_point or self.torch_dtype.is_complex
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> TensorType:
-        return TensorType(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
-
-
-@dataclass(frozen=True, slots=True)
-class Info:
-    """What a node is, written when the node is made."""
-
-    key: str  # its name in plans: `blocks.0.up/linear`, a parameter's or an input's name
-    kind: str  # "parameter", "buffer", "input", "op", "part" (of an op with several outputs), "output"
-    outputs: tuple[TensorType, ...]
-    module: str = ""  # path of the module that ran it
-    source: str = ""  # the user's line: `model.py:84, in forward`
-    names: tuple[str, ...] = ()  # a parameter's names, all of them where it is tied
-    random: int = -1  # which random op of the graph it is, in order; -1: none
-    checkpoint: tuple[
-        int, ...
-    ] = ()  # the activation-checkpoint regions of the user's code that it stands in, outermost first
+__all__ = [  # the value, the entries of its nodes, and runs of it on tensors
+    "Graph",
+    "Assume",
+    "TensorType",
+    "Info",
+    "Leaf",
+    "SHORT",
+    "info",
+    "type_of",
+    "op_name",
+    "typed",
+    "call_of",
+    "run",
+    "fresh_key",
+    "Replay",
+    "tensor_of",
+    "write_buffer",
+    "bind_inputs",
+    "in_traced_order",
+    "build_outputs",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +79,12 @@ class Graph:
     output_spec: pytree.TreeSpec = field(repr=False)
     output_leaves: tuple[Any, ...]  # a leaf of the outputs: its position in the output node, or the constant
     output_names: tuple[str, ...]  # of the tensor leaves: "loss", "logits", "0"
-    updates: tuple[
-        tuple[str, str], ...
-    ] = ()  # ("buffer", name) or ("input", name): their new values are the last entries of the output node
+    # ("buffer", name) or ("input", name): their new values are the last entries of the output node
+    updates: tuple[tuple[str, str], ...] = ()
     assumptions: tuple[str, ...] = ()
     training: bool = True
-    unread: tuple[
-        tuple[str, TensorType], ...
-    ] = ()  # ("parameter name" or "buffer name", its type): what the model holds and no op reads
+    # ("parameter name" or "buffer name", its type): tensors that the model holds and no op reads
+    unread: tuple[tuple[str, TensorType], ...] = ()
     backward_from: tuple[str, ...] = ()  # outputs beside the loss that gradients arrive at
     idle: tuple[IdleHook, ...] = field(default=(), repr=False)  # calls of hooks that do nothing to it; not written
 
@@ -151,19 +106,21 @@ class Graph:
 
     @property
     def result_names(self) -> tuple[str, ...]:
-        """Of everything in the output node: the outputs, then what changes."""
+        """Names of the values in the output node: the outputs, then buffers and inputs that change."""
         return (*self.output_names, *(f"{name}:new" for _, name in self.updates))
 
     @property
     def loss(self) -> int | None:
-        """Which output is the scalar loss: the one called so, or the only scalar that wants a gradient."""
+        """The place of the scalar loss among the outputs: the one called so, or the only one with a gradient."""
         scalars = [
             i
             for i, t in enumerate(info(self.output).outputs[: len(self.output_names)])
             if t.shape == () and t.requires_grad
         ]
         named = [i for i in scalars if self.output_names[i] == "loss"]
-        return named[0] if named else scalars[0] if len(scalars) == 1 else None
+        if named:
+            return named[0]
+        return scalars[0] if len(scalars) == 1 else None
 
     @property
     def differentiable(self) -> tuple[int, ...]:
@@ -229,22 +186,16 @@ class Graph:
     @property
     def blocks(self) -> tuple[Repeat, ...]:
         """Blocks that repeat, such as the layers of a transformer."""
-        from autopar.graph.blocks import repeated_blocks
-
         return repeated_blocks(self)
 
     def to_json(self) -> str:
         """The graph as text that `Graph.from_json` reads back."""
-        from autopar.graph.archive import to_json
-
-        return to_json(self)
+        return write(self)
 
     @staticmethod
     def from_json(text: str) -> Graph:
         """The graph that `to_json` wrote."""
-        from autopar.graph.archive import from_json
-
-        return from_json(text)
+        return Graph(**read_fields(text))
 
     def module(self, model: torch.nn.Module) -> Replay:
         """A module that re-executes the graph on the parameters of `model`."""
@@ -295,13 +246,12 @@ def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
     """A parameter, a buffer, or a tensor that a module holds as an attribute, in a list or in a dict."""
     at: Any = model
     for part in name.split("."):
-        at = (
-            at[int(part)]
-            if isinstance(at, (list, tuple))
-            else next(v for k, v in at.items() if str(k) == part)
-            if isinstance(at, dict)
-            else getattr(at, part)
-        )
+        if isinstance(at, (list, tuple)):
+            at = at[int(part)]
+        elif isinstance(at, dict):
+            at = next(v for k, v in at.items() if str(k) == part)
+        else:
+            at = getattr(at, part)
     return at
 
 
@@ -317,25 +267,6 @@ def write_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None
         setattr(owner, last, value.detach())
     else:
         owner.register_buffer(last, value.detach())
-
-
-def run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-    """Compute one op node. What was recorded without a gradient (under no_grad, say) has none here either."""
-    kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
-    result = (
-        node.target.run(kwargs)
-        if isinstance(node.target, Op)
-        else node.target(*fx.map_arg(node.args, lambda n: env[n]), **kwargs)
-    )
-    about = node.meta.get("info")
-    if (
-        isinstance(result, torch.Tensor)
-        and result.requires_grad
-        and about is not None
-        and not about.outputs[0].requires_grad
-    ):
-        return result.detach()
-    return result
 
 
 def bind_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -369,76 +300,27 @@ def build_outputs(graph: Graph, tensors: list[Any]) -> Any:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """The place of a tensor among the outputs."""
-
-    position: int
-
-
-def fresh_key(graph: fx.Graph, base: str) -> str:
-    """`base`, numbered where a node has that key already."""
-    taken = graph.__dict__.setdefault("_autopar_keys", None)
-    if taken is None:
-        taken = graph.__dict__["_autopar_keys"] = {info(n).key: 0 for n in graph.nodes if "info" in n.meta}
-    key = base
-    while key in taken:
-        taken[base] = taken.get(base, 0) + 1
-        key = f"{base}.{taken[base]}"
-    taken[key] = 0
-    return key
-
-
-def info(node: fx.Node) -> Info:
-    return node.meta["info"]
-
-
-def type_of(node: fx.Node) -> TensorType:
-    return info(node).outputs[0]
-
-
-def typed(arguments: Any) -> Any:
-    """Arguments with types in the places of nodes."""
-    if hasattr(arguments, "meta"):
-        return type_of(arguments)
-    if isinstance(arguments, Mapping):
-        return {k: typed(v) for k, v in arguments.items()}
-    if isinstance(arguments, (list, tuple)):
-        return type(arguments)(typed(v) for v in arguments)
-    return arguments
-
-
-def call_of(node: fx.Node) -> Call:
-    """The call of an op, as its entry is asked about it."""
-    about = info(node)
-    return Call(op_name(node), typed(node.kwargs), about.outputs, about.random, about.source)
-
-
-def op_name(node: fx.Node) -> str:
-    return node.target.name if isinstance(node.target, Op) else info(node).kind
-
-
 def _line(node: fx.Node) -> str:
+    """A node as one line of the printed graph."""
     about = info(node)
     types = ", ".join(map(str, about.outputs))
     if about.kind == "part":
         return f"{node.name}: {types} = {node.args[0]}[{node.args[1]}]"
     if node.op != "call_function":
-        return (
-            f"{node.name}: {types} = {about.kind} {about.key}"
-            + "".join(f" = {n}" for n in about.names[1:])
-            + ("  requires_grad" if about.outputs[0].requires_grad else "")
-        )
+        other_names = "".join(f" = {n}" for n in about.names[1:])
+        wants = "  requires_grad" if about.outputs[0].requires_grad else ""
+        return f"{node.name}: {types} = {about.kind} {about.key}{other_names}{wants}"
     arguments = ", ".join(f"{k}={v}" for k, v in node.kwargs.items())
-    stops = (
-        not any(t.requires_grad for t in about.outputs)
-        and op_name(node) != "detach"
-        and any(t.may_have_gradient for t in about.outputs)
-        and any(type_of(n).requires_grad for n in node.all_input_nodes)
-    )
-    return (
-        f"{node.name}: {types} = {op_name(node)}({arguments})"
-        + (f"    # {about.module}" if about.module else "")
-        + "".join(f"  checkpoint {i}" for i in about.checkpoint[-1:])
-        + ("  no gradient" if stops else "")
-    )
+    module = f"    # {about.module}" if about.module else ""
+    region = f"  checkpoint {about.checkpoint[-1]}" if about.checkpoint else ""
+    gradient = "  no gradient" if _stops_gradients(node) else ""
+    return f"{node.name}: {types} = {op_name(node)}({arguments}){module}{region}{gradient}"
+
+
+def _stops_gradients(node: fx.Node) -> bool:
+    """Was it recorded without a gradient, where its operands and its dtype have one?"""
+    outputs = info(node).outputs
+    if op_name(node) == "detach" or any(t.requires_grad for t in outputs):
+        return False
+    may_have_one = any(t.may_have_gradient for t in outputs)
+    return may_have_one and any(type_of(n).requires_grad for n in node.all_input_nodes)

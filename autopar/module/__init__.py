@@ -1,5 +1,8 @@
 """Programs -> ParallelModule: the model in the user's hands."""
 
-from autopar.module.module import How, ParallelModule, parallelise
+from autopar.module.parallel import ParallelModule
+from autopar.module.parallelise import parallelise
+from autopar.module.runner import How
+from autopar.module.values import Source
 
-__all__ = ["How", "ParallelModule", "parallelise"]
+__all__ = ["How", "ParallelModule", "Source", "parallelise"]

@@ -1,4 +1,4 @@
-"""What would take the parameters of a parallel model for whole ones, and is a letter that says what to do instead:
+"""Errors, which say what to do instead, where parameters of a parallel model would be taken for whole ones:
 
 wrappers that spread or reduce them again, calls of a part by itself, files that a rank writes of what it holds.
 """
@@ -9,14 +9,14 @@ import functools
 import weakref
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.letters import Consumed, NotServed
-from autopar.module.storage import is_stored_on
-from autopar.runtime.private import before_call, before_fully_shard, call_of
+from autopar.runtime.patches import before_fully_shard, before_pickling, before_wrapping
+from autopar.runtime.private import before_call, call_of
 
 _INSTEAD = (
     "the parallel model as it is: loss.backward() reduces its gradients, model.no_sync() lets them wait,\n"
@@ -26,36 +26,36 @@ _INSTEAD = (
 
 
 def watch_what_stands_around() -> None:
-    """Let wrappers and pickle look whether what they are given belongs to a parallel model."""
+    """Let wrappers and pickle refuse what belongs to a parallel model."""
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
-        _look_before(wrapper)
-    before_fully_shard(lambda parameters: _refuse(parameters, "fully_shard"))
-    _look_before_pickling()
+        before_wrapping(wrapper, _refuse_wrapper)
+    before_fully_shard(_refuse_wrapper)
+    before_pickling(_refuse_part)
 
 
-def _refuse(parameters: Any, wrapper: str) -> None:
-    if any(_is_stored(p) for p in parameters):
-        what = "is put around a parallel model, whose parameters are spread and whose gradients are reduced already"
-        raise Consumed(f"{wrapper} {what}", advice=_INSTEAD)
+def _refuse_wrapper(parameter: Tensor, wrapper: str) -> None:
+    what = "is put around a parallel model, whose parameters are spread and whose gradients are reduced already"
+    raise Consumed(f"{wrapper} {what}", advice=_INSTEAD)
 
 
-def _look_before(wrapper: Any) -> None:
-    theirs = wrapper.__init__
-    if hasattr(theirs, "of_autopar"):
+def _refuse_part(tensor: DTensor) -> None:
+    """Raise an error where a rank is about to write a tensor of which it holds a part."""
+    if tensor.device_mesh.size() == 1 or all(p.is_replicate() for p in tensor.placements):
         return
-
-    @functools.wraps(theirs)
-    def init(self: nn.Module, module: nn.Module, *args: Any, **how: Any) -> None:
-        if isinstance(module, nn.Module):
-            _refuse(module.parameters(), wrapper.__name__)
-        theirs(self, module, *args, **how)
-
-    init.of_autopar = True  # type: ignore[attr-defined]
-    wrapper.__init__ = init
+    raise NotServed(
+        "a rank is about to write a tensor of a parallel model, of which it holds a part",
+        seen=f"{tuple(tensor.to_local().shape)} of {tuple(tensor.shape)}, stored as {tensor.placements}",
+        advice="torch.distributed.checkpoint.save({'model': model.state_dict()}, checkpoint_id=path) on all "
+        "ranks,\n"
+        "which any mesh or one device loads; model.save_pretrained(path) on all ranks; for one file\n"
+        "torch.distributed.checkpoint.state_dict.get_model_state_dict(model,\n"
+        "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on all ranks,\n"
+        "then torch.save on rank 0; for this rank's part alone its to_local()",
+    )
 
 
 def watch_parts(model: nn.Module, are_watched: bool = True) -> None:
-    """Let parts that have parameters say why they cannot be called by themselves; a capture calls them as they are."""
+    """Let parts that have parameters refuse to be called by themselves; a capture calls them as they are."""
     for path, part in model.named_modules():
         compiled = vars(part).get("_compiled_call_impl")  # a user's own stays
         is_ours = compiled is None or getattr(compiled, "func", None) is _call_part
@@ -77,30 +77,3 @@ def _call_part(part: weakref.ref[nn.Module], path: str, *args: Any, **kwargs: An
             advice="compute it inside the model or in loss=, and return it as an output;\n"
             "or call a copy of it whose parameters are whole: parameter.full_tensor() on all ranks",
         ) from e
-
-
-def _look_before_pickling() -> None:
-    theirs = DTensor.__reduce_ex__
-    if hasattr(theirs, "of_autopar"):
-        return
-
-    def reduced(self: DTensor, protocol: Any) -> Any:
-        if _is_stored(self) and self.device_mesh.size() > 1 and any(not p.is_replicate() for p in self.placements):
-            raise NotServed(
-                "a rank is about to write a tensor of a parallel model, of which it holds a part",
-                seen=f"{tuple(self.to_local().shape)} of {tuple(self.shape)}, stored as {self.placements}",
-                advice="torch.distributed.checkpoint.save({'model': model.state_dict()}, checkpoint_id=path) on all "
-                "ranks,\n"
-                "which any mesh or one device loads; model.save_pretrained(path) on all ranks; for one file\n"
-                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model,\n"
-                "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on all ranks,\n"
-                "then torch.save on rank 0; for this rank's part alone its to_local()",
-            )
-        return theirs(self, protocol)
-
-    reduced.of_autopar = True  # type: ignore[attr-defined]
-    DTensor.__reduce_ex__ = reduced
-
-
-def _is_stored(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) and is_stored_on(tensor.device_mesh)

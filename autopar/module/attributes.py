@@ -14,12 +14,10 @@ import argparse
 import contextlib
 import enum
 import functools
-import inspect
 import numbers
-import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from operator import itemgetter
 from typing import Any, cast
 
@@ -27,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from autopar.letters import NotServed
+from autopar.module.reads import Place, Reads, taking_down
 
 State = tuple[Any, ...]
 Unread = frozenset[tuple[int, int]]
-Reads = set[tuple[int, str, str]]  # a place, and an attribute of what stands there
-Place = tuple[int, str]  # a module, by its number, and which of its attributes are settings; "" for its own
 
 _MOST_STATES = 16  # that are remembered: one that comes back later is a new one
 _MOST_ENTRIES = 256  # of a list or dict that is watched: tables are longer, and would be looked at in every call
+_IS_OF_PYTHON, _IS_IMMUTABLE = 1 << 9, 1 << 8  # flags of a class
 _ATOMS = frozenset({int, float, str, bool, type(None)})
 _GONE = object()
 _LASTING = (
@@ -59,7 +57,7 @@ _OF_MODULES = frozenset(
 
 @contextlib.contextmanager
 def reads_of(model: Any) -> Iterator[Reads]:
-    """What is read inside of what the modules of a model say of themselves."""
+    """The attributes of a model's modules and settings that are read inside."""
     if not isinstance(model, nn.Module):  # a letter, soon
         yield set()
         return
@@ -72,12 +70,13 @@ class Attributes:
 
     def __init__(self, modules: Sequence[nn.Module], like: Attributes | None = None) -> None:
         self.modules = modules
-        self.hooks = [
-            *(
-                (i, m._forward_pre_hooks, m._forward_hooks) for i, m in enumerate(modules)
-            ),  # those that the whole model had before it was parallel
-            *((i, m._backward_pre_hooks, m._backward_hooks) for i, m in enumerate(modules) if i),
-        ]
+        self.keys: dict[Place, list[str]] = {}  # the attributes that are watched
+        self.readers: list[tuple[dict[str, Any], Callable[[Any], tuple[Any, ...]]]] = []  # that read them, by place
+        self.settings: list[tuple[dict[str, Any], str, Any]] = []  # where settings stand, and which
+        # of the whole model the hooks that it had before it was parallel
+        forward = [(i, m._forward_pre_hooks, m._forward_hooks) for i, m in enumerate(modules)]
+        backward = [(i, m._backward_pre_hooks, m._backward_hooks) for i, m in enumerate(modules) if i]
+        self.hooks = [*forward, *backward]
         self.children = [tuple(m._modules.values()) for m in modules]
         if like is None:
             self.layout = 0  # counts how often what is watched was chosen anew
@@ -98,7 +97,7 @@ class Attributes:
             self.states, self.latest, self.newest = dict(like.states), like.latest, like.newest
 
     def state(self) -> int:
-        """Which of the states they are in that they have been in. A letter where a module was exchanged for another."""
+        """The number of the state they are in now; an error where a module was exchanged for another."""
         if any(of.get(key) is not one for of, key, one in self.settings):  # others: what was known of them says nothing
             self.layout += 1
             self._watch_all()
@@ -116,36 +115,26 @@ class Attributes:
 
     @contextlib.contextmanager
     def reads(self) -> Iterator[Reads]:
-        """Which attributes of modules and of settings this thread reads inside."""
-        found: Reads = set()
+        """The attributes of modules and of settings that this thread reads inside."""
         places: dict[int, Place] = {id(m): (i, "") for i, m in enumerate(self.modules)}
-        told = [(place, vars(self.modules[place[0]])[place[1]]) for place in self.keys if place[1]]
-        places |= {id(settings): place for place, settings in told}
         keys: dict[type, set[str]] = {nn.Module: set()}
-        for place, settings in told:
+        for place, of_one in self.keys.items():
+            if not place[1]:
+                continue
+            settings = vars(self.modules[place[0]])[place[1]]
+            places[id(settings)] = place
             if _can_be_noted(settings):
-                keys.setdefault(type(settings), set()).update(self.keys[place])
-        with _LOCK:
-            _READERS[threading.get_ident()] = _Reader(places, found)
-            for cls, of_one in keys.items():
-                _note_reads_of(cls, of_one)
-        try:
+                keys.setdefault(type(settings), set()).update(of_one)
+        with taking_down(places, keys) as found:
             yield found
-        finally:
-            with _LOCK:
-                del _READERS[threading.get_ident()]
-                for cls in keys:
-                    _let_alone(cls)
 
     def unread(self, read: Reads) -> Unread:
-        """Where in a state those stand that were not read."""
-        return frozenset(
-            (h, k)
-            for h, (place, keys) in enumerate(self.keys.items())
-            if self._are_noted(place)
-            for k, key in enumerate(keys)
-            if (*place, key) not in read
-        )
+        """The places in a state of attributes that were not read."""
+        found = set()
+        for h, (place, keys) in enumerate(self.keys.items()):
+            if self._are_noted(place):
+                found |= {(h, k) for k, key in enumerate(keys) if (*place, key) not in read}
+        return frozenset(found)
 
     def _are_noted(self, place: Place) -> bool:
         module = self.modules[place[0]]
@@ -156,32 +145,32 @@ class Attributes:
         now = self.now()
         if now[2:] != then[2:]:
             return False
-        pairs = zip(now[0], now[1], then[0], then[1], strict=True)
-        return all(
-            (h, k) in unread or k == len(mine) - 1
-            for h, (mine, kinds, theirs, others) in enumerate(pairs)
-            if mine != theirs or kinds != others
-            for k, (x, y, a, b) in enumerate(zip(mine, theirs, kinds, others, strict=True))
-            if a is not b or x != y
-        )
+        for h, (mine, kinds, theirs, others) in enumerate(zip(now[0], now[1], then[0], then[1], strict=True)):
+            if mine == theirs and kinds == others:
+                continue
+            for k, (x, y, a, b) in enumerate(zip(mine, theirs, kinds, others, strict=True)):
+                differs = a is not b or x != y
+                if differs and (h, k) not in unread and k < len(mine) - 1:  # the last repeats the first
+                    return False
+        return True
 
     def _watch_all(self) -> None:
         places: dict[int, Place] = {}  # once each: many modules hold one configuration
         for i, module in enumerate(self.modules):
             for name in ("", *(k for k, v in vars(module).items() if _are_settings(k, v))):
                 places.setdefault(id(self._held((i, name))), (i, name))
-        self._watch(
-            {
-                place: [k for k, v in self._held(place).items() if k not in _OF_MODULES and not _are_settings(k, v)]
-                for place in places.values()
-            }
-        )
+        self._watch({place: self._plain_keys(place) for place in places.values()})
+
+    def _plain_keys(self, place: Place) -> list[str]:
+        """The attributes of a module or of settings that are neither torch's own nor settings."""
+        return [k for k, v in self._held(place).items() if k not in _OF_MODULES and not _are_settings(k, v)]
 
     def _watch(self, keys: Mapping[Place, list[str]]) -> None:
         self.keys = {place: of_one for place, of_one in keys.items() if of_one}
         self.readers = [
-            (self._held(place), itemgetter(*of_one, of_one[0])) for place, of_one in self.keys.items()
-        ]  # of one key a getter gives no tuple
+            (self._held(place), itemgetter(*of_one, of_one[0]))  # of one key alone a getter gives no tuple
+            for place, of_one in self.keys.items()
+        ]
         self.settings = [(vars(m), k, v) for m in self.modules for k, v in vars(m).items() if _are_settings(k, v)]
 
     def _held(self, place: Place) -> dict[str, Any]:
@@ -199,10 +188,9 @@ class Attributes:
         try:
             held = [get(of) for of, get in self.readers]
         except KeyError:  # one is gone
-            held = [
-                [of.get(key, _GONE) for key in (*keys, keys[0])]
-                for (of, _), keys in zip(self.readers, self.keys.values(), strict=True)
-            ]
+            held = []
+            for (of, _), keys in zip(self.readers, self.keys.values(), strict=True):
+                held.append(tuple(of.get(key, _GONE) for key in (*keys, keys[0])))
         first = dict[int, int]()  # of each parameter, whichever comes: ties are seen
         parameters = [
             None if p is None else (first.setdefault(id(p), len(first)), p.requires_grad, p.dtype)
@@ -239,7 +227,7 @@ def _is_lasting(value: Any) -> bool:
 
 
 def _as_it_is(value: Any) -> Any:
-    """What a list or dict holds now, for it may be changed in place.
+    """The content of a list or dict, which may be changed in place.
 
     Of a tensor, whose values are read in every call, its type; of anything else which one it is.
     """
@@ -249,7 +237,9 @@ def _as_it_is(value: Any) -> Any:
         return type(value), [_as_it_is(v) for v in value]
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.requires_grad
-    return tuple(map(_as_it_is, value)) if isinstance(value, tuple) else value if _is_lasting(value) else _Itself(value)
+    if isinstance(value, tuple):
+        return tuple(map(_as_it_is, value))
+    return value if _is_lasting(value) else _Itself(value)
 
 
 def _reads_by_itself(module: nn.Module) -> bool:
@@ -268,7 +258,8 @@ class _Itself:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Itself) and self.held is other.held
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return id(self.held)
 
 
 def _can_be_noted(settings: Any) -> bool:
@@ -279,128 +270,3 @@ def _can_be_noted(settings: Any) -> bool:
         and not cls.__flags__ & _IS_IMMUTABLE
         and cast(Any, type(cls)).__setattr__ is type.__setattr__
     )
-
-
-_IS_OF_PYTHON, _IS_IMMUTABLE = 1 << 9, 1 << 8  # flags of a class
-_LOCK = threading.Lock()
-_NOTED: dict[
-    type, tuple[int, dict[str, Any]]
-] = {}  # classes whose reads are noted: for how many threads, and what their own attributes of those names are
-
-
-@dataclass(slots=True)
-class _Reader:
-    """A thread that notes what it reads."""
-
-    places: dict[int, Place]
-    found: Reads = field(default_factory=set)
-    met: int = 0  # how many attributes of settings it has met
-
-
-_READERS: dict[int, _Reader] = {}  # by thread
-
-
-class _Noted:
-    """In the place of an attribute of settings.
-
-    Whichever way a class of settings leads there - other names, properties, a `__getattribute__` - it ends here.
-    """
-
-    def __init__(self, cls: type, key: str) -> None:
-        self.key, self.of_class = key, inspect.getattr_static(cls, key, _GONE)
-
-    def __get__(self, held: Any, cls: type | None = None) -> Any:
-        if held is not None:
-            _note(held, self.key)
-            if self.key in (values := object.__getattribute__(held, "__dict__")):
-                return values[self.key]
-        if self.of_class is _GONE:
-            raise AttributeError(f"{cls} has no attribute {self.key!r}")
-        return self.of_class.__get__(held, cls) if hasattr(type(self.of_class), "__get__") else self.of_class
-
-    def __set__(self, held: Any, value: Any) -> None:
-        object.__getattribute__(held, "__dict__")[self.key] = value
-
-    def __delete__(self, held: Any) -> None:
-        try:
-            del object.__getattribute__(held, "__dict__")[self.key]
-        except KeyError as e:
-            raise AttributeError(self.key) from e
-
-
-def _note_reads_of(cls: type, keys: Iterable[str]) -> None:
-    """Note which attributes are read of instances of a class.
-
-    Of settings also where they are read together, or in a way that is not seen.
-    """
-    users, own = _NOTED.get(cls, (0, {}))
-    _NOTED[cls] = users + 1, own
-
-    def put(name: str, value: object) -> None:
-        if name not in own:
-            own[name] = vars(cls).get(name, _GONE)
-            setattr(cls, name, value)
-
-    def read(self: Any, name: str) -> Any:
-        reader = _READERS.get(threading.get_ident())
-        place = None if reader is None else reader.places.get(id(self))
-        if place is None or reader is None or not place[1]:
-            if place is not None and reader is not None:
-                reader.found.add((*place, name))
-            return get(self, name)
-        if name == "__dict__":
-            _note_all(self)
-        met = reader.met
-        value = get(self, name)
-        if (
-            reads_by_itself
-            and reader.met == met
-            and (name in object.__getattribute__(self, "__dict__") or not hasattr(cls, name))
-        ):
-            _note_all(self)
-        return value
-
-    def reduced(self: Any, protocol: Any) -> Any:  # a copy reads all, and not through the others
-        _note_all(self)
-        return reduce(self, protocol)
-
-    if not users:
-        reads_by_itself = any("__getattribute__" in vars(c) for c in cls.__mro__ if c is not object)
-        get, reduce = _own_or_next(cls, "__getattribute__"), _own_or_next(cls, "__reduce_ex__")
-        put("__getattribute__", read)
-        if cls is not nn.Module:
-            put("__reduce_ex__", reduced)
-    for key in keys:
-        if not hasattr(type(inspect.getattr_static(cls, key, None)), "__set__"):  # else its value is not there
-            put(key, _Noted(cls, key))
-
-
-def _own_or_next(cls: type, name: str) -> Callable[..., Any]:
-    """A method of a class as it is now, or of whatever stands behind it in the class of who calls it."""
-    own = vars(cls).get(name)
-    return own if own is not None else lambda self, *given: getattr(super(cls, self), name)(*given)
-
-
-def _let_alone(cls: type) -> None:
-    users, own = _NOTED[cls]
-    if users > 1:
-        _NOTED[cls] = users - 1, own
-        return
-    del _NOTED[cls]
-    for name, value in own.items():
-        if value is _GONE:
-            delattr(cls, name)
-        else:
-            setattr(cls, name, value)
-
-
-def _note(held: Any, key: str) -> None:
-    reader = _READERS.get(threading.get_ident())
-    if reader is not None and (place := reader.places.get(id(held))) is not None:
-        reader.found.add((*place, key))
-        reader.met += 1
-
-
-def _note_all(held: Any) -> None:
-    for key in object.__getattribute__(held, "__dict__"):
-        _note(held, key)

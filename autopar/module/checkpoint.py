@@ -25,26 +25,28 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from autopar.letters import BadWeights, NotServed
+from autopar.runtime.patches import answer_checkpoints
 from autopar.runtime.private import StridedShard, local_part
 from autopar.sharding.placement import part
 
-Rectangle = tuple[
-    tuple[int, ...], tuple[int, ...], tuple[slice, ...]
-]  # offsets and sizes in the whole, and where it lies in the local part
+# offsets and sizes in the whole, and where it lies in the local part
+Rectangle = tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]
 
 
 def is_cut_by_blocks(tensor: DTensor) -> bool:
-    """Has it a dim that is cut by blocks? Torch's own strided shards stand beside another cut of the same dim."""
+    """Has it a dim that is cut by blocks?
+
+    torch's own strided shards stand beside another cut of the same dim.
+    """
     dims = [p.dim for p in tensor.placements if hasattr(p, "dim")]
     return any(isinstance(p, StridedShard) and dims.count(p.dim) == 1 for p in tensor.placements)
 
 
 def rectangles(tensor: DTensor) -> list[Rectangle]:
-    """What this rank holds of the whole."""
+    """The rectangles of the whole tensor that this rank holds."""
     mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    runs: list[list[tuple[int, int]]] = [
-        [(0, size)] for size in tensor.shape
-    ]  # of each dim what is held of it, in its order
+    # what is held of each dim, in its order
+    runs: list[list[tuple[int, int]]] = [[(0, size)] for size in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
         if not hasattr(placement, "dim"):
             continue
@@ -57,61 +59,41 @@ def rectangles(tensor: DTensor) -> list[Rectangle]:
                 cut.append((start + b * step + first, size))
         runs[placement.dim] = cut
     found: list[Rectangle] = []
-    lies = [list(itertools.accumulate((size for _, size in run), initial=0)) for run in runs]
+    lies = [list(itertools.accumulate([size for _, size in run], initial=0)) for run in runs]
     for which in itertools.product(*(range(len(run)) for run in runs)):
-        offsets, sizes = (
-            tuple(runs[d][i][0] for d, i in enumerate(which)),
-            tuple(runs[d][i][1] for d, i in enumerate(which)),
-        )
-        found.append(
-            (offsets, sizes, tuple(slice(lies[d][i], lies[d][i] + runs[d][i][1]) for d, i in enumerate(which)))
-        )
+        offsets = tuple(runs[d][i][0] for d, i in enumerate(which))
+        sizes = tuple(runs[d][i][1] for d, i in enumerate(which))
+        starts = [lies[d][i] for d, i in enumerate(which)]
+        here = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        found.append((offsets, sizes, here))
     return found
 
 
 def teach_dtensor() -> None:
     """Let DTensors that are cut by blocks answer with their rectangles."""
-    if hasattr(DTensor, "_autopar_taught"):
-        return
-    create_write_items, create_chunk_list, get_tensor_shard = (
-        DTensor.__create_write_items__,
-        DTensor.__create_chunk_list__,
-        DTensor.__get_tensor_shard__,
-    )
+    answers: dict[str, Callable[..., Any]] = {
+        "__create_write_items__": _write_items,
+        "__create_chunk_list__": _chunk_list,
+        "__get_tensor_shard__": _tensor_shard,
+    }
+    answer_checkpoints(is_cut_by_blocks, answers)
 
-    def write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
-        if not is_cut_by_blocks(self):
-            return create_write_items(self, fqn, object)
-        properties = TensorProperties.create_from_tensor(self.to_local())
-        return [
-            WriteItem(
-                MetadataIndex(fqn, torch.Size(offsets)),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), properties, self.size()
-                ),
-            )
-            for offsets, sizes, _ in rectangles(self)
-        ]
 
-    def chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
-        if not is_cut_by_blocks(self):
-            return create_chunk_list(self)
-        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in rectangles(self)]
+def _write_items(tensor: DTensor, fqn: str, _: Any) -> list[WriteItem]:
+    properties = TensorProperties.create_from_tensor(tensor.to_local())
+    found = []
+    for chunk in _chunk_list(tensor):
+        data = TensorWriteData(chunk, properties, tensor.size())
+        found.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+    return found
 
-    def tensor_shard(self: DTensor, index: MetadataIndex) -> Tensor:
-        if not is_cut_by_blocks(self):
-            return get_tensor_shard(self, index)
-        return next(
-            local_part(self)[where] for offsets, _, where in rectangles(self) if index.offset == torch.Size(offsets)
-        )
 
-    DTensor.__create_write_items__, DTensor.__create_chunk_list__, DTensor.__get_tensor_shard__ = (
-        write_items,
-        chunk_list,
-        tensor_shard,
-    )
-    DTensor._autopar_taught = True
+def _chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes, _ in rectangles(tensor)]
+
+
+def _tensor_shard(tensor: DTensor, index: MetadataIndex) -> Tensor:
+    return next(local_part(tensor)[where] for at, _, where in rectangles(tensor) if index.offset == torch.Size(at))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -149,7 +131,7 @@ class Weights:
 
     def __init__(self, path: str | Path) -> None:
         try:
-            from safetensors import safe_open
+            from safetensors import safe_open  # an optional dependency
         except ImportError as e:
             raise NotServed(
                 "weights= reads safetensors, and that library is not installed", advice="pip install safetensors"
@@ -186,15 +168,16 @@ class Weights:
         return self._files[path]
 
     def name_of(self, names: Iterable[str], prefix: str) -> str | None:
-        """Under which of its names a tensor is there; a base model's file lacks its prefix, or a head's has it."""
+        """The name under which a tensor is there, if any.
+
+        A base model's file lacks its prefix, or a head's has it.
+        """
         for name in names:
-            for candidate in (
-                name,
-                f"{prefix}.{name}" if prefix else name,
-                name.removeprefix(f"{prefix}.") if prefix else name,
-            ):
-                if candidate in self.at:
-                    return candidate
+            candidates = [name]
+            if prefix:
+                candidates += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
+            if there := [candidate for candidate in candidates if candidate in self.at]:
+                return there[0]
         return None
 
     def part(self, name: str, shape: Sequence[int], places: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -221,7 +204,10 @@ def read(
     places_of: Callable[[str, Tensor], list[Tensor]],
     keep: Callable[[str, Tensor, Tensor], None],
 ) -> set[int]:
-    """Give `keep(name, tensor, part)` this rank's part of every parameter and saved buffer; ids of what was given."""
+    """Give `keep(name, tensor, part)` this rank's part of every parameter and saved buffer.
+
+    Returns the ids of the tensors that were given.
+    """
     weights, prefix = Weights(path), str(getattr(model, "base_model_prefix", "") or "")
     saved = set(model.state_dict(keep_vars=True))
     names: dict[int, tuple[Tensor, list[str]]] = {}

@@ -14,7 +14,6 @@ is a letter.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import threading
 import zlib
@@ -24,9 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.letters import NotServed
+from autopar.runtime.patches import seen_on_meta
+from autopar.runtime.private import TorchDispatchMode
 from autopar.runtime.random import SECOND, as_normal, as_uniform, bits_at, key_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 
@@ -96,8 +96,10 @@ def _takes_one(function: Callable[..., Any]) -> bool:
 
 
 def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None], given: Collection[int] = ()) -> None:
-    """Run the recipes; `keep(name, on_meta, whole)` gets each tensor in full when its module is done, again if a later
-    recipe writes it again.
+    """Run the recipes, module by module.
+
+    `keep(name, on_meta, whole)` gets each tensor in full when its module is done, again if a later recipe writes it
+    again.
     """
     places, done, sums = places_of(model, given), set[int](), list[tuple[str, int]]()
     state = from_rank_0(torch.get_rng_state)
@@ -164,7 +166,7 @@ def initialise_by_position(
 
     for _, steps in recipes(model):
         for step in steps:
-            with _DRAWING, mode, torch.no_grad(), _seen_on_meta(refuse):
+            with _DRAWING, mode, torch.no_grad(), seen_on_meta(refuse):
                 step()
     for i, part in mode.parts.items():
         keep(*names[i], part)
@@ -181,9 +183,9 @@ def _refuse_unwritten(places: dict[int, tuple[str, Tensor, list[Place]]], done: 
 
 
 def _written(steps: list[Callable[[], Any]], places: dict[int, tuple[str, Tensor, list[Place]]]) -> list[int]:
-    """Which tensors the steps write, by a run on meta."""
+    """The tensors that the steps write, by a run on meta."""
     watch = _Writes({tensor.untyped_storage()._cdata: i for i, (_, tensor, _) in places.items()})
-    with _DRAWING, watch, torch.no_grad(), _seen_on_meta(lambda tensor: [tensor.zero_()].clear()):
+    with _DRAWING, watch, torch.no_grad(), seen_on_meta(lambda tensor: [tensor.zero_()].clear()):
         for step in steps:
             step()
     return list(watch.found)
@@ -213,42 +215,22 @@ class _Writes(TorchDispatchMode):
 def _unwritten(tensor: Tensor) -> Tensor:
     """In full, with marks where nothing is written yet."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype)
-    made = made.fill_(
-        float("nan")
-        if made.is_floating_point() or made.is_complex()
-        else 0
-        if made.dtype == torch.bool
-        else _UNWRITTEN % (2 ** (8 * made.itemsize - 1))
-    )
+    if made.is_floating_point() or made.is_complex():
+        made.fill_(float("nan"))
+    elif made.dtype == torch.bool:
+        made.fill_(False)
+    else:
+        made.fill_(_UNWRITTEN % (2 ** (8 * made.itemsize - 1)))
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Of the bits: ranks that hold the same have the same."""
+    """A sum of the bits: equal on ranks that hold the same."""
     return (
         int(tensor.detach().contiguous().view(torch.uint8).to(torch.int64).sum())
         if tensor.numel() and tensor.dim()
         else zlib.crc32(repr(tensor.detach().tolist()).encode())
     )
-
-
-@contextlib.contextmanager
-def _seen_on_meta(does: Callable[[Tensor], None]) -> Iterator[None]:
-    """torch's orthogonal_ and sparse_ leave a tensor on meta alone: what they would do there is said in their stead."""
-    names = ("orthogonal_", "sparse_")
-    own = {name: getattr(nn.init, name) for name in names}
-
-    def seen(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-        does(tensor)
-        return tensor
-
-    for name in names:
-        setattr(nn.init, name, seen)
-    try:
-        yield
-    finally:
-        for name in names:
-            setattr(nn.init, name, own[name])
 
 
 def _share_unwritten(tensor: Tensor) -> float:
@@ -295,33 +277,15 @@ class _ByPosition(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def _do(self, i: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do to the part what an op does to the whole tensor on meta."""
         (name, tensor), base = self.names[i], function.overloadpacket
-        if (
-            i in self.parts
-            and tensor.dim()
-            and args[0].shape == tensor.shape[1:]
-            and base in (torch.ops.aten.fill_, torch.ops.aten.zero_)
-        ):  # one row, of a padding index
-            here = (self.places[i][0] == args[0].storage_offset() // max(1, tensor.stride(0))).nonzero().flatten()
+        if i in self.parts and _is_one_row(tensor, args[0]) and base in _CONSTANTS:  # of a padding index
+            row = args[0].storage_offset() // max(1, tensor.stride(0))
+            here = (self.places[i][0] == row).nonzero().flatten()
             self.parts[i].index_fill_(0, here, *(args[1:] or (0.0,)))
             return
-        known = (
-            args[1]
-            if base is torch.ops.aten.copy_
-            and args[0].shape == tensor.shape
-            and isinstance(args[1], Tensor)
-            and args[1].shape == tensor.shape
-            and not args[1].is_meta
-            else None
-        )
-        if known is not None and isinstance(
-            tensor, nn.Parameter
-        ):  # where its numbers come from cannot be seen: each rank may have drawn its own
-            known = None
-        if known is None and (
-            args[0].shape != tensor.shape
-            or any(isinstance(a, Tensor) and (a.dim() or a.is_meta) for a in (*args[1:], *kwargs.values()))
-        ):
+        known = _known_values(tensor, base, args)
+        if known is None and not _is_element_by_element(tensor, args, kwargs):
             raise NotServed(
                 f"{name} gets values that are not drawn or computed element by element ({function}), and "
                 'init="counter" knows no other',
@@ -333,29 +297,56 @@ class _ByPosition(TorchDispatchMode):
         part = self.parts[i]
         if known is not None:  # a table that the recipe has computed
             part.copy_(known[torch.meshgrid(*self.places[i], indexing="ij")] if known.dim() else known)
-            return
-        if base in (torch.ops.aten.normal_, torch.ops.aten.uniform_):
-            number = self.draws[i] = self.draws.get(i, -1) + 1
-            key = torch.tensor(key_of(self.seed, _number_of(name)))
+        elif base in _DRAWN:
             given = {a.name: v for a, v in zip(function._schema.arguments, args, strict=False)} | kwargs
-            is_normal = base is torch.ops.aten.normal_
-            first, second = (
-                float(given.get(n, default))
-                for n, default in ((("mean", 0), ("std", 1)) if is_normal else (("from", 0), ("to", 1)))
-            )
-            one, two = (bits_at(key, number + more, tensor.shape, self.places[i]) for more in (0, SECOND))
-            part.copy_(
-                as_normal(one, two, torch.float64) * second + first
-                if is_normal
-                else as_uniform(one, torch.float64) * (second - first) + first
-            )
-        elif base in (torch.ops.aten.random_, torch.ops.aten.bernoulli_, torch.ops.aten.exponential_):
+            part.copy_(self._drawn(i, base, given))
+        elif base in _REFUSED:
             raise NotServed(
                 f'{name} is drawn by {function}, and init="counter" knows the uniform and the normal distribution',
                 advice='init="module"',
             )
         else:
             function(part, *args[1:], **kwargs)
+
+    def _drawn(self, i: int, base: Any, given: dict[str, Any]) -> Tensor:
+        """This rank's part of the next draw for a tensor, by position."""
+        name, tensor = self.names[i]
+        number = self.draws[i] = self.draws.get(i, -1) + 1
+        key = torch.tensor(key_of(self.seed, _number_of(name)))
+        one, two = (bits_at(key, number + more, tensor.shape, self.places[i]) for more in (0, SECOND))
+        first, second = (float(given.get(word, default)) for word, default in _DRAWN[base])
+        if base is torch.ops.aten.normal_:
+            return as_normal(one, two, torch.float64) * second + first
+        return as_uniform(one, torch.float64) * (second - first) + first
+
+
+_CONSTANTS = (torch.ops.aten.fill_, torch.ops.aten.zero_)
+_DRAWN = {  # what recipes draw -> the words of its two numbers, with what they are if they are not given
+    torch.ops.aten.normal_: (("mean", 0), ("std", 1)),
+    torch.ops.aten.uniform_: (("from", 0), ("to", 1)),
+}
+_REFUSED = (torch.ops.aten.random_, torch.ops.aten.bernoulli_, torch.ops.aten.exponential_)
+
+
+def _is_one_row(tensor: Tensor, written: Tensor) -> bool:
+    return bool(tensor.dim()) and written.shape == tensor.shape[1:]
+
+
+def _known_values(tensor: Tensor, base: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """The values that are copied into a whole tensor, where every rank has computed the same.
+
+    None for a parameter: where its numbers come from cannot be seen, each rank may have drawn its own.
+    """
+    is_copy = base is torch.ops.aten.copy_ and isinstance(args[1], Tensor) and not args[1].is_meta
+    if not is_copy or isinstance(tensor, nn.Parameter):
+        return None
+    return args[1] if args[0].shape == tensor.shape == args[1].shape else None
+
+
+def _is_element_by_element(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Is the whole tensor written, from numbers alone?"""
+    given = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
+    return args[0].shape == tensor.shape and not any(a.dim() or a.is_meta for a in given)
 
 
 def _number_of(name: str) -> int:

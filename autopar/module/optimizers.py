@@ -1,4 +1,4 @@
-"""Which of torch's optimizers cannot make a step of parameters that are DTensors.
+"""torch's optimizers that cannot make a step of parameters of a parallel model.
 
 Every class and form of them was tried (tests/runtime/test_optimizers.py): those that are not here make the step of one
 device.
@@ -6,24 +6,46 @@ device.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autopar.letters import NotServed
+from autopar.letters import Consumed, NotServed
+from autopar.runtime.ours import is_ours
 from autopar.runtime.private import StridedShard
 
 _WHOLE = 'parallel="dp", which stores parameters whole'
 _WITHOUT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)  # torch has no form of these kernels for DTensors
 
 
+def refuse_steps_on(parameters: Iterable[nn.Parameter]) -> None:
+    """Let a step on these parameters, which `autoparallelize` has replaced, be an error."""
+    for parameter in parameters:
+        parameter._autopar_consumed = True
+    _look_before_steps()
+
+
+@functools.cache
+def _look_before_steps() -> None:
+    """Let every optimizer look at its parameters before a step; once in a process."""
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check_step(optimizer))
+
+
 def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """A letter where a step would end in the middle, before it changes anything."""
+    """Raise an error where a step would end in the middle, before it changes anything."""
     name = type(optimizer).__name__
+    if any(getattr(p, "_autopar_consumed", False) for group in optimizer.param_groups for p in group["params"]):
+        raise Consumed(
+            "this optimizer holds parameters of the model from before autoparallelize",
+            advice="build the optimizer from the parallel model's parameters()",
+        )
     for group in optimizer.param_groups:
-        spread = [p for p in group["params"] if isinstance(p, DTensor)]
+        spread = [p for p in group["params"] if is_ours(p)]
         if not spread:
             continue
         if isinstance(optimizer, torch.optim.Rprop):

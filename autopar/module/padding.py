@@ -27,11 +27,8 @@ from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.letters import NotServed
 
 Shapes = Mapping[str, tuple[int, ...]]
-_ROUNDING = {
-    8: 1e-10,
-    4: 3e-4,
-    2: 0.05,
-}  # by the coarsest dtype that is computed in: sums over another length are added in another order
+# by the bytes of the coarsest dtype that is computed in: sums over another length are added in another order
+_ROUNDING = {8: 1e-10, 4: 3e-4, 2: 0.05}
 _NOISE = 1e-2  # a gradient less than this share of all is rounding, a key's bias say
 _SHOWN_AS_IT_IS = frozenset(
     {
@@ -68,10 +65,7 @@ class Follows:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is known of calls of one kind.
-
-    What to put into the padding of each input, and which dims of outputs to cut.
-    """
+    """One kind of calls: the numbers put into the padding of each input, and the dims of outputs to cut."""
 
     fills: Mapping[str, float]
     cuts: tuple[Follows, ...]
@@ -100,41 +94,38 @@ class Bucket:
 
 
 class Padding:
-    """What `pad_to` means to one model."""
+    """The lengths and kinds of calls that `pad_to` has met in one model."""
 
     def __init__(self, to: int, named: Mapping[str, Any]) -> None:
         self.to, self.given = to, shapes_of(named)
         self.known: dict[Any, Kind] = {}  # by how the model is called
 
     def bucket(self, least: Shapes, here: Shapes, how: Any) -> Bucket:
-        """Where a call belongs whose lengths are these; `least` are the shortest of all ranks."""
-        own = {
-            n: self.given[n] if len(self.given.get(n, ())) == len(shape) else (-1,) * len(shape)
-            for n, shape in here.items()
-        }
-        lengths = {
-            size
-            for n, shape in here.items()
-            if n in self.given
-            for size, before in zip(shape[1:], own[n][1:], strict=True)
-            if size != before
-        }
-        shapes = {
-            n: tuple(
-                -(-size // self.to) * self.to if d and size in lengths and size != own[n][d] else size
-                for d, size in enumerate(shape)
-            )
-            for n, shape in here.items()
-        }
-        moved = frozenset(
-            (n, d) for n, shape in shapes.items() for d, size in enumerate(shape) if d and size != least[n][d]
-        )
-        longer = {
-            n: tuple(size + self.to if (n, d) in moved else size for d, size in enumerate(shape))
-            for n, shape in shapes.items()
-        }
-        key = how, moved
-        return Bucket(here, shapes, longer, moved, key, self.known.get(key, Kind({}, ())))
+        """The bucket of a call whose lengths are these; `least` are the shortest of all ranks."""
+        lengths: set[int] = set()  # those that differ from the ones of meta_inputs
+        for name, shape in here.items():
+            if name in self.given:
+                lengths |= {size for size, before in self._beside_given(name, shape)[1:] if size != before}
+        shapes: dict[str, tuple[int, ...]] = {}
+        longer: dict[str, tuple[int, ...]] = {}
+        moved: set[tuple[str, int]] = set()
+        for name, shape in here.items():
+            sizes, more = list(shape), list(shape)
+            for d, (size, before) in list(enumerate(self._beside_given(name, shape)))[1:]:
+                if size in lengths and size != before:
+                    sizes[d] = -(-size // self.to) * self.to
+                is_moved = sizes[d] != least[name][d]
+                if is_moved:
+                    moved.add((name, d))
+                more[d] = sizes[d] + self.to * is_moved
+            shapes[name], longer[name] = tuple(sizes), tuple(more)
+        key = how, frozenset(moved)
+        return Bucket(here, shapes, longer, frozenset(moved), key, self.known.get(key, Kind({}, ())))
+
+    def _beside_given(self, name: str, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Each size of an input beside that of meta_inputs, or beside -1 where it has another rank there."""
+        given = self.given.get(name, ())
+        return list(zip(shape, given if len(given) == len(shape) else (-1,) * len(shape), strict=True))
 
 
 def shapes_of(named: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -162,23 +153,18 @@ def cut_back(outputs: Sequence[Any], cuts: Sequence[Follows], shapes: Shapes) ->
 
 
 def fills_of(graph: Graph, names: Mapping[str, str]) -> dict[str, float]:
-    """What goes into the padding of each input that only a cross entropy reads, or that it reads and no table does.
+    """The number put into the padding of inputs that are targets of a cross entropy and no table reads.
 
-    Of the rest 0. `names` are those of the call, by those of the graph.
+    0 goes into others. `names` are those of the call, by those of the graph.
     """
     found = {}
+    ops = [n for n in graph.nodes if n.op == "call_function"]
+    losses = [n for n in ops if op_name(n) in ("cross_entropy", "nll_loss")]
+    tables = [n for n in ops if op_name(n) == "embedding"]
     for key, node in graph.inputs.items():
-        ignored = {
-            v.kwargs.get("ignore_index", -100)
-            for v in graph.nodes
-            if v.op == "call_function"
-            and op_name(v) in ("cross_entropy", "nll_loss")
-            and _comes_from(v.kwargs["target"], node)
-        }
-        looked_up = any(
-            v.op == "call_function" and op_name(v) == "embedding" and _shows(v.kwargs["input"], node)
-            for v in graph.nodes
-        )
+        read = [loss for loss in losses if _comes_from(loss.kwargs["target"], node)]
+        ignored = {loss.kwargs.get("ignore_index", -100) for loss in read}
+        looked_up = any(_shows(table.kwargs["input"], node) for table in tables)
         if ignored and not looked_up and "int" in type_of(node).dtype and key in names:
             found[names[key]] = float(min(ignored))
     return found
@@ -206,9 +192,9 @@ def _shows(value: Any, source: Any) -> bool:
 
 
 def cuts_of(exact: Graph, padded: Graph, bucket: Bucket) -> tuple[Follows, ...]:
-    """Which dims of outputs follow which lengths, from the same call as it is and as it is longer.
+    """The lengths that dims of outputs may follow, from the same call as it is and as it is longer.
 
-    Of what was known before, what still may be.
+    Lengths that were excluded before stay so.
     """
     here, longer, found = bucket.here, bucket.longer, []
     known = {(f.output, f.dim): f.lengths for f in bucket.cuts}
@@ -232,11 +218,11 @@ def cuts_of(exact: Graph, padded: Graph, bucket: Bucket) -> tuple[Follows, ...]:
 
 
 def gradients_of(outputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a sum of outputs in which each number has a weight of its own."""
-    sums = [
-        (o * torch.cos(torch.arange(o.numel(), device=o.device, dtype=torch.float64)).view(o.shape).to(o.dtype)).sum()
-        for o in outputs
-    ]
+    """The gradients of a sum of outputs in which each number has a weight of its own."""
+    sums = []
+    for output in outputs:
+        weights = torch.cos(torch.arange(output.numel(), device=output.device, dtype=torch.float64))
+        sums.append((output * weights.view(output.shape).to(output.dtype)).sum())
     if not sums or not parameters or not any(s.requires_grad for s in sums):
         return {}
     found = torch.autograd.grad(sums, list(parameters.values()), allow_unused=True)
@@ -247,29 +233,26 @@ Results = tuple[Sequence[Any], Mapping[str, Tensor]]  # outputs, and gradients o
 
 
 def check(graph: Graph, exact: Results, padded: Results, device: torch.device) -> None:
-    """Does the model compute the same of padded sequences? Raises a letter, the same on all ranks, that names what
-    differs.
-    """
-    named = [
-        (f"output {name!r}", *(t.full_tensor() if isinstance(t, DTensor) else t for t in pair))
-        for name, *pair in zip(graph.output_names, exact[0], padded[0], strict=True)
-    ]  # two plans may lay it out in two ways
-    count = len(named)
-    named += [
-        (f"the gradient of {name}", one, padded[1].get(name, torch.zeros_like(one))) for name, one in exact[1].items()
-    ]
-    numbers = torch.stack(
-        [_apart(*(t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in pair)) for _, *pair in named]
-    ).to(device)
+    """Raise an error, the same on all ranks, where the model computes something else of padded sequences."""
+    # outputs in full: two plans may lay one out in two ways
+    pairs = {
+        f"output {name!r}": (_in_full(one), _in_full(other))
+        for name, one, other in zip(graph.output_names, exact[0], padded[0], strict=True)
+    }
+    count = len(pairs)
+    for name, one in exact[1].items():
+        other = padded[1].get(name, torch.zeros_like(one))
+        pairs[f"the gradient of {name}"] = _local(one), _local(other)
+    numbers = torch.stack([_apart(one.detach(), other.detach()) for one, other in pairs.values()]).to(device)
     if dist.get_world_size() > 1 and dist.get_backend() != "fake":
         dist.all_reduce(numbers)
     rows = numbers.sqrt().tolist()
     of_all = sum(all_of_it**2 for *_, all_of_it in rows[count:]) ** 0.5
-    allowed = _ROUNDING[
-        min((t.itemsize for n in graph.nodes for t in info(n).outputs if t.torch_dtype.is_floating_point), default=8)
-    ]
-    for i, ((what, *_), (apart, beside, _)) in enumerate(zip(named, rows, strict=True)):
-        if not apart <= allowed * (beside if i < count else max(beside, _NOISE * of_all)):
+    outputs = [t for n in graph.nodes for t in info(n).outputs]
+    allowed = _ROUNDING[min((t.itemsize for t in outputs if t.torch_dtype.is_floating_point), default=8)]
+    for i, (what, (apart, beside, _)) in enumerate(zip(pairs, rows, strict=True)):
+        least = 0.0 if i < count else _NOISE * of_all
+        if not apart <= allowed * max(beside, least):
             raise NotServed(
                 f"with pad_to the model would compute something else: {what} depends on the padding",
                 advice=(
@@ -277,6 +260,14 @@ def check(graph: Graph, exact: Results, padded: Results, device: torch.device) -
                     "nothing is; or pad_to=None"
                 ),
             )
+
+
+def _in_full(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _apart(one: Tensor, other: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a lowered program was made for.
+"""The situation that a lowered program was made for.
 
 A call in another situation - other shapes, eval, other parameters that train, autocast - needs another program; one
 without gradients needs half of one.
@@ -11,17 +11,18 @@ import inspect
 import pickle
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar.graph.calls import Call, learn_dataclasses
 from autopar.graph.graph import Graph
+from autopar.graph.idle import IdleHook
 from autopar.letters import BadInput
-from autopar.module.attributes import Attributes
-from autopar.tracer.capture import Call, learn_dataclasses
+from autopar.module.attributes import Attributes, State, Unread
 
 _SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.Enum, type(None))
 
@@ -37,37 +38,37 @@ class Situation:
     autocast: tuple[tuple[str, torch.dtype], ...]  # of each kind of device for which it is on
     said: int = 0  # which of the states its modules are in: what they say of themselves, and their hooks
 
+    def but_for(self, said: int) -> Situation:
+        """The same with modules in another state."""
+        return replace(self, said=said)
+
     def kind(self, with_rows: bool) -> tuple[Any, ...]:
         """All of it but how long things are, and what modules say of themselves.
 
         With how many rows there are, or without.
         """
-        leaves = tuple(
-            [
-                (len(leaf[0]), *(leaf[0][:1] if with_rows else ()), *leaf[1:])
-                if isinstance(leaf[0], torch.Size)
-                else leaf
-                for leaf in self.leaves
-            ]
-        )
-        return leaves, self.structure, self.modes, self.trained, self.autocast
+        leaves = []
+        for leaf in self.leaves:
+            if isinstance(leaf[0], torch.Size):
+                rows = leaf[0][:1] if with_rows else ()
+                leaf = (len(leaf[0]), *rows, *leaf[1:])
+            leaves.append(leaf)
+        return tuple(leaves), self.structure, self.modes, self.trained, self.autocast
 
     def of_all_ranks(self) -> tuple[Any, ...]:
         """All of it that ranks can compare: states of modules each numbers for itself."""
-        leaves = [
-            (leaf[0], None) if isinstance(leaf[1], bytes) else leaf for leaf in self.leaves
-        ]  # a set is pickled in an order of its own
+        # a set is pickled in an order of its own
+        leaves = [(leaf[0], None) if isinstance(leaf[1], bytes) else leaf for leaf in self.leaves]
         return leaves, self.structure, self.modes, self.trained, self.autocast
 
     def differs(self, other: Situation) -> str:
-        """In what it differs from another one, for a person."""
+        """The difference from another one, for a person."""
         said = []
         if self.structure != other.structure or len(self.leaves) != len(other.leaves):
             said.append("arguments")
         elif self.leaves != other.leaves:
-            said += sorted(
-                {_as_text(mine) for mine, theirs in zip(self.leaves, other.leaves, strict=True) if mine != theirs}
-            )
+            pairs = zip(self.leaves, other.leaves, strict=True)
+            said += sorted({_as_text(mine) for mine, theirs in pairs if mine != theirs})
         said += [
             name
             for name, mine, theirs in (
@@ -79,6 +80,15 @@ class Situation:
             if mine != theirs
         ]
         return ", ".join(said)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sight:
+    """The things that a capture saw of the modules, on which its graph may depend."""
+
+    seen: State  # what they said of themselves,
+    unread: Unread = frozenset()  # and what of that was not read
+    idle: tuple[IdleHook, ...] = ()  # hooks that run beside the program
 
 
 def _as_text(leaf: Any) -> str:
@@ -114,14 +124,10 @@ class Caller:
                 advice="the arguments of the model's own forward",
             ) from e
         learn_dataclasses(named)
-        return pytree.tree_flatten(
-            {
-                k: {name: named[k][name] for name in sorted(named[k])}
-                if self.signature.parameters[k].kind is inspect.Parameter.VAR_KEYWORD
-                else named[k]
-                for k in sorted(named)
-            }
-        )
+        for name in named:
+            if self.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                named[name] = dict(sorted(named[name].items()))
+        return pytree.tree_flatten(dict(sorted(named.items())))
 
     def call(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Call:
         """The call that has these leaves.
@@ -135,43 +141,37 @@ class Caller:
         if any(kinds[name] in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY) for name in given):
             bound = inspect.BoundArguments(self.signature, OrderedDict(given))
             return Call(bound.args, bound.kwargs)
-        return Call(
-            (),
-            {
-                key: value
-                for name, of_one in given.items()
-                for key, value in (
-                    of_one.items() if kinds[name] is inspect.Parameter.VAR_KEYWORD else ((name, of_one),)
-                )
-            },
-        )
+        named: dict[str, Any] = {}
+        for name, value in given.items():
+            named |= value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
+        return Call((), named)
 
     def situation(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Situation:
-        """Of a call, now."""
+        """The situation of a call, now."""
         grad = torch.is_grad_enabled()
+        seen: list[tuple[Any, ...]] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                seen.append((leaf.shape, leaf.dtype, grad and leaf.requires_grad))
+            else:
+                seen.append(_said(leaf))
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         return Situation(
-            tuple(
-                [
-                    (leaf.shape, leaf.dtype, grad and leaf.requires_grad) if isinstance(leaf, Tensor) else _said(leaf)
-                    for leaf in leaves
-                ]
-            ),
+            tuple(seen),
             structure,
             tuple([m.training for m in self.modules]),
             tuple([p.requires_grad for p in self.parameters]),
-            tuple(
-                [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-            ),
+            tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds]),
             self.attributes.state(),
         )
 
     def names(self, structure: pytree.TreeSpec) -> list[str]:
-        """Of each leaf of a call what it is called: its argument, and its place in it."""
+        """The names of the leaves of a call: the argument, and the place in it."""
         tree = pytree.tree_unflatten([0] * structure.num_leaves, structure)
         return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
 
     def places(self, graph: Graph) -> list[int]:
-        """Of each input of a graph, in its order: which leaf of a call it is."""
+        """The place among the leaves of a call of each input of a graph, in its order."""
         args, kwargs = pytree.tree_unflatten(list(range(graph.input_spec.num_leaves)), graph.input_spec)
         order = self.arguments(args, kwargs)[0]
         at = {leaf: order.index(i) for i, leaf in enumerate(graph.input_leaves) if isinstance(leaf, str)}

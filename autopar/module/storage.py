@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autopar.runtime.collectives import bind_axes, slice
+from autopar.runtime.ours import own
 from autopar.runtime.private import StridedShard
 from autopar.sharding.placement import Placement, R, Sharding
-
-_MESHES: dict[
-    int, weakref.ref[Any]
-] = {}  # on which parameters are stored; by place, for equal ones end at different times
-
-
-def is_stored_on(mesh: Any) -> bool:
-    """Do parameters of a parallel model lie on this mesh?"""
-    return any(stored() == mesh for stored in tuple(_MESHES.values()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,14 +29,12 @@ class Storage:
     @staticmethod
     def of(tensor: Tensor, sharding: Sharding | None, mesh: Any) -> Storage:
         whole = Sharding((R,) * mesh.ndim)
-        if id(mesh) not in _MESHES:
-            place = id(mesh)
-            _MESHES[place] = weakref.ref(mesh, lambda _: _MESHES.pop(place, None))
+        own(mesh)
         return Storage(mesh, sharding or whole, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride())
 
     @property
     def placements(self) -> tuple[Any, ...]:
-        """As torch says it."""
+        """The sharding as torch's placements."""
         return tuple(map(_torch_placement, self.sharding.placements))
 
     def take(self, whole: Tensor, sync: bool) -> DTensor:
@@ -62,7 +51,7 @@ class Storage:
         )
 
     def places(self) -> list[Tensor]:
-        """Of each dim of the whole tensor, which places are this rank's."""
+        """The places of each dim of the whole tensor that are this rank's."""
         axes, found = list(bind_axes(self.mesh).values()), []
         for dim, size in enumerate(self.shape):
             here = torch.arange(size)
@@ -87,7 +76,7 @@ class Storage:
 def dtensor_of(
     local: Tensor, mesh: Any, sharding: Sharding, shape: Sequence[int], stride: Sequence[int] | None = None
 ) -> DTensor:
-    """torch's DTensor of a local part. torch's own placements cut one dim by several axes in mesh order only."""
+    """Make the DTensor of a local part; torch's placements cut one dim by several axes in mesh order only."""
     assert sharding.order == tuple(range(len(sharding.placements))), sharding
     assert all(
         len(axes) == 1 or not any(sharding.placements[a].blocks for a in axes) for axes in sharding.cuts.values()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from autopar.module.storage import Storage
+from autopar.runtime.patches import after_zero_grad
 
 if TYPE_CHECKING:
-    from autopar.module.module import Runner
+    from autopar.module.runner import Runner
 
 
 class Waiting:
@@ -21,16 +20,15 @@ class Waiting:
 
     def __init__(self, model: nn.Module, storage: dict[str, Storage]) -> None:
         self.on = False  # does what runs now add to them?
-        self.of: dict[
-            Runner, list[Tensor | None]
-        ] = {}  # None where for a parameter nothing waits, and for others something does
-        self.model, self.storage = weakref.ref(model), storage
-        _ALL[:] = [ref for ref in (*_ALL, weakref.ref(self)) if ref() is not None]
+        self.of: dict[Runner, list[Tensor | None]] = {}  # one a gradient, None where nothing waits
+        self.model = weakref.ref(model)
+        self.storage = storage
+        _ALL.add(self)
 
     def add(self, runner: Runner, fresh: list[Tensor | None]) -> None:
         """Add to what waits, in the wider of the dtypes in which a gradient waits and in which it is stored."""
         totals = self.of.setdefault(runner, [None] * len(fresh))
-        for k, (gradient, dtype) in enumerate(zip(fresh, runner.waiting_dtypes, strict=True)):
+        for k, (gradient, dtype) in enumerate(zip(fresh, runner.settlement.waiting_dtypes, strict=True)):
             total = totals[k]
             if total is None:
                 totals[k] = None if gradient is None else gradient.to(dtype)
@@ -46,38 +44,35 @@ class Waiting:
 
     def settled(self, runner: Runner) -> list[Tensor | None]:
         """Reduce what waits of a program."""
-        return runner.settle(self.of.pop(runner))
+        return runner.settlement.settle(self.of.pop(runner))
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """What waits for these parameters."""
+        """Drop what waits for these parameters."""
         model = self.model()
         if not self.of or model is None:
             return
         ids = {id(p) for p in parameters}
         forgotten = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in ids}
         for runner, totals in list(self.of.items()) if forgotten else ():
-            totals[:] = [
-                None if name in forgotten else total for total, name in zip(totals, runner.names_that_wait, strict=True)
-            ]
+            for k, name in enumerate(runner.settlement.names):
+                if name in forgotten:
+                    totals[k] = None
             if all(total is None for total in totals):
                 del self.of[runner]
 
 
-_ALL: list[weakref.ref[Waiting]] = []
+def _forget(parameters: list[Tensor]) -> None:
+    """Let no gradient wait for these parameters, in any model."""
+    for waiting in tuple(_ALL):
+        waiting.forget(parameters)
+
+
+_ALL: weakref.WeakSet[Waiting] = weakref.WeakSet()
 
 
 def let_optimizers_forget() -> None:
-    """Let `zero_grad()` of every optimizer also forget what waits for its parameters: torch has no hook there."""
-    theirs = torch.optim.Optimizer.zero_grad
-    if getattr(theirs, "of_autopar", False):
-        return
+    """Let `zero_grad()` of an optimizer also forget what waits for its parameters.
 
-    @functools.wraps(theirs)
-    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        theirs(self, set_to_none)
-        for found in tuple(_ALL):
-            if (waiting := found()) is not None:
-                waiting.forget(p for group in self.param_groups for p in group["params"])
-
-    zero_grad.of_autopar = True  # type: ignore[attr-defined]
-    torch.optim.Optimizer.zero_grad = zero_grad
+    torch has no hook there.
+    """
+    after_zero_grad(_forget)

@@ -6,8 +6,8 @@ one size inside the collective, and the padding never leaves it.
 
 `convert` is what the local program holds before it is differentiated: the steps forward, and those of the gradient
 backward. The two are each other's adjoint pair only together with the strategies at both ends, which is why no step has
-a backward of its own. Tracing the joint graph turns it into two `convert`s; `codegen/joint.py` then writes out their
-steps.
+a backward of its own. Tracing the joint graph turns it into two `convert`s; `codegen/joint_passes.py` then writes out
+their steps.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.private import ctc_gradient_of, ctc_losses_of
+from autopar.runtime.private import ctc_loss, ctc_loss_backward
 
 _Context = Any
 
@@ -29,7 +29,7 @@ def ctc_losses(
     if log_probs.shape[1] == 0:
         return log_probs.new_zeros(0)
     lengths = input_lengths.tolist(), target_lengths.tolist()
-    return ctc_losses_of(log_probs, targets, lengths, blank, zero_infinity)[0].clone()
+    return ctc_loss(log_probs, targets.contiguous(), *lengths, blank, zero_infinity)[0].clone()
 
 
 @ctc_losses.register_fake
@@ -57,8 +57,9 @@ def ctc_gradient(
     """The gradient of the log-probabilities, from those of the losses."""
     if log_probs.shape[1] == 0:
         return torch.zeros_like(log_probs)
-    lengths = input_lengths.tolist(), target_lengths.tolist()
-    made = ctc_gradient_of(gradient, log_probs, targets, lengths, blank, zero_infinity)
+    given = log_probs, targets.contiguous(), input_lengths.tolist(), target_lengths.tolist()
+    losses, paths = ctc_loss(*given, blank, zero_infinity)
+    made = ctc_loss_backward(gradient.contiguous(), *given, losses, paths, blank, zero_infinity)
     return torch.empty_like(log_probs).copy_(made)  # laid out as it was said to be
 
 

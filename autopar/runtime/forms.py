@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.runtime.private import dirichlet_slope, gamma_slope
+from autopar.runtime.private import dirichlet_grad, standard_gamma_grad
 from autopar.runtime.random import SECOND, Cuts, bits, kept, normal, start_of, uniform
 from autopar.runtime.sampling import gamma_at, places_of, poisson_at
 
@@ -376,7 +376,7 @@ class _Gamma(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         alpha, sample = ctx.saved_tensors
-        return gradient * gamma_slope(alpha, sample), None
+        return gradient * standard_gamma_grad(alpha, sample), None
 
 
 class _Dirichlet(torch.autograd.Function):
@@ -391,7 +391,7 @@ class _Dirichlet(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         alpha, sample = ctx.saved_tensors
         total = alpha.sum(-1, keepdim=True).expand_as(alpha).contiguous()
-        along = dirichlet_slope(sample, alpha.contiguous(), total)
+        along = dirichlet_grad(sample, alpha.contiguous(), total)
         return along * (gradient - (sample * gradient).sum(-1, keepdim=True)), None
 
 

@@ -1,6 +1,9 @@
 """The private parts of torch that autopar cannot do without, in one place. Tried on torch 2.11.0 and 2.13.0.
 
+    TRACING             the lock of captures and joint traces: they read and patch state of the process
     clean_room          tracing must not be seen by modes that happen to be active around it
+    FakeTensor, FakeTensorMode, TorchDispatchMode, ...   which have no public name
+    TO_COPY, UNSAFE_VIEW, GROUPED_MM, ASSERTIONS, ...    ops and functions that have none
     unwatched           nor by hooks on what autograd saves
     ThreadedRanks       ranks as threads (torch's own tests use it)
     LocalTensorMode     one process that plays all ranks
@@ -16,21 +19,22 @@
     attention_kernel    which fused kernel of attention can run a call, and the calls that
     fused_attention     give the log-sum-exp of each row beside the output, and go
     ..._backward        backward from an output and log-sum-exps that are given
-    let_anomalies_be_looked_for   so that they are, in DTensors
-    before_fully_shard  it takes the parameters of a module without a word to the module
-    ctc_losses_of, ...  ops of losses and of samples whose gradients have no public name
     before_call         a part of a parallel model is called by itself
-    skip_together       torch asks the first gradient alone over which ranks an inf is made known; it must be known to
-                        all
+    FakeTensor, ...     tensors without values, and the mode that makes them
+    TorchDispatchMode   sees every op that runs inside it
+    OpOverload          one signature of an op
+    TO_COPY, ...        ops of emitted code and of backwards that have no public name
 
-The tracer and the joint trace also use `torch._subclasses.fake_tensor`, `torch.fx.experimental.proxy_tensor` and
-`torch.utils._python_dispatch`, which have no public name.
+Parts of torch that are replaced, and not only used, are in `patches.py`. The joint trace also uses
+`torch.fx.experimental.proxy_tensor`, which has no public name; structures of arguments are those of
+`torch.utils._pytree`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,8 +42,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager as in_kernel_invocation_manager
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+TRACING = threading.RLock()  # one capture or joint trace at a time in a process
+
+TO_COPY = torch.ops.aten._to_copy.default  # x.to(dtype), below autograd
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # its schema says fresh; it shows its operand's memory
+ctc_loss, ctc_loss_backward = torch.ops.aten._ctc_loss, torch.ops.aten._ctc_loss_backward
+standard_gamma_grad, dirichlet_grad = torch.ops.aten._standard_gamma_grad, torch.ops.aten._dirichlet_grad
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+ASSERTIONS = (torch._assert, torch._assert_async)
+ATEN_OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+
+standard_gamma = torch._standard_gamma
+without_torch_functions = torch._C.DisableTorchFunction  # a context in which no function mode sees anything
+without_modes = _disable_current_modes  # a context in which no mode sees anything
+is_transform_active = torch._C._are_functorch_transforms_active  # vmap, grad, jvp
 
 
 @contextlib.contextmanager
@@ -109,30 +132,6 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
 
 def job_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
-
-
-def skip_together() -> None:
-    """Let GradScaler skip a step on all ranks of a mesh where one has found an inf.
-
-    (torch 2.13 reduces the finding over the axes that cut the first gradient of the list: where that is a copy and
-    another is cut, ranks part ways.)
-    """
-    from torch.distributed.tensor import DTensor
-
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    theirs = handlers[op]
-    if getattr(theirs, "of_autopar", False):
-        return
-
-    def ours(op_call: Any, args: Any, kwargs: Any) -> None:
-        theirs(op_call, args, kwargs)
-        mesh = args[0][0].device_mesh
-        for axis in range(mesh.ndim):
-            torch.distributed.all_reduce(args[1], torch.distributed.ReduceOp.MAX, group=mesh.get_group(axis))
-
-    ours.of_autopar = True  # type: ignore[attr-defined]
-    handlers[op] = ours
 
 
 def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
@@ -205,41 +204,6 @@ def fused_attention_backward(
     return found
 
 
-def let_anomalies_be_looked_for() -> None:
-    """Let torch.autograd.detect_anomaly look at gradients that are DTensors: at the part of this rank.
-
-    (torch 2.13 has no sharding for the op by which it asks.)
-    """
-    from torch.distributed.tensor import DTensor
-
-    def ours(op_call: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        return op_call(args[0]._local_tensor)
-
-    DTensor._op_dispatcher._custom_op_handlers.setdefault(torch.ops.aten._is_any_true.default, ours)
-
-
-def before_fully_shard(look: Callable[[list[torch.Tensor]], None]) -> None:
-    """Let `look` see the parameters that fully_shard is about to spread.
-
-    (It asks for them by a function of its own; users hold fully_shard itself.)
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
-
-    theirs = _fsdp_init._get_managed_states
-    if hasattr(theirs, "of_autopar"):
-        return
-
-    def ours(*args: Any, **how: Any) -> Any:
-        parameters, buffers = theirs(*args, **how)
-        look(parameters)
-        return parameters, buffers
-
-    ours.of_autopar = True  # type: ignore[attr-defined]
-    for module in (_fsdp_init, _fully_shard):
-        if hasattr(module, "_get_managed_states"):
-            module._get_managed_states = ours
-
-
 def before_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Let `call` stand, or nothing, where module.compile() puts what is called.
 
@@ -287,27 +251,3 @@ def let_go(ctx: Any) -> None:
 def inside_backward() -> bool:
     """Is this thread inside a backward?"""
     return torch._C._current_graph_task_id() != -1
-
-
-def ctc_losses_of(log_probs: Tensor, targets: Tensor, lengths: tuple[list[int], list[int]], *how: Any) -> Any:
-    """The CTC loss of each sequence, and the sums over paths that its backward reads."""
-    return torch.ops.aten._ctc_loss(log_probs, targets.contiguous(), *lengths, *how)
-
-
-def ctc_gradient_of(
-    gradient: Tensor, log_probs: Tensor, targets: Tensor, lengths: tuple[list[int], list[int]], *how: Any
-) -> Tensor:
-    """The gradient of the log-probabilities, with the sums over paths worked out again."""
-    losses, paths = ctc_losses_of(log_probs, targets, lengths, *how)
-    given = log_probs, targets.contiguous(), *lengths
-    return torch.ops.aten._ctc_loss_backward(gradient.contiguous(), *given, losses, paths, *how)
-
-
-def gamma_slope(shape: Tensor, sample: Tensor) -> Tensor:
-    """The change of a gamma variate with the shape of its distribution."""
-    return torch.ops.aten._standard_gamma_grad(shape, sample)
-
-
-def dirichlet_slope(sample: Tensor, shapes: Tensor, total: Tensor) -> Tensor:
-    """The change of a Dirichlet variate with the shapes of its distribution, of which `total` is the sum."""
-    return torch.ops.aten._dirichlet_grad(sample, shapes, total)

@@ -150,7 +150,8 @@ def _check_axes(axes: Sequence[str], shape: Sequence[int]) -> None:
 
 def _check_ranks(ranks: Sequence[int], shape: Sequence[int]) -> None:
     """Raise a letter unless none is said, or each rank stands somewhere once."""
-    if ranks and sorted(ranks) != list(range(math.prod(shape))):
+    # their number first: a shape of a file may be of more devices than a list can hold
+    if ranks and (len(ranks) != math.prod(shape) or sorted(ranks) != list(range(len(ranks)))):
         raise BadSharding(
             f"ranks {list(ranks)} do not stand on a mesh of shape {shape}",
             advice=f"each of 0 to {math.prod(shape) - 1} once",

@@ -12,8 +12,7 @@ from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import gradients, values
 from autopar.solver.decision import Conversion, Decision
 from autopar.solver.plan import Plan
-from autopar.space.overlap import reduces
-from autopar.space.space import Edge, Flows, Space
+from autopar.space.space import Edge, Flows, Space, reduces
 
 
 def plan_of(space: Space, picked: Sequence[int], bound: float, budget: float = math.inf) -> Plan:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.graph.layers import block
 from autopar.solver.elimination import Elimination, TooWide
 from autopar.solver.tables import Problem
 from autopar.space.space import Space
@@ -149,12 +150,8 @@ def regions_of(space: Space) -> list[list[int]]:
 
     Names are only where to look: layers are one if their tables are.
     """
-    paths = [s.name.partition("/")[0].split(".") for s in space.sites]
-    region: dict[int, str] = {}
-    for i, path in enumerate(paths):
-        numbers = [k for k, part in enumerate(path) if part[-1:].isdigit()]
-        if numbers:
-            region[i] = ".".join(path[: numbers[0] + 1])
+    blocks = [block(s.name.partition("/")[0]) for s in space.sites]
+    region = {i: path for i, path in enumerate(blocks) if path}
     leaves = {e.source for e in space.edges if region.get(e.source) != region.get(e.target)}
     found: dict[str, list[int]] = {}
     for i, name in region.items():

@@ -13,18 +13,18 @@ Neither makes a bound. What they miss, the plan's gap says.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from autopar.graph.layers import around_number
 from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Outcome, Point
 from autopar.solver.integer import Program, backend_of
-from autopar.space.overlap import Window
 from autopar.space.space import Edge, Site, Space
+from autopar.space.windows import Window
 
 _GAP, _NODES, _PIVOTS = 4e-3, 50, 5_000  # of the integer program
 _STEPS = 3  # of the search for a price of memory
@@ -182,13 +182,13 @@ def _alike(names: Sequence[str]) -> list[str]:
 
     At an end there is less to hide behind.
     """
-    parts = [re.fullmatch(r"(\D*)(\d+)(.*)", name, re.DOTALL) for name in names]
+    parts = [around_number(name) for name in names]
     last: dict[str, int] = {}
     for part in parts:
         if part:
-            last[part[1]] = max(last.get(part[1], 0), int(part[2]))
+            last[part[0]] = max(last.get(part[0], 0), part[1])
     return [
-        f"{part[1]}*{part[3]}" if part and 0 < int(part[2]) < last[part[1]] else name
+        f"{part[0]}*{part[2]}" if part and 0 < part[1] < last[part[0]] else name
         for name, part in zip(names, parts, strict=True)
     ]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from autopar.graph.layers import folded
 from autopar.letters import BadPlan
 from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
@@ -222,12 +222,11 @@ def _folded(rows: Iterable[_Row]) -> list[_Row]:
     """Rows that say the same of numbered layers as one, with `*` for the number and their count."""
     groups: dict[_Row, list[_Row]] = {}
     for row in rows:
-        starred = re.sub(r"(?<=\.)\d+(?=[./:])", "*", row[0])
-        groups.setdefault((starred, *row[1:]), []).append(row)
-    folded = []
+        groups.setdefault((folded(row[0]), *row[1:]), []).append(row)
+    found = []
     for (name, *cells), alike in groups.items():
-        folded.append(alike[0] if len(alike) == 1 else (f"{name} (x{len(alike)})", *cells))
-    return folded
+        found.append(alike[0] if len(alike) == 1 else (f"{name} (x{len(alike)})", *cells))
+    return found
 
 
 def _aligned(head: _Row, rows: Iterable[_Row]) -> list[str]:

@@ -1,6 +1,7 @@
-"""Graph -> Space: every legal choice, priced."""
+"""Graph -> Space: every legal choice, priced.
 
-from autopar.space.shardings import shardings
-from autopar.space.space import Space
+    space.py          the value: sites, edges and what they cost     without torch, as memory.py and windows.py are
+    shardings.py      builds it                                      from the parts beside it
 
-__all__ = ["Space", "shardings"]
+Names are imported from their files: importing this folder brings no torch.
+"""

@@ -1,10 +1,10 @@
-"""What a caller pins: a pattern over names, and the sharding of what it matches.
+"""`Constraints`: what a caller pins, a pattern over names, and the sharding of what it matches.
 
     "x": "S(0)@dp"                           an input, as it is used
     "blocks.*.up.weight": "S(0)@tp"          a parameter: its storage and every use
     "*": "S(0)@dp; R; regathered; each"      its storage; its use; whether the gathered copy is kept for backward; and,
-    of several micro-batches, whether its gradient
-                                             is reduced at their end or in each (parameters only)
+                                             of several micro-batches, whether its gradient is reduced at their end or
+                                             in each (parameters only)
     "head.weight": "S(0)@dp; *"              its storage alone
     "blocks.*.up": "S(1)@tp"                 a module: what the consumers of its output receive
     "out": "R"                               every output
@@ -16,8 +16,8 @@ wins.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any
@@ -42,7 +42,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """What one pattern says."""
+    """The words of one pattern."""
 
     pattern: str
     storage: Pin
@@ -52,51 +52,63 @@ class Pins:
     is_about_storage: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """An expert's plan, pinned."""
+
+    pins: Mapping[str, str]  # by exact names
+    habits: tuple[tuple[int, str], ...] = ()  # an axis, and how values move along it (`HABITS`)
+
+
+def _is_partial(placement: Placement) -> bool:
+    return placement.is_partial
+
+
+def _is_shard(placement: Placement) -> bool:
+    return placement.is_shard
+
+
+def _is_no_shard(placement: Placement) -> bool:
+    return not placement.is_shard
+
+
+def _is_cut_along_the_sequence(placement: Placement) -> bool:
+    return placement.is_shard and placement.dim == 1
+
+
 # How experts move what is no parameter along an axis: what leaves like this arrives like that, if its taker knows such
 # a way at all.
 HABITS: dict[str, tuple[Callable[[Placement], bool], Callable[[Placement], bool]]] = {
-    "rows": (lambda leaves: leaves.is_shard, lambda arrives: arrives.is_shard),  # nothing that is cut becomes whole
-    "whole": (lambda leaves: leaves.is_partial, lambda arrives: not arrives.is_shard),  # sums are not scattered
-    "sequence": (
-        lambda leaves: leaves.is_partial,
-        lambda arrives: arrives.is_shard and arrives.dim == 1,
-    ),  # or along dim 1 alone
+    "rows": (_is_shard, _is_shard),  # nothing that is cut becomes whole
+    "whole": (_is_partial, _is_no_shard),  # sums are not scattered
+    "sequence": (_is_partial, _is_cut_along_the_sequence),  # or along dim 1 alone
 }
 
 
 class Constraints:
-    """Patterns in order, and which of them have matched something; and what is not done along an axis, by habit."""
+    """The pins of a caller, then of a preset, in order; which of them have matched something; and a preset's habits."""
 
-    def __init__(
-        self,
-        given: Mapping[str, Any] | None,
-        mesh: DeviceMesh,
-        of_preset: Mapping[str, str] | None = None,
-        habits: Sequence[tuple[int, str]] = (),
-    ) -> None:
+    def __init__(self, given: Mapping[str, Any] | None, mesh: DeviceMesh, preset: Preset | None = None) -> None:
         if given is not None and not isinstance(given, Mapping):
             raise BadConstraint(
                 f"constraints is a {type(given).__name__}", advice='a dictionary: {"blocks.*.up.weight": "S(0)@tp"}'
             )
         if wrong := [pattern for pattern in given or {} if not isinstance(pattern, str)]:
             raise BadConstraint(f"the pattern {wrong[0]!r} is no text", advice='{"blocks.*.up.weight": "S(0)@tp"}')
-        self.pins = [_read(pattern, what, mesh) for pattern, what in (given or {}).items()]
-        self.asked, self.callers = {pin.pattern for pin in self.pins}, len(self.pins)
-        self.pins += [
-            _read(escape(name), what, mesh) for name, what in (of_preset or {}).items()
-        ]  # a preset speaks of names, after the caller
-        self.habits = tuple(habits)
+        preset = preset or Preset({})
+        self.callers = [_read(pattern, what, mesh) for pattern, what in (given or {}).items()]
+        self.pins = self.callers + [_read(escape(name), what, mesh) for name, what in preset.pins.items()]
+        self.habits = preset.habits
         self._used: set[str] = set()
 
     def of(self, *names: str, is_parameter: bool = False, is_module: bool = False) -> Pins | None:
-        """The first pin whose pattern matches one of the names of a thing; storage and use are words about parameters.
+        """The first pin whose pattern matches one of the names of a thing.
 
-        A preset says nothing of modules: an input may be called as one is.
+        Storage and use are words about parameters. A preset says nothing of modules: an input may be called as one is.
         """
-        for pin in self.pins[: self.callers] if is_module else self.pins:
-            if (is_parameter or not pin.is_about_storage) and any(
-                fnmatchcase(name, pin.pattern) for name in names if name
-            ):
+        for pin in self.callers if is_module else self.pins:
+            may_mean = is_parameter or not pin.is_about_storage
+            if may_mean and any(fnmatchcase(name, pin.pattern) for name in names if name):
                 self._used.add(pin.pattern)
                 return pin
         return None
@@ -106,8 +118,9 @@ class Constraints:
         return any(pin.gather == "regathered" for pin in self.pins)
 
     def check_all_used(self, known: list[str]) -> None:
-        for pin in self.pins:
-            if pin.pattern in self.asked and pin.pattern not in self._used:
+        """Raise `BadConstraint` where a pattern of the caller's matches none of the known names."""
+        for pin in self.callers:
+            if pin.pattern not in self._used:
                 raise BadConstraint(
                     f"the constraint {pin.pattern!r} matches nothing",
                     seen=", ".join(known[:12]) + (", ..." if len(known) > 12 else ""),
@@ -126,22 +139,7 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
             return Pins(pattern, pin, pin)
         if not isinstance(what, str):
             raise BadConstraint(f"{what!r} is not a sharding")
-        fields = [field.strip() for field in what.split(";")]
-        if (
-            len(fields) > 4
-            or fields[2:3] not in ([], ["kept"], ["regathered"])
-            or fields[3:] not in ([], ["end"], ["each"])
-        ):
-            raise BadConstraint(f"{what!r} is not storage; use; kept or regathered; end or each")
-        storage = _pin(fields[0], mesh)
-        return Pins(
-            pattern,
-            storage,
-            _pin(fields[1], mesh) if len(fields) > 1 else storage,
-            "".join(fields[2:3]),
-            "".join(fields[3:]),
-            len(fields) > 1,
-        )
+        return _parse(pattern, what, mesh)
     except Letter as e:
         raise BadConstraint(
             f"the constraint {pattern!r}: {what!r} cannot be read",
@@ -150,17 +148,24 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
         ) from e
 
 
+def _parse(pattern: str, text: str, mesh: DeviceMesh) -> Pins:
+    """Read `storage; use; kept or regathered; end or each`, of which only the first must be there."""
+    storage, *others = [field.strip() for field in text.split(";")]
+    use, gather, reduce = others[:1], others[1:2], others[2:]
+    if gather not in ([], ["kept"], ["regathered"]) or reduce not in ([], ["end"], ["each"]):
+        raise BadConstraint(f"{text!r} is not storage; use; kept or regathered; end or each")
+    stored = _pin(storage, mesh)
+    used = _pin(use[0], mesh) if use else stored
+    return Pins(pattern, stored, used, "".join(gather), "".join(reduce), is_about_storage=bool(use))
+
+
 def _pin(text: str, mesh: DeviceMesh) -> Pin:
-    """`S(0)@dp`, or with gradients `R/P(sum)@dp`; `*` is any."""
+    """Read `S(0)@dp`, or with gradients `R/P(sum)@dp`; `*` is any."""
     if text == "*":
         return Pin(text, None)
-    value = _on_real_axes(Sharding.parse(re.sub(r"/(R|P\(sum\)|P|S\([^@]*\))", "", text), mesh), mesh)
-    gradient = (
-        _on_real_axes(Sharding.parse(re.sub(r"(R|P\(sum\)|P|S\([^@]*?\))/", "", text), mesh), mesh)
-        if "/" in text
-        else None
-    )
-    return Pin(text, value, gradient)
+    value, gradient = re.sub(r"/(R|P\(sum\)|P|S\([^@]*\))", "", text), re.sub(r"(R|P\(sum\)|P|S\([^@]*?\))/", "", text)
+    pin = Pin(text, _on_real_axes(Sharding.parse(value, mesh), mesh))
+    return replace(pin, gradient=_on_real_axes(Sharding.parse(gradient, mesh), mesh)) if "/" in text else pin
 
 
 def _on_real_axes(sharding: Sharding, mesh: DeviceMesh) -> Sharding:

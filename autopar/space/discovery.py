@@ -1,4 +1,4 @@
-"""What an op seems to allow on one axis, found by running it: no rule is asked.
+"""`universe`: every strategy that an op seems to allow on one axis, found by running it; no rule is asked.
 
 For every assignment of R, S(d) and P(sum) to the operands the op runs on the parts that devices would hold, and the
 results say how the outputs lie; then cotangents lie in every way that their outputs allow, and the local gradients say
@@ -13,146 +13,166 @@ an op that has none, which its owner may confirm. Its draws are its own: torch's
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from autopar.graph.graph import TensorType
+from autopar.runtime.private import function_of
 from autopar.sharding.placement import Flow, P, Placement, R, S, part
 from autopar.sharding.strategies import Strategy
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 DEVICES = (2, 3)
 MOST = 400  # assignments that are tried for an op of a graph
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+_REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)  # of ops, on operands they cannot take
+
+Shape = tuple[int, ...]
+Placements = tuple[Placement, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Trial:
     """One op call: its tensor operands, what it computes, and what it computes on parts of a given local shape."""
 
     operands: tuple[Tensor, ...]
     run: Callable[[Sequence[Tensor]], Any]
-    local: Callable[[Sequence[Tensor], Sequence[tuple[int, ...]]], Any] | None = (
-        None  # where arguments name the output's shape
-    )
+    # where arguments name the output's shape
+    local: Callable[[Sequence[Tensor], Sequence[Shape]], Any] | None = None
+
+    def run_on_part(self, operands: Sequence[Tensor], shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
+        """Run on parts of the operands, which give outputs of these shapes."""
+        return _tuple(self.run(operands) if self.local is None else self.local(operands, shapes))
 
 
-def universe(call: Call, devices: Sequence[int] = DEVICES) -> set[Strategy]:
+def universe(trial: Trial, devices: Sequence[int] = DEVICES) -> set[Strategy]:
     """Every strategy that is right for this call on each of these numbers of devices."""
-    found: set[Strategy] | None = None
-    for n in devices:
-        here = set(_on(call, n))
-        found = here if found is None else found & here
-    return found or set()
+    found = [set(_Devices(trial, n).strategies()) for n in devices]
+    return set.intersection(*found) if found else set()
 
 
-def _on(call: Call, n: int) -> Iterator[Strategy]:
-    import torch
+class _Run(NamedTuple):
+    """A forward on parts that gave the parts of the outputs."""
 
-    random = torch.Generator().manual_seed(n)
-    whole = [t.detach().requires_grad_(t.requires_grad) for t in call.operands]
-    with torch.enable_grad():
-        expected = _tuple(call.run(whole))
-    trained = [i for i, t in enumerate(whole) if t.requires_grad]
-    flows_back = bool(trained) and any(e.requires_grad for e in expected)
-    cotangents = [_normal(e, random) if e.is_floating_point() else torch.zeros_like(e) for e in expected]
-    gradients = _gradients(expected, [whole[i] for i in trained], cotangents) if flows_back else []
-    for placements in itertools.product(*(_placements(t, n) for t in whole)):
-        held = [spread(t.detach(), p, n, random) for t, p in zip(whole, placements, strict=True)]
-        for outs in itertools.product(*(_placements(e, n) for e in expected)):
-            if not _fits(call, held, [_part_shape(e.shape, o, n, 0) for e, o in zip(expected, outs, strict=True)]):
-                continue
-            local = [[h[i].clone().requires_grad_(k in trained) for k, h in enumerate(held)] for i in range(n)]
-            try:
-                with torch.enable_grad():
-                    results = [
-                        _tuple(
-                            call.run(mine)
-                            if call.local is None
-                            else call.local(
-                                mine, [_part_shape(e.shape, o, n, i) for e, o in zip(expected, outs, strict=True)]
-                            )
-                        )
-                        for i, mine in enumerate(local)
-                    ]
-            except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
-                continue  # the op does not run on such parts
-            if not all(
-                lies([r[j].detach() for r in results], o, e.detach())
-                for j, (e, o) in enumerate(zip(expected, outs, strict=True))
-            ):
-                continue
-            if not flows_back:
-                yield Strategy(
-                    tuple(Flow(p, _conventional(p)) for p in placements), tuple(Flow(o, _conventional(o)) for o in outs)
-                )
-                continue
-            for pulled in itertools.product(
-                *(
-                    (o,) if o.is_shard else (R, P()) if e.requires_grad else (_conventional(o),)
-                    for o, e in zip(outs, expected, strict=True)
-                )
-            ):
-                yield from _backward(
-                    n, placements, outs, pulled, local, results, cotangents, expected, gradients, trained, random
-                )
+    operands: Placements
+    outputs: Placements
+    local: list[list[Tensor]]  # by device
+    results: list[tuple[Tensor, ...]]
 
 
-def _fits(call: Call, held: list[list[Tensor]], shapes: Sequence[tuple[int, ...]]) -> bool:
+class _Devices:
+    """Some devices that run a call on parts of its operands, and what the call computes of the whole."""
+
+    def __init__(self, trial: Trial, n: int) -> None:
+        self.trial = trial
+        self.n = n
+        self.random = torch.Generator().manual_seed(n)
+        self.whole = [t.detach().requires_grad_(t.requires_grad) for t in trial.operands]
+        with torch.enable_grad():
+            self.expected = _tuple(trial.run(self.whole))
+        self.trained = [i for i, t in enumerate(self.whole) if t.requires_grad]
+        self.flows_back = bool(self.trained) and any(e.requires_grad for e in self.expected)
+        self.cotangents = [self._cotangent(e) for e in self.expected]
+        self.gradients: Sequence[Tensor] = []
+        if self.flows_back:
+            self.gradients = _gradients(self.expected, [self.whole[i] for i in self.trained], self.cotangents)
+
+    def _cotangent(self, output: Tensor) -> Tensor:
+        return _normal(output, self.random) if output.is_floating_point() else torch.zeros_like(output)
+
+    def strategies(self) -> Iterator[Strategy]:
+        """Every strategy under which the parts give the whole, and their gradients its gradients."""
+        for placements in itertools.product(*(_placements(t, self.n) for t in self.whole)):
+            held = [self._spread(t.detach(), p) for t, p in zip(self.whole, placements, strict=True)]
+            for outs in itertools.product(*(_placements(e, self.n) for e in self.expected)):
+                run = self._forward(placements, outs, held)
+                if run is None:
+                    continue
+                if not self.flows_back:
+                    yield Strategy(_by_convention(placements), _by_convention(outs))
+                    continue
+                for pulled in itertools.product(*map(self._cotangent_placements, outs, self.expected)):
+                    yield from self._backward(run, pulled)
+
+    def _spread(self, tensor: Tensor, placement: Placement) -> list[Tensor]:
+        return spread(tensor, placement, self.n, self.random)
+
+    def _shapes(self, outs: Placements, device: int) -> list[Shape]:
+        """The shapes of a device's parts of the outputs."""
+        return [_part_shape(tuple(e.shape), o, self.n, device) for e, o in zip(self.expected, outs, strict=True)]
+
+    def _forward(self, placements: Placements, outs: Placements, held: list[list[Tensor]]) -> _Run | None:
+        """Run on the parts, if that gives the outputs placed so."""
+        if not _fits(self.trial, held, self._shapes(outs, 0)):
+            return None
+        local = [self._parts(held, i) for i in range(self.n)]
+        try:
+            with torch.enable_grad():
+                results = [self.trial.run_on_part(mine, self._shapes(outs, i)) for i, mine in enumerate(local)]
+        except _REFUSALS:
+            return None
+        for j, (expected, out) in enumerate(zip(self.expected, outs, strict=True)):
+            if not lies([r[j].detach() for r in results], out, expected.detach()):
+                return None
+        return _Run(placements, outs, local, results)
+
+    def _parts(self, held: list[list[Tensor]], device: int) -> list[Tensor]:
+        """A device's parts of the operands, as leaves of its own."""
+        return [h[device].clone().requires_grad_(k in self.trained) for k, h in enumerate(held)]
+
+    def _cotangent_placements(self, out: Placement, expected: Tensor) -> Placements:
+        """The ways in which the gradient of an output may lie."""
+        if out.is_shard:
+            return (out,)
+        return (R, P()) if expected.requires_grad else (_conventional(out),)
+
+    def _backward(self, run: _Run, pulled: Placements) -> Iterator[Strategy]:
+        """The strategies under which the local gradients give the whole ones, from cotangents placed so."""
+        parts = [self._spread(c, p) for c, p in zip(self.cotangents, pulled, strict=True)]
+        found = []
+        for i in range(self.n):
+            results = run.results[i]
+            wanted = [j for j, e in enumerate(self.expected) if e.requires_grad and results[j].requires_grad]
+            if not wanted:
+                return
+            trained = [run.local[i][k] for k in self.trained]
+            found.append(_gradients([results[j] for j in wanted], trained, [parts[j][i] for j in wanted]))
+        options = []
+        for k, position in enumerate(self.trained):
+            placement, local = run.operands[position], [f[k] for f in found]
+            ways = [placement] if placement.is_shard else [R, P()]
+            options.append([p for p in ways if lies(local, p, self.gradients[k])])
+        for chosen in itertools.product(*options):
+            operands = list(_by_convention(run.operands))
+            for position, gradient in zip(self.trained, chosen, strict=True):
+                operands[position] = Flow(run.operands[position], gradient)
+            yield Strategy(tuple(operands), tuple(Flow(o, c) for o, c in zip(run.outputs, pulled, strict=True)))
+
+
+def _fits(trial: Trial, held: list[list[Tensor]], shapes: Sequence[Shape]) -> bool:
     """Do parts of these shapes go together, and give parts of those? Asked on meta tensors first.
 
     Not every kernel checks what it is given.
     """
-    import torch
-
     meta = [h[0].to("meta") for h in held]
     try:
         with torch.no_grad():
-            results = _tuple(call.run(meta) if call.local is None else call.local(meta, shapes))
+            results = trial.run_on_part(meta, shapes)
     except NotImplementedError:
         return True  # it has no shapes of its own: its kernel must know
-    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+    except _REFUSALS:
         return False
     return [tuple(r.shape) for r in results] == [tuple(s) for s in shapes]
 
 
-def _backward(
-    n: int,
-    placements: Sequence[Placement],
-    outs: Sequence[Placement],
-    pulled: Sequence[Placement],
-    local: list[list[Tensor]],
-    results: list[tuple[Tensor, ...]],
-    cotangents: Sequence[Tensor],
-    expected: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    trained: Sequence[int],
-    random: torch.Generator,
-) -> Iterator[Strategy]:
-    parts = [spread(c, p, n, random) for c, p in zip(cotangents, pulled, strict=True)]
-    found = []
-    for i in range(n):
-        wanted = [j for j, e in enumerate(expected) if e.requires_grad and results[i][j].requires_grad]
-        if not wanted:
-            return
-        found.append(
-            _gradients([results[i][j] for j in wanted], [local[i][k] for k in trained], [parts[j][i] for j in wanted])
-        )
-    options = []
-    for k, position in enumerate(trained):
-        shards = [placements[position]] if placements[position].is_shard else [R, P()]
-        options.append([p for p in shards if lies([f[k] for f in found], p, gradients[k])])
-    for chosen in itertools.product(*options):
-        by_operand = dict(zip(trained, chosen, strict=True))
-        yield Strategy(
-            tuple(Flow(p, by_operand.get(i, _conventional(p))) for i, p in enumerate(placements)),
-            tuple(Flow(o, c) for o, c in zip(outs, pulled, strict=True)),
-        )
+def _by_convention(placements: Placements) -> tuple[Flow, ...]:
+    return tuple(Flow(p, _conventional(p)) for p in placements)
 
 
 def _conventional(placement: Placement) -> Placement:
@@ -161,8 +181,6 @@ def _conventional(placement: Placement) -> Placement:
 
 
 def _gradients(outputs: Sequence[Tensor], operands: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
-    import torch
-
     kept = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
     return torch.autograd.grad(
         [o for o, _ in kept], operands, [c for _, c in kept], retain_graph=True, materialize_grads=True
@@ -175,13 +193,11 @@ def _placements(tensor: Tensor, n: int) -> list[Placement]:
 
 
 def _normal(like: Tensor, random: torch.Generator) -> Tensor:
-    import torch
-
     return torch.randn(like.shape, dtype=torch.float64, device="cpu", generator=random).to(like.dtype)
 
 
 def spread(tensor: Tensor, placement: Placement, n: int, random: torch.Generator) -> list[Tensor]:
-    """What n devices hold of a tensor."""
+    """Divide a tensor among n devices."""
     if placement.is_shard:
         return [tensor.narrow(placement.dim, *part(tensor.shape[placement.dim], n, i)).contiguous() for i in range(n)]
     if placement.is_partial:
@@ -192,31 +208,26 @@ def spread(tensor: Tensor, placement: Placement, n: int, random: torch.Generator
 
 def lies(parts: Sequence[Tensor], placement: Placement, whole: Tensor) -> bool:
     """Are these the parts of `whole` under the placement?"""
-    import torch
-
-    n = len(parts)
-    if any(
-        tuple(p.shape) != _part_shape(tuple(whole.shape), placement, n, i) or p.dtype != whole.dtype
-        for i, p in enumerate(parts)
-    ):
+    shapes = [_part_shape(tuple(whole.shape), placement, len(parts), i) for i in range(len(parts))]
+    if [tuple(p.shape) for p in parts] != shapes or any(p.dtype != whole.dtype for p in parts):
         return False
-    together = (
-        torch.cat(list(parts), placement.dim) if placement.is_shard else sum(parts) if placement.is_partial else None
-    )
-    tolerance = _TOLERANCE.get(str(whole.dtype).removeprefix("torch."), 0.0)
-    scale = max(
-        1.0,
-        float(whole.abs().max())
-        if whole.numel() and whole.is_floating_point() and bool(torch.isfinite(whole).all())
-        else 1.0,
-    )
-    return all(
-        torch.allclose(p, whole, rtol=0.0, atol=tolerance * scale, equal_nan=True)
-        for p in ([together] if together is not None else parts)
-    )
+    held = parts
+    if placement.is_shard:
+        held = [torch.cat(list(parts), placement.dim)]
+    elif placement.is_partial:
+        held = [functools.reduce(torch.add, parts)]
+    atol = _TOLERANCE.get(str(whole.dtype).removeprefix("torch."), 0.0) * _scale(whole)
+    return all(torch.allclose(p, whole, rtol=0.0, atol=atol, equal_nan=True) for p in held)
 
 
-def _part_shape(shape: tuple[int, ...], placement: Placement, n: int, i: int) -> tuple[int, ...]:
+def _scale(whole: Tensor) -> float:
+    """The largest absolute value of a tensor that is finite; at least 1."""
+    if whole.numel() and whole.is_floating_point() and bool(torch.isfinite(whole).all()):
+        return max(1.0, float(whole.abs().max()))
+    return 1.0
+
+
+def _part_shape(shape: Shape, placement: Placement, n: int, i: int) -> Shape:
     if not placement.is_shard:
         return tuple(shape)
     return (*shape[: placement.dim], part(shape[placement.dim], n, i)[1], *shape[placement.dim + 1 :])
@@ -225,7 +236,22 @@ def _part_shape(shape: tuple[int, ...], placement: Placement, n: int, i: int) ->
 # -- ops of a graph
 
 
-def suspected(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any]) -> str:
+@dataclass(frozen=True, slots=True)
+class UnknownCall:
+    """A call of an op without a rule; calls that are written alike are equal."""
+
+    op: Any
+    arguments: dict[str, Any] = field(compare=False)  # with types in the places of tensors,
+    written: str  # and as text
+    operands: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+
+    @property
+    def types(self) -> tuple[TensorType, ...]:
+        return (*self.operands, *self.outputs)
+
+
+def suspected(op: Any, arguments: dict[str, Any], operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> str:
     """A line of notation under which an op without a rule ran right in every draw.
 
     Nothing where it cannot be run small, or where nothing seems to be cut.
@@ -233,61 +259,53 @@ def suspected(op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs:
     `arguments` have types in the places of tensors. The op runs on small tensors, in which every larger size of the
     call is another odd multiple of six; numbers among its arguments that are such sizes follow.
     """
-    assignments = math.prod(len(t.shape) + 2 for t in (*types, *outputs))
-    if assignments > MOST or any("complex" in t.dtype for t in (*types, *outputs)) or _says_places(arguments):
+    return _suspected(UnknownCall(op, arguments, repr(arguments), tuple(operands), tuple(outputs)))
+
+
+@functools.lru_cache(maxsize=256)
+def _suspected(call: UnknownCall) -> str:
+    assignments = math.prod(len(t.shape) + 2 for t in call.types)
+    if assignments > MOST or any("complex" in t.dtype for t in call.types) or _says_places(call.arguments):
         return ""
-    key = (op, repr(arguments), tuple(types), tuple(outputs))
-    if key not in _KNOWN:
-        small = _small([n for t in types for n in t.shape])
-        sets = [found for draw in DRAWS if (found := _drawn(op, arguments, types, outputs, small, draw)) is not None]
-        _KNOWN[key] = _line(set.intersection(*sets), types, outputs) if sets else ""
-    return _KNOWN[key]
+    found = [strategies for draw in DRAWS if (strategies := _drawn(call, draw)) is not None]
+    return _line(set.intersection(*found), call) if found else ""
 
 
-_KNOWN: dict[Any, str] = {}
-
-
-def _line(found: set[Strategy], types: Sequence[Any], outputs: Sequence[Any]) -> str:
+def _line(found: set[Strategy], call: UnknownCall) -> str:
     """The cuts of these strategies as one line.
 
     Sums of operands are not suggested, since linearity is not seen by trying.
     """
     letters: dict[tuple[int, int], str] = {}
+    inside = len(call.operands)
     for strategy in sorted(found, key=repr):
         ends = [*strategy.operands, *strategy.outputs]
         cut = [(i, f.value.dim) for i, f in enumerate(ends) if f.value.is_shard]
-        inside = len(strategy.operands)
-        if (
-            not any(i < inside for i, _ in cut)
-            or any(f.value.is_partial for f in strategy.operands)
-            or any(place in letters for place in cut)
-        ):
-            continue
-        letters |= dict.fromkeys(cut, "abcdefghijklmnopqrstuvwxyz"[len(set(letters.values())) % 26])
+        cuts_an_operand = any(i < inside for i, _ in cut)
+        has_sums = any(f.value.is_partial for f in strategy.operands)
+        if cuts_an_operand and not has_sums and not any(place in letters for place in cut):
+            letters |= dict.fromkeys(cut, "abcdefghijklmnopqrstuvwxyz"[len(set(letters.values())) % 26])
     if not letters:
         return ""
-    rows = [
-        " ".join(letters.get((i, d), f"w{i}_{d}!") for d in range(len(t.shape)))
-        for i, t in enumerate((*types, *outputs))
-    ]
-    return f"{', '.join(rows[: len(types)])} -> {', '.join(rows[len(types) :])}"
+    rows = []
+    for i, type_ in enumerate(call.types):
+        rows.append(" ".join(letters.get((i, d), f"w{i}_{d}!") for d in range(len(type_.shape))))
+    return f"{', '.join(rows[:inside])} -> {', '.join(rows[inside:])}"
 
 
 def _says_places(value: Any) -> bool:
     """Is there a slice of a dim in it?"""
     if isinstance(value, slice):
         return value != slice(None)
-    return (
-        any(map(_says_places, value.values() if isinstance(value, dict) else value))
-        if isinstance(value, (dict, list, tuple))
-        else False
-    )
+    if isinstance(value, dict):
+        return any(map(_says_places, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_says_places, value))
 
 
 def _small(sizes: Sequence[int]) -> dict[int, int]:
     """Another small size for each: what is at most six stays, others are odd multiples of six."""
     larger = sorted({n for n in sizes if n > 6})
-    return {n: 6 * (2 * i + 1) if n > 6 else n for i, n in enumerate(larger)} | {n: n for n in sizes if n <= 6}
+    return {n: 6 * (2 * i + 1) for i, n in enumerate(larger)} | {n: n for n in sizes if n <= 6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +315,23 @@ class Draw:
     scale: float = 0.0
     floats: tuple[float, ...] = ()
     whole: tuple[int, ...] = (0, 1)
+
+    def tensor(self, type_: TensorType, shape: Sequence[int], own: Sequence[float], random: torch.Generator) -> Tensor:
+        """A tensor of this type and shape; to the numbers of a list come an op's own."""
+        if "float" in type_.dtype and self.scale:
+            numbers = torch.randn(shape, dtype=torch.float64, device="cpu", generator=random) * self.scale
+            return numbers.requires_grad_(type_.requires_grad)
+        pool = [*self.floats, *own]
+        if "float" not in type_.dtype:
+            pool = [*self.whole, *(n for n in own if isinstance(n, int))]
+        numbers = torch.tensor(pool, dtype=torch.float64, device="cpu")
+        picked = numbers[torch.randint(0, len(pool), shape, device="cpu", generator=random)]
+        if "float" in type_.dtype:
+            return picked.requires_grad_(type_.requires_grad)
+        if type_.dtype != "bool":
+            bounds = torch.iinfo(type_.torch_dtype)
+            picked = picked.clamp(bounds.min, bounds.max)
+        return picked.to(type_.torch_dtype)
 
 
 DRAWS = (
@@ -310,8 +345,6 @@ DRAWS = (
 
 def constants_of(op: Any) -> tuple[float, ...]:
     """The numbers that stand in the code of an op, where it is Python: a token that it looks for, a bound."""
-    from autopar.runtime.private import function_of  # torch is not imported with this module
-
     call = op.call
     behind = function_of(call._schema.name) if hasattr(call, "_schema") else call
     code = getattr(behind, "__code__", None)
@@ -319,58 +352,48 @@ def constants_of(op: Any) -> tuple[float, ...]:
     return tuple(dict.fromkeys(numbers))
 
 
-def _drawn(
-    op: Any, arguments: dict[str, Any], types: Sequence[Any], outputs: Sequence[Any], small: dict[int, int], how: Draw
-) -> set[Strategy] | None:
-    import torch
-
-    from autopar.graph.graph import TensorType
-
+def _drawn(call: UnknownCall, draw: Draw) -> set[Strategy] | None:
+    """The strategies under which a call runs right on small tensors drawn so; None where it does not run."""
     random = torch.Generator().manual_seed(0)
+    op, arguments = call.op, call.arguments
     if op.signature is not None:  # tensors are handed out in the order of the signature, as operands are
         arguments = {n: arguments[n] for n in op.signature.parameters if n in arguments}
-    own = constants_of(op)
+    small, own = _small([n for t in call.operands for n in t.shape]), constants_of(op)
+    operands = tuple(draw.tensor(t, [*map(small.__getitem__, t.shape)], own, random) for t in call.operands)
 
-    def draw(type_: Any) -> Tensor:
-        shape = [small[n] for n in type_.shape]
-        if "float" in type_.dtype and how.scale:
-            return (torch.randn(shape, dtype=torch.float64, device="cpu", generator=random) * how.scale).requires_grad_(
-                type_.requires_grad
-            )
-        pool = [*how.floats, *own] if "float" in type_.dtype else [*how.whole, *(n for n in own if isinstance(n, int))]
-        numbers = torch.tensor(pool, dtype=torch.float64, device="cpu")
-        picked = numbers[torch.randint(0, len(pool), shape, device="cpu", generator=random)]
-        if "float" in type_.dtype:
-            return picked.requires_grad_(type_.requires_grad)
-        bounds = torch.iinfo(type_.torch_dtype) if type_.dtype != "bool" else None
-        return (picked.clamp(bounds.min, bounds.max) if bounds else picked).to(type_.torch_dtype)
+    def run(tensors: Sequence[Tensor]) -> Any:
+        waiting = iter(tensors)
+        return op.run({k: _filled(v, waiting, small) for k, v in arguments.items()})
 
-    def fill(value: Any, tensors: Any) -> Any:
-        if isinstance(value, TensorType):
-            return next(tensors)
-        if isinstance(value, (tuple, list)):
-            return type(value)(fill(v, tensors) for v in value)
-        return (
-            small.get(value, value) if isinstance(value, int) and not isinstance(value, bool) and value > 6 else value
-        )
-
-    operands = tuple(draw(t) for t in types)
-    call = Call(
-        operands, lambda tensors: op.run({k: fill(v, it) for it in [iter(tensors)] for k, v in arguments.items()})
-    )
+    trial = Trial(operands, run)
     try:
-        first = _tuple(call.run(operands))
-        if [r.dim() for r in first] != [len(t.shape) for t in outputs] or any(
-            n != small.get(m, max(n, 1) if m > 6 else m)
-            for r, t in zip(first, outputs, strict=True)
-            for n, m in zip(r.shape, t.shape, strict=True)
-        ):
+        if not _is_of(_tuple(trial.run(operands)), call.outputs, small):
             return set()
-        if [r.requires_grad for r in first] != [t.requires_grad for t in outputs]:
-            return set()
-        return universe(call)
+        return universe(trial)
     except Exception:  # it does not run on these numbers
         return None
+
+
+def _filled(value: Any, tensors: Iterator[Tensor], small: dict[int, int]) -> Any:
+    """An argument with tensors in the places of types, and small sizes in those of larger ones."""
+    if isinstance(value, TensorType):
+        return next(tensors)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_filled(v, tensors, small) for v in value)
+    is_large = isinstance(value, int) and not isinstance(value, bool) and value > 6
+    return small.get(value, value) if is_large else value
+
+
+def _is_of(results: Sequence[Tensor], types: Sequence[TensorType], small: dict[int, int]) -> bool:
+    """Are results as a call's, with small sizes in the places of larger ones?"""
+    if [(r.dim(), r.requires_grad) for r in results] != [(len(t.shape), t.requires_grad) for t in types]:
+        return False
+    for result, type_ in zip(results, types, strict=True):
+        for size, whole in zip(result.shape, type_.shape, strict=True):
+            other = max(size, 1) if whole > 6 else whole  # a size of the output's own
+            if size != small.get(whole, other):
+                return False
+    return True
 
 
 def _tuple(result: Any) -> tuple[Tensor, ...]:

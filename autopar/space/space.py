@@ -9,22 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.placement import Flow
-from autopar.sharding.strategies import Choice
+from autopar.sharding.placement import Flow, Sharding
+from autopar.sharding.strategies import Choice, values
 from autopar.space.memory import Memory
-from autopar.space.overlap import BUCKET, Window
+from autopar.space.windows import BUCKET, Window
 
 Flows = tuple[Flow, ...]  # one per axis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
+    """A place of the graph where something is chosen."""
+
     name: str  # the node's key: `blocks.0.up/linear`
     op: str
     kind: str  # "parameter", "buffer", "input", "op", "output", "update"
@@ -33,16 +36,21 @@ class Site:
     source: str = ""
     has_rule: bool = True
     bytes: int = 0  # of a parameter, whole
-    regathered: tuple[bool, ...] = ()  # by choice of a parameter: is the gathered copy made again in backward
-    scattered: tuple[
-        bool, ...
-    ] = ()  # and is its gradient reduced in each of several micro-batches, not once at their end
+    regathered: tuple[bool, ...] = ()  # by choice of a parameter: is the gathered copy made again in backward?
+    # by choice of a parameter: is its gradient reduced in each of several micro-batches, not once at their end?
+    scattered: tuple[bool, ...] = ()
     suspected: str = ""  # of an op without a rule: a line under which it ran right when it was tried
     compute: tuple[np.ndarray, ...] = ()  # of an op: the parts of its seconds that are compute, forward and backward
+
+    def is_cut(self) -> list[bool]:
+        """Does the first output lie in parts? By choice."""
+        return [_has_parts(values(choice.output())) for choice in self.choices]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
+    """A value on its way from one site to another."""
+
     source: int  # index of the site that gives
     target: int  # and of the one that takes,
     operand: int  # as which operand
@@ -54,11 +62,35 @@ class Edge:
     shape: tuple[int, ...]  # of the whole tensor
     itemsize: int
     has_gradient: bool
-    back: ShapeConsistencyManager | None = (
-        # by which its gradient is converted, where that is not the space's: reductions of parameters travel in buckets
-        None
-    )
+    # by which its gradient is converted, where that is not the space's: reductions of parameters travel in buckets
+    back: ShapeConsistencyManager | None = None
     reduced_in: int = 0  # bytes of an element of its gradient while it is reduced, where they are not its own
+
+    def place(self, picked: Sequence[int]) -> tuple[Any, Any]:
+        """The entry of its tables, [given, taken], under the picked choices of all sites."""
+        return self.given_by[picked[self.source]], self.taken_by[picked[self.target]]
+
+    def marked(self, choices: Sequence[bool]) -> np.ndarray:
+        """Flows of `given` under the marked choices of a parameter: those that are gathered again, say."""
+        flows: np.ndarray = np.zeros(len(self.given), dtype=bool)
+        if any(choices):
+            flows[self.given_by[np.array(choices, bool)]] = True
+        return flows
+
+
+def _has_parts(sharding: Sharding) -> bool:
+    return any(placement.is_shard for placement in sharding.placements)
+
+
+def reduces(taken: Sequence[Flows], given: Sequence[Flows]) -> np.ndarray:
+    """Is a gradient that comes back so a sum that is reduced to what goes on so? By [taken, given]."""
+    found: np.ndarray = (_are_sums(taken)[:, None] & ~_are_sums(given)[None]).any(-1)
+    return found
+
+
+def _are_sums(side: Sequence[Flows]) -> np.ndarray:
+    """Are the gradients of flows partial sums, by axis?"""
+    return np.array([[flow.gradient.is_partial for flow in flows] for flows in side])
 
 
 class Outdone(Exception):
@@ -71,6 +103,8 @@ class Outdone(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Space:
+    """Everything that can be chosen for a graph on a mesh, and the price of each choice."""
+
     mesh: DeviceMesh
     cluster: Cluster
     sites: tuple[Site, ...]
@@ -89,9 +123,8 @@ class Space:
             f"{sum(len(s.choices) for s in self.sites)} choices, {len(self.edges)} edges"
         ]
         for site in self.sites:
-            lines.append(
-                f"{site.name}: {site.op}, {len(site.choices)} choices" + ("" if site.has_rule else ", no rule")
-            )
+            without = "" if site.has_rule else ", no rule"
+            lines.append(f"{site.name}: {site.op}, {len(site.choices)} choices{without}")
             lines += [f"    {s * 1e6:10.1f} us  {choice}" for s, choice in zip(site.seconds, site.choices, strict=True)]
         return "\n".join(lines)
 
@@ -100,7 +133,7 @@ class Space:
         picked = [site.choices.index(chosen[site.name]) for site in self.sites]
         return float(
             sum(site.seconds[i] for site, i in zip(self.sites, picked, strict=True))
-            + sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in self.edges)
+            + sum(e.seconds[e.place(picked)] for e in self.edges)
             - self.hidden(picked)
         )
 

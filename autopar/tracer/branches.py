@@ -23,8 +23,11 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributions import constraints, distribution
 
+from autopar.graph import walks
 from autopar.graph.graph import Assume, info, op_name, run, type_of
-from autopar.runtime.private import clean_room
+from autopar.runtime.private import clean_room, without_torch_functions
+from autopar.tracer.call import name_of
+from autopar.tracer.place import source
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
@@ -40,50 +43,49 @@ class Unknown(Exception):
 
 
 def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
-    """What `function` (bool, item, tolist, ...) says of this tensor."""
-    node, line = recorder.node(tensor), recorder.source()
+    """The value that `function` (bool, item, tolist, ...) gives for this tensor."""
+    node, line = recorder.node(tensor), source()
     is_question = function is Tensor.__bool__
     if is_question and _asks_a_distribution():
-        recorder.assumed("what torch.distributions is given is valid: its checks of values are not made")
+        recorder.assumptions.add("what torch.distributions is given is valid: its checks of values are not made")
         return True
-    for where, declared in recorder.assume.branches if is_question else ():
-        if line.startswith(where + ","):
-            recorder.asked.add(where)
-            recorder.assumed(f"a condition is {declared}, as declared")
-            return declared
+    declared = recorder.assumptions.branch(line) if is_question else None
+    if declared is not None:
+        recorder.assumptions.add(f"a condition is {declared}, as declared")
+        return declared
     by: set[str] = set()
     try:
-        value = _of_a_draw(node)
-        if value is not None:
-            by.add("whatever is drawn")
-        else:
-            try:  # what is known needs no assumption
-                value = _compute(recorder, node, by, function, Assume())
-            except Unknown:
-                if recorder.assume == Assume():
-                    raise
-                value = _compute(recorder, node, by, function, recorder.assume)
+        value = _proved(node, by, function, recorder.assumptions.declared)
     except Unknown as e:
-        name = function.__name__.strip("_")
-        raise recorder.letter(
-            f"the model asks for the value of a tensor ({name}), which a graph cannot hold: it depends on {e}",
-            (tensor,),
-            f'torch.where, or Assume(branches={{"{line.split(",")[0]}": True}})'
-            if is_question
-            else "a tensor instead of its value",
-        ) from None
-    recorder.assumed(
-        f"a {'condition' if is_question else 'value'} is {value}: "
-        f"{' and '.join(sorted(by)) or 'it depends on no input'}"
-    )
+        what = f"the model asks for the value of a tensor ({name_of(function).strip('_')}), which a graph cannot hold"
+        advice = "a tensor instead of its value"
+        if is_question:
+            advice = f'torch.where, or Assume(branches={{"{line.split(",")[0]}": True}})'
+        raise recorder.letter(f"{what}: it depends on {e}", (tensor,), advice) from None
+    kind = "condition" if is_question else "value"
+    recorder.assumptions.add(f"a {kind} is {value}: {' and '.join(sorted(by)) or 'it depends on no input'}")
     return value
+
+
+def _proved(node: fx.Node, by: set[str], function: Any, declared: Assume) -> Any:
+    """The value as far as it is known; `by` collects the reasons."""
+    value = _of_a_draw(node)
+    if value is not None:
+        by.add("whatever is drawn")
+        return value
+    try:  # what is known needs no assumption
+        return _compute(node, by, function, Assume())
+    except Unknown:
+        if declared == Assume():
+            raise
+        return _compute(node, by, function, declared)
 
 
 def _asks_a_distribution() -> bool:
     """Does torch.distributions ask whether all values that it was given are valid?"""
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):  # ours
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame is not None and frame.f_code.co_filename in _CHECKS
 
 
@@ -93,47 +95,37 @@ _CHECKS = frozenset({distribution.__file__, constraints.__file__})
 
 def _of_a_draw(node: fx.Node) -> bool | None:
     """A comparison of a draw from [0, 1) with a number that settles it."""
-    while (
-        op_name(node) in ("view", "to", "all", "any")
-        and type_of(node.kwargs["input"]).nbytes
-        and (op_name(node) != "to" or type_of(node).dtype == "bool")
-    ):
-        node = node.kwargs["input"]
-    compare = _COMPARED.get(op_name(node))
-    bound = node.kwargs.get("other")
-    if compare is None or op_name(node.kwargs["input"]) not in _DRAWS or isinstance(bound, fx.Node):
+    compared = walks.origin(node, _keeps_truth)
+    compare = _COMPARED.get(op_name(compared))
+    bound = compared.kwargs.get("other")
+    if compare is None or op_name(compared.kwargs["input"]) not in _DRAWS or isinstance(bound, fx.Node):
         return None
     at_zero, near_one = compare(0.0, bound), compare(1.0 - 2**-53, bound)
     return at_zero if at_zero == near_one else None
 
 
-def _compute(recorder: Recorder, node: fx.Node, by: set[str], function: Any, assume: Assume) -> Any:
-    """What `function` says of a node's value, from what is known; `by` collects the assumptions it took."""
-    env: dict[fx.Node, Any] = {}
-    order: list[fx.Node] = []
+def _keeps_truth(node: fx.Node) -> bool:
+    """Is it true where all of its operand is, and false where none is?"""
+    name = op_name(node)
+    if name == "to" and type_of(node).dtype != "bool":
+        return False
+    return name in ("view", "to", "all", "any") and bool(type_of(node.kwargs["input"]).nbytes)
 
-    def visit(root: fx.Node) -> None:
-        pending = [root]
-        while pending:
-            at = pending[-1]
-            if at in env or at in seen:
-                pending.pop()
-                if at not in env and at not in placed:
-                    placed.add(at)
-                    order.append(at)
-                continue
-            seen.add(at)
+
+def _compute(node: fx.Node, by: set[str], function: Any, assume: Assume) -> Any:
+    """The value of a node from what is known; `by` collects the assumptions it took."""
+    env: dict[fx.Node, Any] = {}
+
+    def is_known(at: fx.Node) -> bool:
+        known = env.get(at)
+        if known is None:
             known = _known(assume, at, by)
             if known is not None:
                 env[at] = known
-            else:
-                pending += at.all_input_nodes
+        return known is not None
 
-    seen: set[fx.Node] = set()
-    placed: set[fx.Node] = set()
-    with clean_room(), torch._C.DisableTorchFunction(), torch.no_grad():
-        visit(node)
-        for at in order:
+    with clean_room(), without_torch_functions(), torch.no_grad():
+        for at in sorted(walks.ancestors([node], is_known)):  # nodes compare by their place
             env[at] = run(at, env)
         return function(env[node])
 

@@ -15,27 +15,26 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import TensorType
 from autopar.ops.entry import OPS
+from autopar.runtime.private import TO_COPY, UNSAFE_VIEW
+from autopar.tracer.call import name_of, tensors_in
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
 
-_HIDDEN = frozenset(
-    {
-        torch.ops.aten._to_copy.default,
-        torch.ops.aten.detach.default,  # autocast's own
-        torch.ops.aten._unsafe_view.default,
-        torch.ops.aten.clone.default,
-    }
-)  # as good as views
+# ATen ops as good as views, and autocast's own.
+_HIDDEN = frozenset({TO_COPY, UNSAFE_VIEW, torch.ops.aten.detach.default, torch.ops.aten.clone.default})
 
 
 class Casts:
+    """The casts of one capture under autocast."""
+
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.noted: list[tuple[Any, ...]] | None = None
         self.cached: dict[tuple[int, torch.dtype], Tensor] = {}  # parameters are cast once a region, as autocast does
 
     def on(self) -> bool:
+        """Is autocast on? That of CUDA is a letter."""
         if torch.is_autocast_enabled("cuda"):
             raise self.recorder.letter(
                 "autocast for cuda is switched on inside the model, and its casts cannot be seen on a CPU",
@@ -45,17 +44,12 @@ class Casts:
         return torch.is_autocast_enabled("cpu")
 
     def note(self, function: Any, args: Any) -> None:
-        if function not in _HIDDEN:
-            from autopar.tracer.recorder import tensors_in
-
-            self.noted.append(  # type: ignore[union-attr]
-                (function, *((tuple(t.shape), t.dtype) for t in tensors_in(args, {})))
-            )
+        """Note an ATen op with the types of its operands, while a function is being looked at."""
+        if self.noted is not None and function not in _HIDDEN:
+            self.noted.append((function, *((tuple(t.shape), t.dtype) for t in tensors_in(args, {}))))
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch function under autocast: executed and recorded, with its casts."""
-        from autopar.tracer.recorder import tensors_in
-
         recorder = self.recorder
         result, noted = self._noted(function, args, kwargs)
         if not tensors_in((result,), {}):
@@ -69,13 +63,11 @@ class Casts:
                     other, others = self._noted(function, cast_args, cast_kwargs)
                 except Exception:  # without the casts, dtypes may not go together
                     continue
-            if others == noted and [t.dtype for t in tensors_in((other,), {})] == [
-                t.dtype for t in tensors_in((result,), {})
-            ]:
+            if others == noted and _dtypes(other) == _dtypes(result):
                 break
         else:
             raise recorder.letter(
-                f"autocast does something to {function.__name__} that casts of its operands do not explain",
+                f"autocast does something to {name_of(function)} that casts of its operands do not explain",
                 args,
                 "casts written out",
             )
@@ -89,9 +81,10 @@ class Casts:
         return result
 
     def _noted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[tuple[Any, ...]]]:
-        self.noted = []
+        """The result of a function, and the ATen ops that it comes to."""
+        noted = self.noted = []
         try:
-            return self.recorder.execute(function, args, kwargs), self.noted
+            return self.recorder.execute(function, args, kwargs), noted
         finally:
             self.noted = None
 
@@ -100,19 +93,17 @@ class Casts:
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Tensor]]]:
         """The arguments with their floating tensors cast, and which were."""
         casts: list[tuple[Tensor, Tensor]] = []
+        call = self.recorder.call
 
         def cast(value: Any) -> Any:
-            if (
-                not isinstance(value, Tensor)
-                or dtype is None
-                or not value.is_floating_point()
-                or value.dtype in (dtype, torch.float64)
-            ):
+            if dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            if value.dtype in (dtype, torch.float64):
                 return value
             if (id(value), dtype) not in self.cached:
-                self.recorder.inside, inside = "autocast", self.recorder.inside
+                call.function, running = "autocast", call.function
                 made = value.to(dtype)
-                self.recorder.inside = inside
+                call.function = running
                 if not (value.is_leaf and value.requires_grad and torch.is_grad_enabled()):
                     casts.append((value, made))
                     return made
@@ -122,3 +113,7 @@ class Casts:
 
         cast_args, cast_kwargs = pytree.tree_map(cast, (args, kwargs))
         return cast_args, cast_kwargs, casts
+
+
+def _dtypes(result: Any) -> list[torch.dtype]:
+    return [t.dtype for t in tensors_in((result,), {})]

@@ -17,21 +17,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.graph import walks
 from autopar.graph.graph import Graph, TensorType, fresh_key, info, type_of
 from autopar.ops.declare import WHOLE
 from autopar.ops.entry import Apply, Op
 from autopar.ops.lookup import functional, lookup
-from autopar.runtime.private import clean_room
+from autopar.runtime.private import TO_COPY, FakeTensorMode, TorchDispatchMode, clean_room
 
 LONGEST = 64  # links: a recurrent module unrolled is not for a reader
 
@@ -96,7 +95,7 @@ _CHAINS: dict[Any, Chain | None] = {}
 
 def chain_of(node: fx.Node) -> Chain | None:
     """The chain of the op of a node; None where it stays whole. Calls that are alike share one."""
-    operands = [n for n in pytree.tree_leaves(list(node.kwargs.values())) if isinstance(n, fx.Node)]
+    operands = walks.operands(node)
     types = tuple(type_of(n) for n in operands)
     trained = any(t.requires_grad for t in info(node).outputs)
     described = pytree.tree_map_only(fx.Node, lambda n: "tensor", list(node.kwargs.items()))
@@ -132,70 +131,103 @@ class _Whole(Exception):
     """The function is not opened."""
 
 
+class Dispatch(NamedTuple):
+    """One call below autograd."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: Any
+    enabled: bool  # was grad mode on?
+
+
 class _Dispatched(TorchDispatchMode):
     """Notes every call below autograd, with the tensors that it was given and gave."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any, bool]] = []
+        self.calls: list[Dispatch] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         enabled = torch.is_grad_enabled()
         result = function(*args, **kwargs)
-        self.calls.append((function, args, kwargs, result, enabled))
+        self.calls.append(Dispatch(function, args, kwargs, result, enabled))
         return result
 
 
+class Translation:
+    """Links of a chain as far as they are translated, and the tensors that they have made."""
+
+    def __init__(self, seen: _Dispatched, given: list[Tensor]) -> None:
+        self.seen = seen
+        self.given = given
+        self.links: list[Link] = []
+        self.where = {id(t): Ref(-1, i) for i, t in enumerate(given)}  # id(tensor) -> its place in the chain
+        self.flows = {id(t): t.requires_grad for t in given}  # id(tensor) -> does a gradient flow through it?
+
+    def add(self, call: Dispatch) -> None:
+        """Translate one call below autograd."""
+        if call.function.namespace == "prim":  # a question about a device
+            return
+        outputs, operands = _tensors(call.made), _tensors((call.args, call.kwargs))
+        draws = torch.Tag.nondeterministic_seeded in call.function.tags
+        reads_a_constant = any(id(t) not in self.where for t in operands)  # of the function's own
+        if draws or not outputs or reads_a_constant:
+            raise _Whole
+        writes = call.function._schema.is_mutable
+        if writes:  # what nobody else sees stands for a new value from here on
+            op, arguments = self._write(call)
+        else:
+            op, arguments = _canonical(self.seen, *call[:4])
+        if not writes and any(id(t) in self.where for t in outputs):
+            if len(outputs) == 1:  # an op that gives back what it was given
+                return
+            raise _Whole
+        wants = call.enabled and op.name != "detach" and any(self.flows[id(t)] for t in operands)
+        types = []
+        for t in outputs:
+            type_ = TensorType.of(t)
+            types.append(replace(type_, requires_grad=wants and type_.may_have_gradient))
+        referred = pytree.tree_map_only(Tensor, lambda t: self.where[id(t)], arguments)
+        for at, t in enumerate(outputs):
+            self.where[id(t)], self.flows[id(t)] = Ref(len(self.links), at), types[at].requires_grad
+        self.links.append(Link(op, referred, tuple(types), not isinstance(call.made, Tensor)))
+
+    def _write(self, call: Dispatch) -> tuple[Op, dict[str, Any]]:
+        target = call.args[0]
+        knows_gradient = call.enabled or not self.flows[id(target)]
+        if not knows_gradient or not _is_temporary(call.made, target, self.where, self.seen):
+            raise _Whole
+        return _canonical_of_write(call.function, call.args, call.kwargs)
+
+    def chain(self, results: list[Tensor], expected: tuple[TensorType, ...]) -> Chain:
+        """The chain, if it gives results of the types that the function gives."""
+        if any(id(t) not in self.where for t in results):  # autograd hands out the very objects that were dispatched
+            raise _Whole
+        if len(results) != len(expected) or not self.links:
+            raise _Whole
+        found = [self.where[id(t)] for t in results]
+        for tensor, ref, type_ in zip(results, found, expected, strict=True):
+            mine = self.links[ref.link].outputs[ref.at] if ref.link >= 0 else TensorType.of(self.given[ref.at])
+            if mine != type_ or tuple(tensor.shape) != type_.shape:
+                raise _Whole  # autograd differentiates something else than what runs below
+        return Chain(tuple(self.links), tuple(found))
+
+
 def _translated(seen: _Dispatched, given: list[Tensor], result: Any, expected: tuple[TensorType, ...]) -> Chain:
+    """The chain that was dispatched, in canonical ops."""
     if len(seen.calls) > LONGEST:
         raise _Whole
     _forget_what_autograd_keeps(seen, result)
-    where: dict[int, Ref] = {id(t): Ref(-1, i) for i, t in enumerate(given)}
-    flows: dict[int, bool] = {id(t): t.requires_grad for t in given}
-    links: list[Link] = []
-    for function, args, kwargs, made, enabled in list(seen.calls):
-        outputs = [t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)]
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if function.namespace == "prim":  # a question about a device
-            continue
-        draws = torch.Tag.nondeterministic_seeded in function.tags
-        if (
-            draws or not outputs or any(id(t) not in where for t in tensors)
-        ):  # or reads a constant of the function's own
-            raise _Whole
-        writes = function._schema.is_mutable
-        if writes:  # what nobody else sees stands for a new value from here on
-            through = enabled or not flows[id(args[0])]
-            if not through or not _is_temporary(made, args[0], where, seen):
-                raise _Whole
-            op, arguments = _canonical_of_write(function, args, kwargs)
-        else:
-            op, arguments = _canonical(seen, function, args, kwargs, made)
-        wants = enabled and any(flows[id(t)] for t in tensors) and op.name != "detach"
-        if not writes and {id(t) for t in outputs} & where.keys():
-            if len(outputs) == 1:  # an op that gives back what it was given
-                continue
-            raise _Whole
-        types = tuple(TensorType.of(t) for t in outputs)
-        types = tuple(replace(t, requires_grad=wants and t.may_have_gradient) for t in types)
-        referred = pytree.tree_map_only(Tensor, lambda t: where[id(t)], arguments)
-        for at, t in enumerate(outputs):
-            where[id(t)], flows[id(t)] = Ref(len(links), at), types[at].requires_grad
-        links.append(Link(op, referred, types, not isinstance(made, Tensor)))
-    results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-    if any(id(t) not in where for t in results):  # autograd hands out the very objects that were dispatched
-        raise _Whole
-    found = [where[id(t)] for t in results]
-    if len(results) != len(expected) or not links:
-        raise _Whole
-    for t, ref, type_ in zip(results, found, expected, strict=True):
-        mine = links[ref.link].outputs[ref.at] if ref.link >= 0 else TensorType.of(given[ref.at])
-        if (
-            mine != type_ or tuple(t.shape) != type_.shape
-        ):  # autograd differentiates something else than what runs below
-            raise _Whole
-    return Chain(tuple(links), tuple(found))
+    translation = Translation(seen, given)
+    for call in list(seen.calls):
+        translation.add(call)
+    return translation.chain(_tensors(result), expected)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
 
 
 def _forget_what_autograd_keeps(seen: _Dispatched, result: Any) -> None:
@@ -203,21 +235,20 @@ def _forget_what_autograd_keeps(seen: _Dispatched, result: Any) -> None:
 
     Autograd makes them to save a result of an op for its backward.
     """
-    read = {id(t) for c in seen.calls for t in pytree.tree_leaves((c[1], c[2])) if isinstance(t, Tensor)}
-    read |= {id(t) for t in pytree.tree_leaves(result) if isinstance(t, Tensor)}
-    seen.calls = [c for c in seen.calls if c[0] is not torch.ops.aten.detach.default or id(c[3]) in read]
+    read = {id(t) for c in seen.calls for t in _tensors((c.args, c.kwargs))} | {id(t) for t in _tensors(result)}
+    seen.calls = [c for c in seen.calls if c.function is not torch.ops.aten.detach.default or id(c.made) in read]
 
 
 def _is_temporary(made: Any, target: Tensor, where: Mapping[int, Ref], seen: _Dispatched) -> bool:
     """Is what is written to made in the chain, and is its memory known by this one name?"""
     memory = StorageWeakRef(target.untyped_storage())
-    held = [t for c in seen.calls for t in pytree.tree_leaves((c[1], c[2], c[3])) if isinstance(t, Tensor)]
+    held = [t for c in seen.calls for t in _tensors((c.args, c.kwargs, c.made))]
     has_other_names = any(t is not target and StorageWeakRef(t.untyped_storage()) == memory for t in held)
     return made is target and where[id(target)].link >= 0 and not has_other_names
 
 
 def _canonical_of_write(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
-    """The pure form of a call that writes to its first argument; it must give what is written without a cast."""
+    """The pure form of a call that writes to its first argument; it must give that without a cast."""
     op, arguments = functional(function, args, kwargs)
     if op is None or op.signature is None:
         raise _Whole
@@ -243,19 +274,17 @@ def _canonical(
     op, arguments = lookup(spelled, given, named, made)
     if op.signature is None:
         raise _Whole
-    if name in _SAME_NUMBERS or function in _RENAMED or function is torch.ops.aten._to_copy.default:
+    if name in _SAME_NUMBERS or function in _RENAMED or function is TO_COPY:
         return op, arguments
     before = len(seen.calls)
     with torch.no_grad(), seen:
         again = op.run(arguments)
-    calls = [c for c in seen.calls[before:] if c[0].namespace == "aten"]
+    calls = [c for c in seen.calls[before:] if c.function.namespace == "aten"]
     del seen.calls[before:]
     if function.is_view:  # of one tensor: where it looks says all
         if not _look_alike(made, again):
             raise _Whole
-    elif [c[0]._schema.name for c in calls] != [function._schema.name] or not _alike(
-        function, (args, kwargs), calls[0]
-    ):
+    elif len(calls) != 1 or not _alike(Dispatch(function, args, kwargs, made, True), calls[0]):
         raise _Whole
     return op, arguments
 
@@ -270,21 +299,25 @@ def _look_alike(one: Any, other: Any) -> bool:
     return [shown(t) for t in pytree.tree_leaves(one)] == [shown(t) for t in pytree.tree_leaves(other)]
 
 
-def _alike(function: Any, said: tuple[Any, Any], call: tuple[Any, ...]) -> bool:
-    """Does a call say the same, with defaults spelled out? Another overload may take a number where this one takes a
-    tensor.
+def _alike(one: Dispatch, other: Dispatch) -> bool:
+    """Do two calls of one function say the same, with defaults spelled out?
+
+    Another overload may take a number where this one takes a tensor.
     """
 
-    def bound(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        by_name = {**{a.name: v for a, v in zip(schema.arguments, args, strict=False)}, **kwargs}
-        return {a.name: by_name.get(a.name, a.default_value) for a in schema.arguments}
+    def bound(call: Dispatch) -> dict[str, Any]:
+        arguments = call.function._schema.arguments
+        by_name = {**{a.name: v for a, v in zip(arguments, call.args, strict=False)}, **call.kwargs}
+        return {a.name: by_name.get(a.name, a.default_value) for a in arguments}
 
-    left, right = bound(function._schema, *said), bound(call[0]._schema, *call[1:3])
+    if one.function._schema.name != other.function._schema.name:
+        return False
+    left, right = bound(one), bound(other)
     for name in {**left, **right}:
-        one, other = left.get(name), right.get(name)
-        if _is_unsaid(one) and _is_unsaid(other):
+        sides = left.get(name), right.get(name)
+        if all(map(_is_unsaid, sides)):
             continue
-        leaves = [pytree.tree_leaves(side, is_leaf=lambda v: v is None) for side in (one, other)]
+        leaves = [pytree.tree_leaves(side, is_leaf=lambda v: v is None) for side in sides]
         if len(leaves[0]) != len(leaves[1]) or not all(map(_same, *leaves)):
             return False
     return True
@@ -362,7 +395,7 @@ _SPELLED: dict[Any, Callable[..., Spelling]] = {  # ATen's form of a call, and t
 def _splice(graph: Graph, node: fx.Node, chain: Chain) -> None:
     """The chain's nodes before the function's, which nobody uses afterwards."""
     about = info(node)
-    operands = [n for n in pytree.tree_leaves(list(node.kwargs.values())) if isinstance(n, fx.Node)]
+    operands = walks.operands(node)
     made: dict[Ref, fx.Node] = {Ref(-1, i): n for i, n in enumerate(operands)}
     base = about.key.rpartition("/")[0]
     with graph.fx.inserting_before(node):
@@ -378,7 +411,7 @@ def _splice(graph: Graph, node: fx.Node, chain: Chain) -> None:
                 part = graph.fx.create_node("call_function", operator.getitem, (new, at), name=f"{new.name}_{at}")
                 part.meta["info"] = replace(info(new), key=f"{info(new).key}[{at}]", kind="part", outputs=(type_,))
                 made[Ref(k, at)] = part
-    parts = [u for u in node.users if info(u).kind == "part"]
+    parts = walks.parts(node)
     if parts:
         for part in parts:
             part.replace_all_uses_with(made[chain.results[part.args[1]]])

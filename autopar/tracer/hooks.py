@@ -1,11 +1,11 @@
-"""Hooks of modules while a model is captured, and in the calls after it.
+"""Hooks of modules while a model is captured.
 
-    what computes        a hook that returns something, writes to a tensor, or sets something on a module, is part of
-    the graph what keeps, prints   a tensor of the capture has no values: a letter what else there is   it counts, looks
-    at shapes, or does nothing today: it runs in every call, on tensors without values
+    computes         it returns something, writes to a tensor, or sets something on a module: part of the graph
+    keeps, prints    a tensor of the capture has no values: a letter
+    anything else    it counts, looks at shapes, or does nothing today: it runs in every call, on tensors without values
 
-The last are `idle`: the graph is the same without them. One that asks in a call for values, as it did not while it was
-captured, is a letter.
+The last are `idle` (`graph/idle.py`): the graph is the same without them. One that asks in a call for values, as it did
+not while it was captured, is a letter.
 """
 
 from __future__ import annotations
@@ -13,68 +13,27 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.letters import Letter, NotCaptured, NotServed
+from autopar.graph.idle import HELD_BY, IdleHook, TensorForm, name_of_hook
+from autopar.letters import NotCaptured
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
 
-_HELD_BY = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = (int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device)
 
 
-@dataclass(frozen=True, slots=True)
-class Like:
-    """A tensor's form, without the tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def made(self) -> Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        return made.requires_grad_(self.requires_grad)
-
-
-class Unknown:
+class Unseen:
     """In the place of an argument that is neither tensor nor number nor text."""
 
 
-@dataclass(frozen=True, slots=True)
-class IdleHook:
-    """One call of a hook that does nothing to the graph."""
-
-    path: str  # of its module
-    held_by: str
-    key: int  # among the hooks of its module
-    given: Any  # its arguments beside the module: forms in the place of tensors
-
-    def run(self, model: nn.Module, own: tuple[Any, Any]) -> None:
-        """Call it as its module would be, on tensors without values; `own` are those that the whole model had."""
-        module = model.get_submodule(self.path)
-        held = getattr(module, self.held_by) if self.path else own[_HELD_BY.index(self.held_by)]
-        given = pytree.tree_map(lambda leaf: leaf.made() if isinstance(leaf, Like) else leaf, self.given)
-        try:
-            held[self.key](module, *given)
-        except Letter:
-            raise
-        except Exception as e:
-            raise NotServed(
-                f"a hook of {self.path or 'the model'} ({_name(held[self.key])}) needs more than shapes and "
-                f"dtypes: {e}",
-                advice="what it looks at as an output of the model: a parallel model's modules do not run one by one",
-            ) from e
-
-
 class Hooks:
-    """What hooks did during one capture."""
+    """Effects of the hooks that run during one capture."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -86,20 +45,22 @@ class Hooks:
     def watch(self, root: nn.Module) -> None:
         """Wrap the hooks of all modules; whoever puts the modules back as they were takes the wrappers away."""
         for path, module in root.named_modules():
-            for held_by in _HELD_BY:
+            for held_by in HELD_BY:
                 held = vars(module).get(held_by) or {}
                 for key, hook in held.items():
                     held[key] = self._watched(path, held_by, key, hook)
 
     def _watched(self, path: str, held_by: str, key: int, hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: nn.Module, *given: Any) -> Any:
-            name, form = f"{_name(hook)}, of {path or 'the model'}", pytree.tree_map(_form, given)
-            before, effects, made = self._said(), self.effects, len(self.recorder.values.alive)
+            name = f"{name_of_hook(hook)}, of {path or 'the model'}"
+            form = pytree.tree_map(_form, given)
+            held, effects = self._held_by_modules(), self.effects
+            first_made = len(self.recorder.values.alive)
             with self._runs(name):
                 result = hook(module, *given)
             tensors = [leaf for leaf in pytree.tree_leaves((given, result)) if isinstance(leaf, Tensor)]
-            self.met += [(weakref.ref(t), name) for t in (*tensors, *self.recorder.values.alive[made:])]
-            if result is None and self.effects == effects and self._said() == before:
+            self.met += [(weakref.ref(t), name) for t in (*tensors, *self.recorder.values.alive[first_made:])]
+            if result is None and self.effects == effects and self._held_by_modules() == held:
                 self.idle.append(IdleHook(path, held_by, key, form))
             return result
 
@@ -113,8 +74,8 @@ class Hooks:
         finally:
             self.running.pop()
 
-    def _said(self) -> list[Any]:
-        """Which things the modules hold, and what stands in their lists and dicts."""
+    def _held_by_modules(self) -> list[Any]:
+        """Identities of the objects that the modules hold, and of those in their lists and dicts."""
         found: list[Any] = []
         for module in self.recorder.root.modules():
             for value in vars(module).values():
@@ -140,9 +101,5 @@ class Hooks:
 
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return Like(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
-    return leaf if isinstance(leaf, _PLAIN) else Unknown()
-
-
-def _name(hook: Callable[..., Any]) -> str:
-    return getattr(hook, "__qualname__", type(hook).__name__)
+        return TensorForm(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+    return leaf if isinstance(leaf, _PLAIN) else Unseen()

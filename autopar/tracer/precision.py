@@ -146,7 +146,7 @@ def computing_in(precision: Precision | None, recorder: Recorder) -> Iterator[li
                 if parameter.dtype == getattr(torch, precision.param):
                     continue
                 if id(parameter) not in made:
-                    with recorder.within(path):
+                    with recorder.place.within(path):
                         made[id(parameter)] = precision.cast(parameter)
                         casts.append(recorder.values.node(made[id(parameter)]))
                 held.append((module._parameters, name, parameter))

@@ -1,4 +1,4 @@
-"""What of torch, and of libraries around it, behaves otherwise while a module is captured. All of it is put back.
+"""Changes of torch, and of libraries around it, while a module is captured; all of them are put back.
 
     autograd.Function.apply      one node, with its backward; checkpoints are opened and their ops tagged
     numpy.random, random         a draw would be frozen into the graph: a letter
@@ -7,111 +7,94 @@
     clear_autocast_cache         is heard
     BatchNorm, Gamma.rsample     are spelled without questions about values, and without writing through a detached view
     TorchScript, torch.compile   run op by op, so that every op comes by
+    torch's defaults, logging    and Python's garbage collector
 
-Private parts: `torch.utils.checkpoint._checkpoint_without_reentrant_generator` and `CheckpointFunction` (torch 2.11 to
-2.13), `transformers.masking_utils.is_tracing`, `transformers.pytorch_utils.is_torchdynamo_compiling` (transformers
-5.x).
+How each is patched and undone is in `runtime/patches.py`; here is what stands in its place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint as checkpoints
-from torch.distributions.gamma import Gamma
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from autopar.tracer.recorder import patched
+from autopar.runtime import patches
 from autopar.tracer.respelled import averages_over_all, cumulative_batch_norm, gamma_rsample
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
 
-_GENERATOR = "_checkpoint_without_reentrant_generator"
+
+@contextlib.contextmanager
+def keeping_defaults() -> Iterator[None]:
+    """Torch's default dtype is put back, whatever forward makes of it."""
+    dtype = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection: it would walk every node again and again, and find nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextlib.contextmanager
 def captured(recorder: Recorder) -> Iterator[None]:
+    """Everything of torch, and around it, that a capture needs otherwise."""
     with contextlib.ExitStack() as stack:
-        enter = stack.enter_context
-        enter(torch.jit.optimized_execution(False))  # its autodiff would detach what it runs
-        enter(torch.compiler.set_stance("force_eager"))
-        enter(
-            patched(
-                torch.autograd.Function,
-                "apply",
-                classmethod(_apply(recorder, torch.autograd.Function.__dict__["apply"].__func__)),
-            )
-        )
-        enter(patched(torch, "clear_autocast_cache", _clearing(recorder, torch.clear_autocast_cache)))
-        enter(patched(checkpoints, _GENERATOR, _region(recorder, getattr(checkpoints, _GENERATOR))))
-        if recorder.assume.no_padding and "transformers.masking_utils" in sys.modules:
-            enter(patched(sys.modules["transformers.masking_utils"], "is_tracing", lambda *_: False))
-        if "transformers.pytorch_utils" in sys.modules:  # its method caches would keep fakes
-            enter(patched(sys.modules["transformers.pytorch_utils"], "is_torchdynamo_compiling", lambda: True))
-        for owner, name in (
-            (torch, "manual_seed"),
-            (torch.random, "manual_seed"),
-            (torch, "set_rng_state"),
-            (torch.random, "set_rng_state"),
-            (torch, "seed"),
-            (torch.random, "seed"),
-            (torch.random, "fork_rng"),
-        ):
-            enter(
-                patched(
-                    owner,
-                    name,
-                    _refusing(
-                        recorder,
-                        f"torch.{name}",
-                        getattr(owner, name),
-                        "seeds or sets torch's generator inside forward",
-                        "seeding outside the model",
-                    ),
-                )
-            )
-        enter(
-            patched(
-                torch.autograd.graph.saved_tensors_hooks,
-                "__enter__",
-                _refusing(
-                    recorder,
-                    "saved_tensors_hooks",
-                    torch.autograd.graph.saved_tensors_hooks.__enter__,
-                    "hooks what autograd saves",
-                    "them around the call of the model",
-                ),
-            )
-        )
-        enter(
-            patched(
-                _BatchNorm,
-                "forward",
-                _while_captured(recorder, _BatchNorm.forward, cumulative_batch_norm, averages_over_all),
-            )
-        )
-        enter(patched(Gamma, "rsample", _while_captured(recorder, Gamma.rsample, gamma_rsample)))
-        enter(_no_outside_randomness(recorder))
+        for change in _changes(recorder):
+            stack.enter_context(change)
         yield
+
+
+def _changes(recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
+    yield torch.jit.optimized_execution(False)  # its autodiff would detach what it runs
+    yield torch.compiler.set_stance("force_eager")
+    yield patches.function_apply(lambda original: _apply(recorder, original))
+    yield patches.clear_autocast_cache(lambda original: _clearing(recorder, original))
+    yield patches.checkpoint_generator(lambda original: _region(recorder, original))
+    if recorder.assumptions.declared.no_padding:
+        yield patches.transformers_look_at_masks()
+    yield patches.transformers_cache_nothing()
+    what, advice = "seeds or sets torch's generator inside forward", "seeding outside the model"
+    yield patches.seeding(lambda name, original: _refusing(recorder, name, original, what, advice))
+    yield patches.saved_tensors_hooks(
+        lambda original: _refusing(
+            recorder, "saved_tensors_hooks", original, "hooks what autograd saves", "them around the call of the model"
+        )
+    )
+    yield patches.batch_norm(
+        lambda original: _while_captured(recorder, original, cumulative_batch_norm, averages_over_all)
+    )
+    yield patches.gamma_rsample(lambda original: _while_captured(recorder, original, gamma_rsample))
+    yield _no_outside_randomness(recorder)
 
 
 def _apply(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != recorder.thread or not recorder.watched or recorder.inside is not None:
+        if not recorder.place.is_in_model() or recorder.call.function is not None:
             return original(cls, *args, **kwargs)
         if issubclass(cls, checkpoints.CheckpointFunction):
             function, _, *rest = args
-            wanted = any(
-                isinstance(a, torch.Tensor) and a.requires_grad for a in rest
-            )  # or nothing in it gets a gradient
-            with _open_region(recorder), torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
+            wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in rest)  # else nothing gets a gradient
+            with recorder.place.region(), torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
                 return function(*rest)
         return recorder.apply(cls, lambda *a, **k: original(cls, *a, **k), args, kwargs)
 
@@ -122,7 +105,7 @@ def _refusing(
     recorder: Recorder, name: str, original: Callable[..., Any], what: str, advice: str
 ) -> Callable[..., Any]:
     def refused(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != recorder.thread or not recorder.watched:
+        if not recorder.place.is_in_model():
             return original(*args, **kwargs)
         raise recorder.letter(f"the model {what} ({name})", (), advice)
 
@@ -145,10 +128,10 @@ def _while_captured(
     spelled: Callable[..., Any],
     is_asked: Callable[..., bool] = lambda *_: True,
 ) -> Callable[..., Any]:
-    """A method as it is spelled for a graph, where the model that is captured calls it so that this is asked for."""
+    """A method as it is spelled for a graph, where the captured model calls it so that this is asked for."""
 
     def method(own: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == recorder.thread and recorder.watched and is_asked(own):
+        if recorder.place.is_in_model() and is_asked(own):
             return spelled(own, *args, **kwargs)
         return original(own, *args, **kwargs)
 
@@ -157,39 +140,25 @@ def _while_captured(
 
 def _region(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
     def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if threading.get_ident() != recorder.thread or not recorder.watched:
+        if not recorder.place.is_in_model():
             yield from original(*args, **kwargs)
             return
-        with _open_region(recorder):
+        with recorder.place.region():
             yield
 
     return generator
 
 
 @contextlib.contextmanager
-def _open_region(recorder: Recorder) -> Iterator[None]:
-    recorder.regions.append(recorder.region_count)
-    recorder.region_count += 1
-    try:
-        yield
-    finally:
-        recorder.regions.pop()
-
-
-@contextlib.contextmanager
 def _no_outside_randomness(recorder: Recorder) -> Iterator[None]:
-    """Draws that torch's generator does not make are letters; what was imported by name is found by its state."""
-    owners: list[Any] = [random]
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        owners.append(numpy_random)
+    """A letter for draws from another generator than torch's.
 
-    def state() -> Any:
-        return random.getstate(), *((str(numpy_random.get_state()),) if numpy_random is not None else ())
+    One whose function was imported by name is found by the generator's state.
+    """
 
     def refusing(name: str, original: Any) -> Any:
         def refused(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != recorder.thread:
+            if threading.get_ident() != recorder.place.thread:
                 return original(*args, **kwargs)
             raise recorder.letter(
                 f"the model draws from {name}: the numbers drawn while tracing would be used for ever",
@@ -199,28 +168,24 @@ def _no_outside_randomness(recorder: Recorder) -> Iterator[None]:
 
         return refused
 
-    before = state()
-    with contextlib.ExitStack() as stack:
-        for owner in owners:
-            for name in owner.__all__:
-                value = getattr(owner, name)
-                if (
-                    callable(value)
-                    and not isinstance(value, type)
-                    and name not in ("getstate", "setstate", "seed", "get_state", "set_state")
-                ):
-                    stack.enter_context(patched(owner, name, refusing(f"{owner.__name__}.{name}", value)))
+    before = _outside_states()
+    with patches.outside_randomness(refusing):
         yield
-        if state() != before and any(
-            t is not threading.current_thread() and not t.daemon for t in threading.enumerate()
-        ):
-            recorder.assumptions.append(
-                "numpy's or Python's random numbers were drawn while tracing, by another thread or by the model: "
-                "what the model drew is frozen"
-            )
-        elif state() != before:
+        if _outside_states() == before:
+            return
+        if not any(t is not threading.current_thread() and not t.daemon for t in threading.enumerate()):
             raise recorder.letter(
                 "the model draws from numpy's or Python's random numbers, which would be frozen",
                 (),
                 "torch's random functions",
             )
+        recorder.assumptions.lines.append(
+            "numpy's or Python's random numbers were drawn while tracing, by another thread or by the model: "
+            "what the model drew is frozen"
+        )
+
+
+def _outside_states() -> list[Any]:
+    """States of Python's generator and of numpy's, where it is imported."""
+    numpy_random = sys.modules.get("numpy.random")
+    return [random.getstate(), *([str(numpy_random.get_state())] if numpy_random is not None else [])]

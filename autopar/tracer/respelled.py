@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.distributions.gamma import Gamma
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autopar.runtime.private import standard_gamma
+
 
 def cov(
     input: Tensor,
@@ -30,7 +32,7 @@ def cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Tensor:
-    """How rows vary together; columns are observations."""
+    """The covariance of rows; columns are observations."""
     rows = input.view(1, -1) if input.dim() < 2 else input
     weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
     if weights is None:
@@ -48,7 +50,7 @@ def cov(
 
 
 def corrcoef(input: Tensor) -> Tensor:
-    """The same on the scale from -1 to 1."""
+    """The correlation of rows: the covariance on the scale from -1 to 1."""
     c = cov(input)
     if c.dim() == 0:
         return c / c
@@ -127,7 +129,7 @@ def by_layers(recurrent: Callable[..., Any]) -> Callable[..., Any]:
 def gamma_rsample(distribution: Gamma, sample_shape: Any = ()) -> Tensor:
     """Draws of gamma distributions; those that are too small are lifted, and keep their gradient."""
     shape = distribution._extended_shape(torch.Size(sample_shape))
-    value = torch._standard_gamma(distribution.concentration.expand(shape)) / distribution.rate.expand(shape)
+    value = standard_gamma(distribution.concentration.expand(shape)) / distribution.rate.expand(shape)
     least = torch.finfo(value.dtype).tiny
     return torch.where(value < least, value + (least - value.detach()), value)
 
@@ -153,7 +155,10 @@ def averages_over_all(module: _BatchNorm) -> bool:
 
 
 def drops_between(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Does this call of a recurrent function drop between layers? That of packed sequences has another order."""
+    """Does this call of a recurrent function drop between layers?
+
+    The one of packed sequences has its arguments in another order.
+    """
     is_plain = len(args) == 9 and isinstance(args[2], (tuple, list))
     return is_plain and args[4] > 1 and bool(args[5]) and bool(args[6])
 

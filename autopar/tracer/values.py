@@ -2,45 +2,47 @@
 
 A tensor object stands for a node. A write in place gives it a new one, and what shares its memory must follow:
 
-    v = x[0];  v.add_(1)          w = x[1:]           as the model says it
-    v' = add(x[0], 1)             x' = setitem(x, 0, v')          the write is carried to the base through each view's
-    inverse w' = x'[1:]                                                   other views are read again, when they are next
-    used
+    v = x[0];  w = x[1:];  v.add_(1)    as the model says it
+    v' = add(x[0], 1)
+    x' = setitem(x, 0, v')              the write is carried to the base through each view's inverse (inverses.py)
+    w' = x'[1:]                         other views are read again, when they are next used
 
 What is a view is known from storages, and only looked at once something is written.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
-from autopar.graph.graph import Info, TensorType
+from autopar.graph.graph import TensorType, info
 from autopar.ops.entry import OPS, Op
+from autopar.tracer.call import tensors_in
+from autopar.tracer.inverses import Recipe, WrittenView, inverse
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
 
 
 class Values:
+    """The nodes that tensors stand for."""
+
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.nodes: dict[int, fx.Node] = {}  # id(tensor) -> the node that stands for it
         self.alive: list[Tensor] = []  # ids stay unique while their tensors live
-        self.recipes: dict[
-            int, tuple[Op, dict[str, Any], int | None]
-        ] = {}  # how a tensor was made: op, arguments, which output
+        self.recipes: dict[int, Recipe] = {}  # id(tensor) -> how it was made
         self.stale: set[int] = set()  # views of memory that has been written since
         self._sharing: dict[int, list[Tensor]] = {}  # storage -> its tensors
         self._indexed = 0
         self._held: set[int] | None = None  # the storages of the module's tensors
 
-    def bind(self, tensor: Tensor, node: fx.Node, about: Info | None = None) -> None:
-        if about is not None:
-            node.meta["info"] = about
+    def bind(self, tensor: Tensor, node: fx.Node) -> None:
+        """Let a tensor stand for a node from here on."""
         self.nodes[id(tensor)] = node
         self.alive.append(tensor)
 
@@ -48,38 +50,35 @@ class Values:
         """The outputs of an op: one tensor, or a tuple of them."""
         if isinstance(result, Tensor):
             self.bind(result, node)
-            self.recipes[id(result)] = (*recipe, None)
+            self.recipes[id(result)] = Recipe(*recipe)
             return
         if not isinstance(result, (list, tuple)) or not all(isinstance(leaf, Tensor) for leaf in result):
             raise self.recorder.letter(
                 f"{recipe[0].name} gives a structure that is not captured", (), "tensors, or a flat tuple of them"
             )
-        for i, (leaf, part) in enumerate(zip(result, self.recorder.split(node), strict=True)):
+        for i, (leaf, part) in enumerate(zip(result, self.recorder.program.split(node), strict=True)):
             if id(leaf) not in self.nodes:  # an operand handed through stays what it is
                 self.bind(leaf, part)
-                self.recipes[id(leaf)] = (*recipe, i)
+                self.recipes[id(leaf)] = Recipe(*recipe, i)
 
     def node(self, tensor: Tensor) -> fx.Node | None:
         """The node that stands for a tensor now; views of memory that was written are read again."""
         if id(tensor) in self.stale:
             self.stale.discard(id(tensor))
-            op, arguments, index = self.recipes[id(tensor)]
-            blind = (
-                not self.nodes[id(tensor)].meta["info"].outputs[0].requires_grad and tensor.grad_fn is None
-            )  # it was taken under no_grad
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not blind):
-                made = self.recorder.emit(
-                    op,
-                    arguments,
-                    (TensorType.of(tensor),) if index is None else [TensorType.of(t) for t in self._siblings(tensor)],
-                )
-            self.nodes[id(tensor)] = made if index is None else self.recorder.split(made)[index]
+            recipe = self.recipes[id(tensor)]
+            outputs = [tensor] if recipe.output is None else self._siblings(tensor)
+            had_gradient = info(self.nodes[id(tensor)]).outputs[0].requires_grad
+            was_taken_blind = not had_gradient and tensor.grad_fn is None  # under no_grad
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not was_taken_blind):
+                made = self.recorder.emit(recipe.op, recipe.arguments, outputs)
+            parts = [made] if recipe.output is None else self.recorder.program.split(made)
+            self.nodes[id(tensor)] = parts[recipe.output or 0]
         return self.nodes.get(id(tensor))
 
     def _siblings(self, part: Tensor) -> list[Tensor]:
         """All outputs of the op that made `part`."""
-        arguments = self.recipes[id(part)][1]
-        return [t for t in self.alive if id(t) in self.recipes and self.recipes[id(t)][1] is arguments]
+        arguments = self.recipes[id(part)].arguments
+        return [t for t in self.alive if id(t) in self.recipes and self.recipes[id(t)].arguments is arguments]
 
     # -- memory
 
@@ -93,28 +92,24 @@ class Values:
     def shares_storage(self, tensor: Tensor) -> bool:
         """Is this the memory of a tensor of the model, its inputs, or a result so far?"""
         if self._held is None:
-            self._held = {_storage(held) for held in self.recorder.held}
+            self._held = {_storage(held) for held in self.recorder.names.fakes}
         return _storage(tensor) in self._held or bool(self._family(tensor))
 
     def overlaps(self, other: Tensor, target: Tensor) -> bool:
         """Do two tensors lie on one memory, otherwise than as one and the same view?"""
         if _storage(other) != _storage(target):
             return False
-        return (other.shape, other.stride(), other.storage_offset()) != (
-            target.shape,
-            target.stride(),
-            target.storage_offset(),
-        )
+        return _extent(other) != _extent(target)
 
     def is_that_view(self, whole: Tensor, index: Any, value: Tensor) -> bool:
         """Is `value` the view of `whole` at this index?"""
         if _storage(value) != _storage(whole):
             return False
-        self.recorder.inside = "index"  # a look, not the model's own call
+        self.recorder.call.function = "index"  # a look, not the model's own call
         try:
             view = whole[index]
         finally:
-            self.recorder.inside = None
+            self.recorder.call.function = None
         return _storage(view) == _storage(whole) and not self.overlaps(value, view)
 
     def is_shared(self, tensor: Tensor) -> bool:
@@ -132,16 +127,10 @@ class Values:
         """The tensor that this one is a view of."""
         if id(tensor) not in self.recipes:
             return None
-        from autopar.tracer.recorder import tensors_in
-
-        return next(
-            (
-                t
-                for t in tensors_in((), self.recipes[id(tensor)][1])
-                if t is not tensor and _storage(t) == _storage(tensor)
-            ),
-            None,
-        )
+        for operand in tensors_in((), self.recipes[id(tensor)].arguments):
+            if operand is not tensor and _storage(operand) == _storage(tensor):
+                return operand
+        return None
 
     # -- writes
 
@@ -151,23 +140,20 @@ class Values:
         recorder.node(target)
         while (parent := self._parent(base)) is not None:
             base = parent
-        if id(base) in recorder.sharing:
+        if id(base) in recorder.names.sharing:
             raise recorder.letter(
                 f"{name} writes to memory that another tensor of the model or its inputs shares",
                 (target,),
                 "tensors of their own: .clone()",
             )
-        if recorder.kinds.get(id(base)) == "parameter":
+        if recorder.names.kinds.get(id(base)) == "parameter":
             raise recorder.letter(
-                f"{name} writes to the parameter {recorder.attributes[id(base)][0]} inside the model",
+                f"{name} writes to the parameter {recorder.names.of[id(base)][0]} inside the model",
                 (target,),
                 "a buffer, or a new tensor",
             )
-        if (
-            target.requires_grad
-            and not torch.is_grad_enabled()
-            and not (target.is_leaf and (base is target or not base.requires_grad))
-        ):  # a parameter made in forward has no history
+        has_no_history = target.is_leaf and (base is target or not base.requires_grad)  # a parameter made in forward
+        if target.requires_grad and not torch.is_grad_enabled() and not has_no_history:
             raise recorder.letter(
                 f"{name} writes under no_grad to a value that carries a gradient: the gradient would not know",
                 (target,),
@@ -190,65 +176,37 @@ class Values:
 
     def _put_back(self, parent: Tensor, view: Tensor, value: fx.Node) -> fx.Node:
         """The parent with `value` where `view` reads it: the inverse of one view op."""
-        op, arguments, index = self.recipes[id(view)]
-        recorder, type_ = self.recorder, TensorType.of(parent)
+        recipe, recorder, type_ = self.recipes[id(view)], self.recorder, TensorType.of(parent)
         before = recorder.node(parent)
 
         def emit(name: str, **how: Any) -> fx.Node:
             return recorder.emit(OPS[name], how, (type_,))
 
-        if op.name in ("identity", "contiguous", "clone"):
-            return value
-        if op.name == "detach":
-            if parent.requires_grad:
-                raise recorder.letter(
-                    "a value that carries a gradient is written through a detached view: the gradient would not know",
-                    (view,),
-                    "the form that returns a new tensor",
-                )
-            return value
-        if op.name == "view":
-            return emit("view", input=value, size=tuple(parent.shape))
-        if op.name == "t":
-            return emit("t", input=value)
-        if op.name == "transpose":
-            return emit("transpose", input=value, dim0=arguments["dim0"], dim1=arguments["dim1"])
-        if op.name == "permute":
-            rank = parent.dim()
-            turned = [d % rank for d in arguments["dims"]]
-            return emit("permute", input=value, dims=tuple(turned.index(d) for d in range(rank)))
-        if op.name == "narrow":
-            return emit(
-                "slice_scatter",
-                input=before,
-                src=value,
-                dim=arguments["dim"],
-                start=arguments["start"] % max(1, parent.shape[arguments["dim"]]),
-                end=arguments["start"] % max(1, parent.shape[arguments["dim"]]) + arguments["length"],
+        if recipe.op.name == "detach" and parent.requires_grad:
+            raise recorder.letter(
+                "a value that carries a gradient is written through a detached view: the gradient would not know",
+                (view,),
+                "the form that returns a new tensor",
             )
-        if op.name == "select":
-            return emit("select_scatter", input=before, src=value, dim=arguments["dim"], index=arguments["index"])
-        if op.name == "index":
-            return emit("setitem", input=before, index=arguments["index"], value=value)
-        if op.name == "split" and index is not None:
-            start = sum(arguments["sections"][:index])
-            return emit(
-                "slice_scatter",
-                input=before,
-                src=value,
-                dim=arguments.get("dim", 0),
-                start=start,
-                end=start + arguments["sections"][index],
+        whole = inverse(WrittenView(recipe, tuple(parent.shape), before, value, emit))
+        if whole is None:
+            raise recorder.letter(
+                f"a view by {recipe.op.name} is written in place", (view,), "the form that returns a new tensor"
             )
-        if op.name == "unbind" and index is not None:
-            return emit("select_scatter", input=before, src=value, dim=arguments.get("dim", 0), index=index)
-        if op.name == "diagonal":
-            return emit(
-                "diagonal_scatter", input=before, src=value, **{k: v for k, v in arguments.items() if k != "input"}
-            )
-        if op.name == "to":  # a cast to the dtype it has
-            return value
-        raise recorder.letter(f"a view by {op.name} is written in place", (view,), "the form that returns a new tensor")
+        return whole
+
+    def close(self) -> list[weakref.ref[Tensor]]:
+        """Let go of all tensors; the references that come back are of those that somebody else holds."""
+        made = [weakref.ref(t) for t in self.alive]
+        self.alive.clear()
+        self.recipes.clear()
+        self._sharing.clear()
+        return made
+
+
+def _extent(tensor: Tensor) -> tuple[Any, ...]:
+    """The part of its memory that a tensor looks at."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 import autopar
 from autopar import DeviceMesh, Precision
-from autopar.codegen.joint import COLLECTIVES
+from autopar.codegen.halves import COLLECTIVES
 from autopar.testing import Equality, on_threads
 from tests.codegen.test_situations import batch_of
 from tests.models import eager_links, mlp_case

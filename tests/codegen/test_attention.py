@@ -25,7 +25,8 @@ from autopar.runtime import attention
 from autopar.runtime.attention import causal_attention_part
 from autopar.sharding.placement import S
 from autopar.solver import solve
-from autopar.space import shardings
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.testing import Equality, Unequal
 from autopar.tracer import ColoTracer
 from tests.training import whole
@@ -130,8 +131,7 @@ def planned(model, batch, mesh, order="S(1)@0"):
     generic, graph = Cluster.of("generic"), ColoTracer().trace(model, batch)
     space = shardings(
         graph,
-        autopar.DeviceMesh(mesh),
-        replace(generic, device=replace(generic.device, kernels="cpu")),
+        Setting(autopar.DeviceMesh(mesh), replace(generic, device=replace(generic.device, kernels="cpu"))),
         {"x": order, "y": order, "q": order, "k": order, "v": order, "o": order},
     )
     sites = []

@@ -25,8 +25,8 @@ def run(rank, model, batch, backend, parallel):
         mine(**batch).backward()
     mine(**batch).backward()
     forward, backward = (
-        mine._autopar.programs[0].runner.modules["forward"],
-        mine._autopar.programs[0].runner.modules["backward"],
+        mine._autopar.programs[0].runner.halves.modules["forward"],
+        mine._autopar.programs[0].runner.halves.modules["backward"],
     )
     compiled = [sum(n.op == "call_module" for n in m.graph.nodes) for m in (forward, backward)]
     assert all(compiled)

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.fx as fx
 
-from autopar.codegen.joint import JointGraph, drop_round_trips, split
+from autopar.codegen.halves import split
+from autopar.codegen.joint_graph import JointGraph
+from autopar.codegen.joint_passes import drop_round_trips
 from autopar.runtime.collectives import STEPS
 
 aten = torch.ops.aten

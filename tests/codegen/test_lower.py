@@ -12,7 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.codegen import lower
-from autopar.codegen.joint import COLLECTIVES
+from autopar.codegen.halves import COLLECTIVES
 from autopar.letters import BadPlan
 from autopar.runtime.collectives import BEGIN, PACK, STEPS
 from autopar.testing import Equality, on_threads

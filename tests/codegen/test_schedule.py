@@ -11,10 +11,11 @@ from torch import nn
 
 import autopar
 from autopar import DeviceMesh, Plan
-from autopar.codegen import joint, lower
+from autopar.codegen import joint, joint_passes, lower
 from autopar.graph.graph import info
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
-from autopar.space.overlap import BLOCK, BUCKET, cut
+from autopar.space.schedule import schedule_of
+from autopar.space.windows import BLOCK, BUCKET
 from autopar.testing import Equality, on_processes, on_threads
 from autopar.tracer import ColoTracer
 from tests.models import MLP, eager_links
@@ -23,8 +24,8 @@ from tests.training import train, whole
 
 def small_buckets(patch):
     """Few gradients in a bucket."""
-    patch.setattr(joint, "BUCKET", 20_000)
-    joint._LOWERED.clear()
+    patch.setattr(joint_passes, "BUCKET", 20_000)
+    joint.LOWERED.clear()
 
 
 def case():
@@ -53,7 +54,7 @@ def test_zero3_gathers_a_block_at_a_time_and_a_free_plan_what_is_worth_a_message
     }
     assert Plan.from_dict(plans["zero3"].to_dict()).window_bytes == BLOCK
     ops = [n for n in ColoTracer().trace(model, batch).nodes if info(n).kind == "op"]
-    assert [len(cut(ops, least).spans) for least in (BLOCK, 20_000, BUCKET)] == [
+    assert [len(schedule_of(ops, least).spans) for least in (BLOCK, 20_000, BUCKET)] == [
         5,
         3,
         1,

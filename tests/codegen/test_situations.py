@@ -247,9 +247,9 @@ def test_a_wrong_call_is_a_letter_before_any_collective(call, letter, match):
 
 
 def test_only_so_many_programs_are_kept(monkeypatch):
-    from autopar.module import module
+    from autopar.module import state
 
-    monkeypatch.setattr(module, "_MOST_PROGRAMS", 3)
+    monkeypatch.setattr(state, "MOST_PROGRAMS", 3)
     model, batch = mlp_case()
 
     def body(rank):

@@ -31,7 +31,8 @@ from autopar import DeviceMesh
 from autopar.codegen import joint
 from autopar.letters import Letter
 from autopar.solver import solve
-from autopar.space import shardings
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.testing import Equality, Unequal, on_threads
 from autopar.tracer import ColoTracer
 from tests.frame.functions import of_torch
@@ -480,7 +481,7 @@ STEPS = {
 
 def random_plan(graph, mesh, rng):
     """A legal plan that random costs make the cheapest; in half of them weights may be gathered again."""
-    space = shardings(graph, mesh, eager_links(), regather=bool(rng.integers(2)))
+    space = shardings(graph, Setting(mesh, eager_links(), regather=bool(rng.integers(2))))
     sites = tuple(replace(s, seconds=rng.random(len(s.choices))) for s in space.sites)
     return solve(
         replace(
@@ -548,7 +549,7 @@ def kills(mutant, seeds):
     A broken one may also end with an error; that counts for nothing.
     """
     patch = pytest.MonkeyPatch()
-    joint._LOWERED.clear()
+    joint.LOWERED.clear()
     try:
         mutant(patch)
         for seed in seeds:
@@ -560,7 +561,7 @@ def kills(mutant, seeds):
                 continue
     finally:
         patch.undo()
-        joint._LOWERED.clear()
+        joint.LOWERED.clear()
     return None
 
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 import autopar
 from autopar.solver import solve
-from autopar.space import shardings
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from tests.frame.test_found import Of
@@ -96,7 +97,7 @@ CASES = {  # op, operand, its placement there, the model
 
 def cut_plan(model, batch, mesh, op, operand, placement, seed):
     """A random plan under which the op is cut so on every axis."""
-    space = shardings(ColoTracer().trace(model, batch), mesh, eager_links())
+    space = shardings(ColoTracer().trace(model, batch), Setting(mesh, eager_links()))
     rng = np.random.default_rng(seed)
     sites = []
     for s in space.sites:

@@ -17,7 +17,8 @@ from torch import nn
 import autopar
 from autopar.letters import NotCaptured
 from autopar.solver import solve
-from autopar.space import shardings
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from tests.models import eager_links
@@ -40,7 +41,7 @@ class Of(nn.Module):
 def random_plan(model, batch, mesh, seed):
     """A legal plan that random costs make the cheapest."""
     graph = ColoTracer().trace(model, batch)
-    space = shardings(graph, mesh, eager_links())
+    space = shardings(graph, Setting(mesh, eager_links()))
     rng = np.random.default_rng(seed)
     sites = tuple(replace(s, seconds=rng.random(len(s.choices))) for s in space.sites)
     return solve(

@@ -83,9 +83,9 @@ def gpt2_suite(threads):
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    joint._LOWERED.clear()
+    joint.LOWERED.clear()
     yield
-    joint._LOWERED.clear()
+    joint.LOWERED.clear()
 
 
 def test_the_sound_compiler_passes(threads):

@@ -22,11 +22,11 @@ from torch.fx import map_arg
 from torch.utils import _pytree as pytree
 
 from autopar import Cluster, DeviceMesh
-from autopar.graph.graph import info, op_name, run
+from autopar.graph.graph import info, op_name, run, typed
 from autopar.letters import Letter
 from autopar.ops.entry import rule_of
-from autopar.space import shardings
-from autopar.space.shardings import typed
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.tracer import ColoTracer
 from tests.ops.test_rules import prove
 
@@ -143,7 +143,7 @@ def _with_gradients(function, tensors):
 
 def _prove(name: str, graph, tensors, found: Findings) -> None:
     try:
-        spaces = {n: {s.name: s for s in shardings(graph, DeviceMesh((n,)), GENERIC).sites} for n in (2, 3)}
+        spaces = {n: {s.name: s for s in shardings(graph, Setting(DeviceMesh((n,)), GENERIC)).sites} for n in (2, 3)}
     except Exception as e:
         found.raw[f"the space of {name}: {type(e).__name__}: {e}"[:200]] = name
         return

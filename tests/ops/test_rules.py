@@ -17,7 +17,7 @@ from autopar.ops.entry import FACTS, OPS, SHAPE, facts_of, rule_of
 from autopar.sharding.notation import parse
 from autopar.sharding.placement import R, every_part_holds_something, flow, part
 from autopar.sharding.strategies import Strategy, strategies_on_one_axis
-from autopar.space.shardings import _without_numbers
+from autopar.space.bindings import without_numbers
 from tests.ops.samples import SAMPLES, is_plain, normal, samples
 
 
@@ -71,7 +71,7 @@ def strategies_of(op, arguments):
     class Node:  # what tells a tensor from a number there
         meta = {}
 
-    binding = _without_numbers(binding, [Node() if isinstance(o, torch.Tensor) else o for o in operands])
+    binding = without_numbers(binding, [Node() if isinstance(o, torch.Tensor) else o for o in operands])
     wants = [isinstance(o, torch.Tensor) and o.requires_grad for o in operands]
     return [
         s

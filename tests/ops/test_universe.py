@@ -14,7 +14,7 @@ from autopar.ops.entry import FACTS, OPS, SHAPE
 from autopar.sharding.notation import parse
 from autopar.sharding.placement import every_part_holds_something
 from autopar.sharding.strategies import Strategy
-from autopar.space.discovery import Call, universe
+from autopar.space.discovery import Trial, universe
 from tests.ops.samples import SAMPLES, is_plain, samples
 from tests.ops.test_rules import leaves, strategies_of, with_leaves
 
@@ -72,7 +72,7 @@ MISSING = [
 ]
 
 
-def call_of(op, arguments) -> Call:
+def call_of(op, arguments) -> Trial:
     """The op on its tensor operands; where arguments name the output's shape, or groups, they are the local ones."""
     given = leaves(arguments)
 
@@ -92,7 +92,7 @@ def call_of(op, arguments) -> Call:
         return OPS[op].run(here)
 
     named = OPS[op].local(SHAPE) or op in ("split", "group_norm") or arguments.get("groups", 1) > 1
-    return Call(tuple(given.values()), lambda tensors: OPS[op].run(filled(tensors)), local if named else None)
+    return Trial(tuple(given.values()), lambda tensors: OPS[op].run(filled(tensors)), local if named else None)
 
 
 def values_of(strategy: Strategy) -> str:

@@ -22,7 +22,9 @@ from autopar.sharding.cluster import Measured, Timed
 from autopar.sharding.costs import OPTIMIZERS, measured_seconds, step_seconds
 from autopar.solver import solve
 from autopar.solver.chosen import plan_of
-from autopar.space import shardings
+from autopar.space.constraints import Preset
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.tracer import ColoTracer
 from tests.models import eager_links, mlp_case
 
@@ -248,7 +250,7 @@ def test_an_op_is_priced_by_the_amount_by_which_it_was_measured(name):
     )
     function, operands = workload.call(size)
     graph = ColoTracer().trace(Calls(function, operands), (operands[0],))
-    space = shardings(graph, DeviceMesh(1), replace(eager_links(), timed=timed))
+    space = shardings(graph, Setting(DeviceMesh(1), replace(eager_links(), timed=timed)))
     assert sum(
         float(s.seconds[0]) for s in space.sites if s.op == name.split()[0] and s.seconds[0] > 1e-3
     ) == pytest.approx(workload.amount(size), rel=1e-6)
@@ -258,17 +260,15 @@ def test_a_step_of_adamw_is_priced_by_its_own_table_alone():
     model, batch = mlp_case()
     cluster = replace(eager_links(), timed=(flat("add", 1.0), flat("optimizer adamw", 3.0)))
     graph = ColoTracer().trace(model.float(), {k: v.float() for k, v in batch.items()})
-    parameters = [s for s in shardings(graph, DeviceMesh(1), cluster, optimizer="adamw").sites if s.kind == "parameter"]
+    parameters = [s for s in shardings(graph, Setting(DeviceMesh(1), cluster, "adamw")).sites if s.kind == "parameter"]
     assert all(s.seconds == pytest.approx(3.0) for s in parameters)
     before = [
-        s.seconds
-        for s in shardings(graph, DeviceMesh(1), eager_links(), optimizer="sgd").sites
-        if s.kind == "parameter"
+        s.seconds for s in shardings(graph, Setting(DeviceMesh(1), eager_links(), "sgd")).sites if s.kind == "parameter"
     ]
     assert all(
         (a.seconds == b).all()
         for a, b in zip(
-            (s for s in shardings(graph, DeviceMesh(1), cluster, optimizer="sgd").sites if s.kind == "parameter"),
+            (s for s in shardings(graph, Setting(DeviceMesh(1), cluster, "sgd")).sites if s.kind == "parameter"),
             before,
         )
     )
@@ -286,9 +286,8 @@ def test_only_the_measured_share_is_hidden(hidden):
     full, part = (
         shardings(
             graph,
-            DeviceMesh(4),
-            replace(Cluster.of("l4-4x1"), hidden=h),
-            preset=dict.fromkeys(graph.parameters, "S(0); R"),
+            Setting(DeviceMesh(4), replace(Cluster.of("l4-4x1"), hidden=h)),
+            preset=Preset(dict.fromkeys(graph.parameters, "S(0); R")),
         )
         for h in (1.0, hidden)
     )

@@ -13,7 +13,7 @@ from autopar import DeviceMesh, R, S
 from autopar.module.storage import Storage
 from autopar.sharding.layout import Layout
 from autopar.sharding.placement import Sharding
-from autopar.space.shardings import _torch_can_state
+from autopar.space.sites import torch_can_state
 from tests.training import whole
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))
@@ -41,7 +41,7 @@ def read_back(rank, weight, shardings):
 def test_torch_reads_clips_and_steps_what_is_stored(processes):
     weight = torch.arange(6 * 24).reshape(6, 24).double()
     shardings = [Sharding(p) for p in itertools.product([R, S(0), S(1), BLOCKS], repeat=2)]
-    shardings = [s for s in shardings if Layout.of(weight.shape, s, MESH) and _torch_can_state(s)]
+    shardings = [s for s in shardings if Layout.of(weight.shape, s, MESH) and torch_can_state(s)]
     assert len(shardings) == 13
     for sharding, (read, norm, stepped) in zip(shardings, processes(4, read_back, weight, shardings)[0]):
         if read is None:

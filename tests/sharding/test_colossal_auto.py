@@ -21,7 +21,7 @@ from autopar.sharding.convert import ShapeConsistencyManager, Step, steps_from
 from autopar.sharding.layout import Layout
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import cross, strategies_on_one_axis, values
-from autopar.space.shardings import _without_numbers
+from autopar.space.bindings import without_numbers
 
 MESH = DeviceMesh((2, 2))
 MATMUL = [
@@ -83,7 +83,7 @@ def choices_of(op, mesh=MESH, **arguments):
     class Node:
         meta = {}
 
-    binding = _without_numbers(binding, [Node() if isinstance(o, torch.Tensor) else o for o in operands])
+    binding = without_numbers(binding, [Node() if isinstance(o, torch.Tensor) else o for o in operands])
     per_axis = strategies_on_one_axis(binding, [True] * len(operands), [True])
     found = set()
     for choice in cross(per_axis, binding.sizes, mesh):

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from autopar import Cluster, DeviceMesh, P, R, S
-from autopar.codegen.joint import STEPS
 from autopar.letters import BadSharding
-from autopar.runtime.collectives import bind_axes
+from autopar.runtime.collectives import STEPS, bind_axes
 from autopar.sharding.convert import LocalStep, ShapeConsistencyManager, Step, localise
 from autopar.sharding.layout import Layout
 from autopar.sharding.placement import Sharding, part

@@ -8,7 +8,8 @@ import torch
 import autopar
 from autopar import Cluster, DeviceMesh
 from autopar.letters import NoRule
-from autopar.space import shardings
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.tracer import ColoTracer
 from tests.tracer.cases import Of
 
@@ -48,7 +49,7 @@ mean_of_nines.register_fake(lambda x, token: x.new_empty(x.shape[1]))
 def site_of(function, op, **how):
     model, x = Of(function), torch.randn(32, 16)
     model.weight = torch.nn.Parameter(torch.randn(16, 16))
-    space = shardings(ColoTracer().trace(model, (x,)), DeviceMesh((2,)), Cluster.of("generic"), **how)
+    space = shardings(ColoTracer().trace(model, (x,)), Setting(DeviceMesh((2,)), Cluster.of("generic"), **how))
     return next(s for s in space.sites if s.op == op)
 
 
@@ -100,7 +101,7 @@ def test_looking_moves_no_generator():
     model, x = Of(lambda m, x: clipped(x @ m.weight)), torch.randn(8, 16)
     model.weight = torch.nn.Parameter(torch.randn(16, 16))
     graph, state = ColoTracer().trace(model, (x,)), torch.get_rng_state()
-    shardings(graph, DeviceMesh((2,)), Cluster.of("generic"))
+    shardings(graph, Setting(DeviceMesh((2,)), Cluster.of("generic")))
     assert torch.equal(torch.get_rng_state(), state)
 
 

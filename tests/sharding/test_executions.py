@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from autopar import Cluster, DeviceMesh
-from autopar.codegen.joint import STEPS
-from autopar.runtime.collectives import bind_axes
+from autopar.runtime.collectives import STEPS, bind_axes
 from autopar.sharding.convert import LocalStep, ShapeConsistencyManager, localise
 from tests.sharding.test_exhaustive import World, kept
 

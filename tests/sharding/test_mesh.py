@@ -13,7 +13,8 @@ from autopar import Cluster, DeviceMesh
 from autopar.letters import BadCluster, BadSharding
 from autopar.sharding.costs import step_seconds
 from autopar.sharding.topology import logical_mesh
-from autopar.space import shardings
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.tracer import ColoTracer
 from tests.models import mlp_case
 
@@ -85,7 +86,7 @@ def test_what_is_no_mesh_is_a_letter(shape, axes, ranks):
 def test_an_axis_of_size_one_is_no_axis():
     model, batch = mlp_case()
     graph = ColoTracer().trace(model, batch)
-    narrow, wide = (shardings(graph, DeviceMesh(shape), Cluster.of("h100-8x1")) for shape in ((4,), (1, 4, 1)))
+    narrow, wide = (shardings(graph, Setting(DeviceMesh(shape), Cluster.of("h100-8x1"))) for shape in ((4,), (1, 4, 1)))
     assert [len(s.choices) for s in narrow.sites] == [len(s.choices) for s in wide.sites]
     assert all(np.allclose(a.seconds, b.seconds) for a, b in zip(narrow.edges, wide.edges, strict=True))
     assert all(np.allclose(a.seconds, b.seconds) for a, b in zip(narrow.sites, wide.sites, strict=True))

@@ -17,9 +17,10 @@ from autopar import Cluster, DeviceMesh
 from autopar.letters import BadBudget, Infeasible
 from autopar.solver import solve
 from autopar.solver.budget import Budgeted
-from autopar.space import shardings
 from autopar.space.memory import Memory, Piece
-from autopar.space.overlap import Window
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
+from autopar.space.windows import Window
 from autopar.tracer import ColoTracer
 from tests.models import mlp_case
 from tests.solver.test_program import spaces
@@ -232,7 +233,7 @@ def test_on_one_device_the_peak_is_what_torch_counts():
             module.p = 0.0
     cpu = replace(Cluster.of("generic"), device=replace(Cluster.of("generic").device, kernels="cpu"))
     graph = ColoTracer().trace(model, batch)
-    space = shardings(graph, DeviceMesh((1,)), cpu)
+    space = shardings(graph, Setting(DeviceMesh((1,)), cpu))
     plan = solve(space)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     tracker = MemTracker()

@@ -252,10 +252,11 @@ def test_the_smallest_budget_and_its_bound_are_those_of_trying_everything(layers
         int(letter.value.seen.split(" bytes")[0].replace(",", "")),
     )
     from autopar import Cluster
-    from autopar.space import shardings
+    from autopar.space.setting import Setting
+    from autopar.space.shardings import shardings
     from autopar.tracer import ColoTracer
 
-    space = shardings(ColoTracer().trace(model, batch), DeviceMesh(2), Cluster.of(None), regather=True)
+    space = shardings(ColoTracer().trace(model, batch), Setting(DeviceMesh(2), Cluster.of(None), regather=True))
     choices = [range(len(s.choices)) for s in space.sites]
     assert np.prod([len(c) for c in choices]) < 2e6
     into = {k: [e for e in space.edges if e.target == k] for k in range(len(space.sites))}

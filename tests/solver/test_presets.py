@@ -19,7 +19,8 @@ from autopar.letters import BadCluster, BadConstraint, BadPreset, BadSharding, I
 from autopar.solver import polish, program, solve
 from autopar.solver.budget import Budgeted
 from autopar.solver.integer import backend_of, optimise
-from autopar.space import shardings
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from tests.models import mlp_case
@@ -401,7 +402,7 @@ def real_space(name, layers, mesh, regather=False):
         ids = torch.zeros(8, 32, dtype=torch.long)
         model, batch = transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
     graph = ColoTracer().trace(model, batch, assume=ASSUME if name == "llama" else None)
-    return shardings(graph, mesh, Cluster.of("h100-8x1"), regather=regather)
+    return shardings(graph, Setting(mesh, Cluster.of("h100-8x1"), regather=regather))
 
 
 @pytest.mark.nightly
@@ -433,7 +434,7 @@ def test_with_communication_beside_compute_the_whole_integer_program_finds_the_s
             torch.empty(rows, 4096),
         )
     graph = ColoTracer().trace(model, (x,), loss=lambda out, inputs: out.square().mean())
-    space = shardings(graph, DeviceMesh((2, 2)), Cluster.of("h100-8x1"))
+    space = shardings(graph, Setting(DeviceMesh((2, 2)), Cluster.of("h100-8x1")))
     assert space.windows
     ours, theirs = solve(space), optimise(space, backend_of("highs"))
     optimum = theirs.value
@@ -455,7 +456,7 @@ def test_between_the_plans_that_prices_lead_to_lie_better_ones(monkeypatch):
     with torch.device("meta"):
         model, ids = transformers.LlamaForCausalLM(config).bfloat16().train(), torch.zeros(16, 8192, dtype=torch.long)
     graph = ColoTracer().trace(model, {"input_ids": ids, "labels": ids.clone()}, assume=ASSUME)
-    space = shardings(graph, DeviceMesh((8, 8)), Cluster.of("h100-8x8"))
+    space = shardings(graph, Setting(DeviceMesh((8, 8)), Cluster.of("h100-8x8")))
     ours = solve(space, gap=0.001)
     monkeypatch.setattr(polish, "alike", lambda *_: [])
     monkeypatch.setattr(program, "settled", lambda counted, best, budget: best)

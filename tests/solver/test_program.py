@@ -27,7 +27,8 @@ from autopar.solver.eliminate import minimise
 from autopar.solver.integer import backend_of, fold_single_ends, optimise
 from autopar.solver.searches import SEARCHES, WholeProgram
 from autopar.solver.tables import Factor, Problem
-from autopar.space import shardings
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.space.space import Edge, Site, Space
 from autopar.tracer import ColoTracer
 from benchmarks.hard_plans import causal_masks
@@ -351,7 +352,7 @@ def layers_of_linears():
             torch.empty(512, 4096),
         )
     graph = ColoTracer().trace(model, (x,), loss=lambda out, inputs: out.square().mean())
-    return shardings(graph, DeviceMesh((2, 2)), Cluster.of("h100-8x1"))
+    return shardings(graph, Setting(DeviceMesh((2, 2)), Cluster.of("h100-8x1")))
 
 
 def test_a_backend_is_stopped_by_work_that_it_counts_and_claims_no_bound_then(monkeypatch):

@@ -18,7 +18,8 @@ from autopar.solver.budget import Budgeted
 from autopar.solver.polish import numbered
 from autopar.solver.searches import WholeProgram
 from autopar.solver.ties import communication, settled
-from autopar.space import shardings
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.tracer import ColoTracer
 from tests.models import mlp_case
 
@@ -66,7 +67,9 @@ def test_layers_do_not_fall_apart():
 def test_no_change_of_alike_sites_comes_before(mesh, regather, share):
     """Every change is counted as a whole plan, without the sums by which it was found."""
     model, batch = mlp_case()
-    space = shardings(ColoTracer().trace(model, batch), DeviceMesh(mesh), Cluster.of("h100-8x1"), regather=regather)
+    space = shardings(
+        ColoTracer().trace(model, batch), Setting(DeviceMesh(mesh), Cluster.of("h100-8x1"), regather=regather)
+    )
     counted = Budgeted(space)
     outcome = counted.fastest(math.inf, 0.0)
     free = outcome.best
@@ -101,7 +104,7 @@ def test_no_change_of_alike_sites_comes_before(mesh, regather, share):
 
 def test_a_settled_plan_is_as_certain_as_before():
     model, batch = mlp_case()
-    space = shardings(ColoTracer().trace(model, batch), DeviceMesh((2, 2)), Cluster.of("h100-8x1"))
+    space = shardings(ColoTracer().trace(model, batch), Setting(DeviceMesh((2, 2)), Cluster.of("h100-8x1")))
     plan, whole = solve(space), solve(space, searches=(WholeProgram(always=True),))
     assert plan.lower_bound_s <= plan.step_time_s <= plan.lower_bound_s * (
         1 + 1e-9

@@ -10,15 +10,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from autopar.graph import archive
 from autopar.graph.graph import Graph, info
 from autopar.letters import BadGraph, NotCaptured
 from autopar.ops import entry, lookup
-from autopar.runtime.private import clean_room
+from autopar.runtime.private import FakeTensor, clean_room
 from autopar.testing import Unequal
-from autopar.tracer import ColoTracer, branches, capture, recorder, regions, values
+from autopar.tracer import (
+    ColoTracer,
+    below,
+    branches,
+    capture,
+    casts,
+    changes,
+    fakes,
+    functions,
+    recorder,
+    regions,
+    values,
+)
 from tests.tracer.cases import Of, check, traced
 from tests.tracer.test_regions import Scale, mixed
 
@@ -37,23 +50,24 @@ def off(monkeypatch):
 @pytest.fixture
 def outsiders_are_constants(monkeypatch):
     """What a tracer without the guard does: a tensor it does not know is copied into the graph."""
-    call = recorder.Recorder.__torch_function__
+    call = functions.Above.__torch_function__
 
     def permissive(self, function, types, args=(), kwargs=None):
         def known(value):
-            if isinstance(value, Tensor) and not isinstance(value, recorder.FakeTensor):
+            if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
                 with clean_room(), torch._C.DisableTorchFunction():
                     data = value.tolist()
-                with self.below, torch._C.DisableTorchFunction():
+                with self.recorder.below, torch._C.DisableTorchFunction():
                     fake = torch.empty(value.shape, dtype=value.dtype)
-                self.values.bind(fake, self.emit(entry.OPS["tensor"], {"data": data, "dtype": value.dtype}, (fake,)))
+                node = self.recorder.emit(entry.OPS["tensor"], {"data": data, "dtype": value.dtype}, (fake,))
+                self.recorder.values.bind(fake, node)
                 return fake
             return value
 
-        args, kwargs = recorder.pytree.tree_map(known, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(known, (args, kwargs or {}))
         return call(self, function, types, args, kwargs)
 
-    monkeypatch.setattr(recorder.Recorder, "__torch_function__", permissive)
+    monkeypatch.setattr(functions.Above, "__torch_function__", permissive)
 
 
 # 1
@@ -80,7 +94,7 @@ def test_2_a_tensor_from_outside_goes_stale(outsiders_are_constants):
 def test_7_a_buffer_that_is_no_attribute_of_the_graph_goes_stale(off, outsiders_are_constants):
     model, x = Of(lambda m, x: (x @ m.weight * m.table).sum()), torch.randn(4, 4)
     followed = ColoTracer().trace(model, (x,)).module(model)
-    off(capture.Fakes, "_faked", lambda self, value: self(value) if isinstance(value, nn.Parameter) else value)
+    off(fakes.Fakes, "_faked", lambda self, value: self(value) if isinstance(value, nn.Parameter) else value)
     frozen = ColoTracer().trace(model, (x,)).module(model)
     model.table.mul_(2)
     torch.testing.assert_close(followed(x), model(x))
@@ -101,7 +115,7 @@ def branches_off(x):
 
 
 def test_3_a_write_inside_torchscript_is_lost_without_the_watch_below(off):
-    off(recorder.Recorder, "record_below", lambda *_: None)
+    off(below.Below, "record", lambda *_: None)
 
     def writes(m, x):
         h = x @ m.weight
@@ -137,7 +151,7 @@ def test_4_the_region_of_a_checkpoint_is_lost_without_its_tag(off):
 
 
 def test_4_the_casts_of_autocast_are_lost_without_a_look_at_it(off):
-    off(recorder.Casts, "on", lambda _: False)
+    off(casts.Casts, "on", lambda _: False)
     with pytest.raises(NotCaptured, match="bfloat16 and float32"):  # one product is left in what was another's dtype
         wrong(mixed, "outputs")
 
@@ -162,14 +176,14 @@ def test_6_ties_are_lost_where_tensors_are_not_swapped_by_identity(off):
         "1.weight",
     )
 
-    def each(self, tensor, made=capture.Fakes.__call__):
+    def each(self, tensor, made=fakes.Fakes.__call__):
         self.seen = getattr(self, "seen", [])
         fake = made(self, tensor)
         self.seen.append(self._made.pop(id(tensor)))
         self._made[len(self._made) - 10**6] = self.seen[-1]
         return fake
 
-    off(capture.Fakes, "__call__", each)
+    off(fakes.Fakes, "__call__", each)
     assert {"0.weight", "1.weight"} <= set(ColoTracer().trace(model, (torch.randn(2, 4),)).parameters)
 
 
@@ -266,7 +280,7 @@ def test_a_buffer_that_is_reassigned_is_lost_without_a_look_afterwards(off):
         m.mean = m.mean + x.detach()
         return (x @ m.weight).sum()
 
-    off(recorder.Recorder, "notice_changes", lambda _: None)
+    off(changes.Changes, "notice", lambda _: None)
     wrong(reassigns, "buffers")
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar.graph.calls import without_caches
 from autopar.graph.graph import Graph
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
-from autopar.tracer.capture import without_caches
 
 
 @dataclass

@@ -1,0 +1,180 @@
+"""The joint graph cut in two: forward and backward as graphs of their own, and what crosses from one to the other."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from autopar.codegen.buffers import COPIES, is_view
+from autopar.codegen.joint_graph import JointGraph
+from autopar.runtime.collectives import BEGIN, PACK, STEPS, Axis, part_start
+
+COLLECTIVES = frozenset((*(f for name, f in STEPS.items() if name not in ("slice", "lodge")), *BEGIN.values()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joint:
+    """The two halves of a training step of one device. Primals are inputs, then parameters, then buffers."""
+
+    forward: fx.Graph  # primals -> outputs, then what is saved
+    backward: fx.Graph  # saved, then tangents -> a gradient for each name in `gradients`
+    outputs: int
+    differentiable: tuple[int, ...]  # outputs that have a tangent
+    gradients: tuple[int, ...]  # primals that get a gradient
+    hold: fx.Graph  # as `backward`, but gradients of parameters come before they are reduced
+    settle: fx.Graph  # gradients of parameters as `hold` leaves them -> as `backward` does
+    waits: tuple[int, ...]  # which of `gradients` are those,
+    settled_from: tuple[
+        int, ...
+    ]  # and of each of those which operand of `settle` it is: one may be the gradient of two
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Every collective in order, without what may differ between ranks (the sizes of uneven parts).
+
+        All ranks must agree on it.
+        """
+        return tuple(_described(n) for g in (self.forward, self.backward) for n in g.nodes if n.target in COLLECTIVES)
+
+
+def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
+    """Cut the joint graph: forward is what the outputs need, backward the rest, saved is what crosses.
+
+    What is made from a regathered parameter by collectives, casts, copies and views alone does not cross: backward
+    makes it again. Copies count because only some ranks may need one: an uneven part of one row is in memory order
+    however it is turned.
+    """
+    forward = _needed(joint.outputs)
+    for node in joint.graph.nodes:  # the parts of an op with several results live with it
+        if node.target is operator.getitem and node.args[0] in forward:
+            forward.add(node)
+    backward = _needed([g for g in joint.gradients if g is not None]) - forward
+    again = _made_again(joint, set(regathered), forward)
+    saved: dict[fx.Node, None] = {}
+    extra: set[fx.Node] = set()
+    wanted = [a for n in joint.graph.nodes if n in backward and n.op == "call_function" for a in n.all_input_nodes]
+    pending = wanted + [g for g in joint.gradients if g is not None]
+    while pending:
+        node = pending.pop(0)
+        if node in backward or node in joint.tangents or node in extra or node in saved:
+            continue
+        if node in again:
+            extra.add(node)
+            pending += node.all_input_nodes
+        else:
+            saved[node] = None
+    present = [g for g in joint.gradients if g is not None]
+    first = extract(
+        joint.graph, joint.primals, {n for n in forward if n.op == "call_function"}, [*joint.outputs, *saved]
+    )
+    second = extract(
+        joint.graph, [*saved, *joint.tangents], {n for n in backward | extra if n.op == "call_function"}, present
+    )
+    gets = tuple(i for i, g in zip(joint.wanted, joint.gradients, strict=True) if g is not None)
+    return Joint(
+        first,
+        second,
+        len(joint.outputs),
+        joint.differentiable,
+        gets,
+        *_for_accumulation(joint, [*saved, *joint.tangents]),
+    )
+
+
+def _for_accumulation(
+    joint: JointGraph, inputs: Sequence[fx.Node]
+) -> tuple[fx.Graph, fx.Graph, tuple[int, ...], tuple[int, ...]]:
+    """The backward up to what waits, and the rest of it.
+
+    Also which of the gradients wait, and which operand of the rest each of those is.
+    """
+    every = zip(joint.gradients, joint.held, joint.cuts or joint.held, strict=True)
+    rows = [(gradient, held, cut) for gradient, held, cut in every if gradient is not None]
+    waits = tuple(i for i, (_, h, _) in enumerate(rows) if h is not None)
+    ends = [g if h is None else h for g, h, _ in rows]
+    cuts = [rows[i][2] for i in waits]
+    distinct = list(dict.fromkeys(cuts))
+    settled = [rows[i][0] for i in waits]
+    hold = extract(joint.graph, inputs, _between(inputs, ends), ends)
+    settle = extract(joint.graph, distinct, _between(cuts, settled), settled)
+    return hold, settle, waits, tuple(distinct.index(c) for c in cuts)
+
+
+def _between(inputs: Sequence[fx.Node | None], outputs: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that lead from the inputs to the outputs."""
+    found, stop, pending = set[fx.Node](), set(inputs), list(outputs)
+    while pending:
+        node = pending.pop()
+        if node not in found and node not in stop:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _needed(of: Sequence[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = list(of)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        is_cheap = (
+            node in forward
+            and node.op == "call_function"
+            and (_is_on_an_axis(node) or is_view(node) or node.target in COPIES)
+        )
+        if is_cheap and all(a in parameters or a in found for a in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def extract(source: fx.Graph, inputs: Sequence[fx.Node], nodes: set[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
+    """A part of a graph as a graph of its own."""
+    graph = fx.Graph()
+    copies = {n: graph.placeholder(n.name) for n in inputs}
+    for node in source.nodes:
+        if node in nodes and node not in copies:
+            copies[node] = graph.node_copy(node, lambda a: copies[a])
+    for node, made in copies.items():
+        made.meta["val"] = node.meta.get("val")
+    graph.output(tuple(copies[n] for n in outputs))
+    graph.lint()
+    return graph
+
+
+def _is_on_an_axis(node: fx.Node) -> bool:
+    """A call whose second argument names a mesh axis."""
+    return node.target is part_start or any(node.target in calls.values() for calls in (STEPS, PACK, BEGIN))
+
+
+def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
+    """The graph as a module of this rank: every collective gets the axis that it names."""
+    bound = copy.deepcopy(graph)
+    given: dict[str, fx.Node] = {}
+    for node in list(bound.nodes):
+        if _is_on_an_axis(node):
+            name = node.args[1]
+            attribute = "axis_" + "".join(c if c.isalnum() else "_" for c in name)
+            if name not in given:
+                with bound.inserting_before(next(iter(bound.nodes))):
+                    given[name] = bound.get_attr(attribute)
+            node.args = (node.args[0], given[name], *node.args[2:])
+    module = fx.GraphModule({n.target: axes[name] for name, n in given.items()}, bound)
+    return module
+
+
+def _described(node: fx.Node) -> str:
+    operands, axis, *numbers = node.args[0].args if node.target in BEGIN.values() else node.args
+    values = node.meta["val"] if isinstance(operands, (list, tuple)) else [node.meta["val"]]
+    return f"{node.target.__name__}({', '.join(map(str, numbers[::3]))})@{axis} {[str(v.dtype) for v in values]}"

@@ -1,0 +1,264 @@
+"""Rewrite the joint graph: passes with a before and an after, in the order of PASSES."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from autopar.codegen.buffers import buffer_of, hands_on, numbers_of, own
+from autopar.codegen.joint_graph import CONVERT, JointGraph
+from autopar.runtime.collectives import STEPS, part_start
+from autopar.runtime.private import TO_COPY, UNSAFE_VIEW
+from autopar.sharding.convert import LocalStep
+from autopar.space.windows import BUCKET, buckets
+
+START = torch.ops.autopar.start.default
+
+
+def write_out_conversions(joint: JointGraph) -> None:
+    """Turn each conversion into its steps.
+
+    before    y = convert(x, "reduce_scatter(0:64)@dp; all_gather(0:64)@dp", "", [64, 8])
+    after     a = reduce_scatter(x, "dp", 0, 64);  y = all_gather(a, "dp", 0, 64)
+
+    before    y = convert(x, "all_gather(0:64)@dp", "reduce_scatter(0:64)@dp", [64, 8], "bfloat16")
+    after     a = _to_copy(x, dtype=bfloat16);  y = all_gather(a, "dp", 0, 64)
+    """
+    for node in joint.graph.find_nodes(op="call_function", target=CONVERT):
+        with joint.graph.inserting_before(node):
+            value = _written_out(joint.graph, node)
+        node.replace_all_uses_with(value)
+        joint.graph.erase_node(node)
+    for node in joint.graph.find_nodes(op="call_function", target=START):
+        node.target = part_start
+    joint.read_output()
+
+
+def _written_out(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The last step of a conversion: a cast first, where it has one, then its collectives and slices."""
+    value, steps, _, _, *dtypes = node.args
+    if dtypes and dtypes[0]:
+        value = _cast(graph, value, getattr(torch, dtypes[0]))
+    for step in LocalStep.parse_all(steps):
+        numbers = [number for dim in step.dims for number in dim]
+        value = graph.call_function(STEPS[step.kind], (value, step.axis, *numbers))
+        value.meta["val"] = node.meta["val"]
+    if value is node.args[0]:  # what follows was traced on memory order
+        value = _in_memory_order(graph, value, node)
+    return value
+
+
+def _cast(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """A cast, into memory order."""
+    given, how = value.meta["val"], {"dtype": dtype}
+    if not given.is_contiguous():
+        how["memory_format"] = torch.contiguous_format
+    made = graph.call_function(TO_COPY, (value,), how)
+    made.meta["val"] = torch.empty_like(given, dtype=dtype, memory_format=torch.contiguous_format)
+    return made
+
+
+def _in_memory_order(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
+    """The value, or a copy of it that lies as `like` does where it is not contiguous."""
+    if value.meta["val"].is_contiguous():
+        return value
+    copy = graph.call_function(torch.ops.aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
+    copy.meta["val"] = like.meta["val"]
+    return copy
+
+
+def drop_round_trips(joint: JointGraph) -> None:
+    """Forward a value past a slice and the gather that puts it back.
+
+    before    y = slice(x, "dp", 0, 64);  z = all_gather(y, "dp", 0, 64);  return relu(z)
+    after     return relu(x)
+
+    A gather gives memory order, so what is forwarded is copied into it. Whether it lies so already may differ between
+    ranks, the collective must not.
+    """
+    for node in joint.graph.find_nodes(op="call_function", target=STEPS["all_gather"]):
+        middle = node.args[0]
+        if middle.target is STEPS["slice"] and middle.args[1:] == node.args[1:]:
+            with joint.graph.inserting_before(node):
+                value = _in_memory_order(joint.graph, middle.args[0], node)
+            node.replace_all_uses_with(value)
+            joint.graph.erase_node(node)
+    joint.read_output()
+
+
+def drop_noise(joint: JointGraph) -> None:
+    """Remove what only tracing needed.
+
+    before    b = detach(a);  c = mul(b, b);  d = relu(a)          # nobody uses d
+    after     c = mul(a, a)
+    """
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        node.replace_all_uses_with(node.args[0])
+        joint.graph.erase_node(node)
+    joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    joint.read_output()
+
+
+def join_sums_of_numbers(joint: JointGraph) -> None:
+    """Let sums of one number each travel together where none waits for another: a loss and its count, say.
+
+    before    a = all_reduce(s, "dp");  b = all_reduce(n, "dp");  c = div(a, b)
+    after     t = all_reduce_bucket([s, n], "dp");  c = div(t[0], t[1])
+    """
+    alone = {node for gradient in joint.gradients for node in _steps_of(gradient)}
+    alone |= {buffer_of(output) for output in joint.outputs}  # whoever writes to an output touches nothing else
+    groups: dict[Any, list[list[list[fx.Node]]]] = {}  # of axes and dtype, ways that travel together
+    for node in joint.graph.nodes:
+        goes_on = any(user.target is STEPS["all_reduce"] for user in node.users)
+        is_end = node.target is STEPS["all_reduce"] and not goes_on
+        if is_end and node not in alone and not node.meta["val"].dim():
+            way = _way_to(node)
+            alike = groups.setdefault(_ways_alike(way), [])
+            if alike and way[0].args[0] < _first_reader(alike[-1]):
+                alike[-1].append(way)
+            else:
+                alike.append([way])
+    for ways in itertools.chain.from_iterable(groups.values()):
+        _travel_together(joint.graph, ways, _first_reader(ways).prev)
+    joint.read_output()
+
+
+def _first_reader(ways: Sequence[Sequence[fx.Node]]) -> fx.Node:
+    return min(user for way in ways for user in way[-1].users)  # nodes compare by their place
+
+
+def mark_what_waits(joint: JointGraph) -> None:
+    """Put each parameter's gradient before its first reduction beside it: micro-batches add that up.
+
+    before    h = to(g, f32);  a = all_reduce(h, "dp");  return loss, a
+    after     h = to(g, f32);  a = all_reduce(h, "dp");  return loss, a, h
+    """
+    held: list[fx.Node | None] = []
+    for i, gradient in zip(joint.wanted, joint.gradients, strict=True):
+        cut = gradient if i >= joint.inputs else None
+        for node in _steps_of(cut) if joint.primals[i] not in joint.reduced_at_once else ():
+            cut = node.args[0] if node.target in _REDUCTIONS else cut
+        held.append(cut)
+    joint.held = held
+    joint.write_output()
+
+
+def _steps_of(gradient: fx.Node | None) -> Iterator[fx.Node]:
+    """The steps of a gradient alone that lead to it, the last first."""
+    while gradient is not None and _settles(gradient):
+        yield gradient
+        gradient = gradient.args[0]
+
+
+def _settles(node: fx.Node) -> bool:
+    """Is this a step of a gradient alone, linear in it, that nothing else reads?"""
+    if not hands_on(node):
+        return False
+    operand = node.args[0]
+    return isinstance(operand, fx.Node) and len(operand.users) == 1
+
+
+_REDUCTIONS = (STEPS["all_reduce"], STEPS["reduce_scatter"])
+
+
+def bucket_gradient_reductions(joint: JointGraph) -> None:
+    """Let gradients that are reduced over the same axes travel together, a bucket at a time.
+
+    before    a = all_reduce(g, "dp");  b = all_reduce(h, "dp");  return loss, a, b
+    after     c = all_reduce_bucket([g, h], "dp");  return loss, c[0], c[1]
+    """
+    place = {node: i for i, node in enumerate(joint.graph.nodes)}
+    whole: dict[fx.Node, int] = {}  # of each gradient of parameters, the bytes of those
+    for i, g in zip(joint.wanted, joint.gradients, strict=True):
+        if g is not None and i >= joint.inputs:
+            whole[g] = whole.get(g, 0) + joint.whole[joint.primals[i]]
+    waiting: dict[Any, list[list[fx.Node]]] = {}
+    for node in joint.graph.nodes:
+        if node.target in _REDUCTIONS and node in whole and set(node.users) == {joint.graph.output_node()}:
+            way = _way_to(node)
+            waiting.setdefault(_ways_alike(way), []).append(way)
+    for ways in waiting.values():
+        for places in buckets([whole[way[-1]] for way in ways], BUCKET):
+            bucket = [ways[k] for k in places]
+            _travel_together(joint.graph, bucket, max((way[-1] for way in bucket), key=place.__getitem__))
+    joint.read_output()
+
+
+def _way_to(end: fx.Node) -> list[fx.Node]:
+    """The reductions that lead to this one, over several axes one after the other."""
+    way = [end]
+    while way[0].args[0].target in _REDUCTIONS and len(way[0].args[0].users) == 1:
+        way.insert(0, way[0].args[0])
+    return way
+
+
+def _ways_alike(way: Sequence[fx.Node]) -> tuple[Any, ...]:
+    """The key under which ways of reductions may share a message."""
+    return tuple((n.target, n.args[1], n.meta["val"].dtype) for n in way)
+
+
+def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: fx.Node) -> None:
+    """Put one bucket in the place of several ways, after the last of them."""
+    if len(ways) < 2:
+        return
+    parts: list[Any] = [way[0].args[0] for way in ways]
+    for nodes in zip(*ways, strict=True):  # on one axis after the other
+        target: Any = nodes[0].target
+        numbers = () if target is STEPS["all_reduce"] else numbers_of(nodes)
+        with graph.inserting_after(last):
+            given = (parts, nodes[0].args[1], *numbers)
+            last = together = graph.call_function(STEPS[f"{target.__name__}_bucket"], given)
+        together.meta["val"], parts = [n.meta["val"] for n in nodes], []
+        for i, node in enumerate(nodes):
+            with graph.inserting_after(last):
+                last = graph.call_function(operator.getitem, (together, i))
+            last.meta["val"] = node.meta["val"]
+            parts.append(last)
+    for way, part in zip(ways, parts, strict=True):
+        way[-1].replace_all_uses_with(part)
+        for node in reversed(way):
+            graph.erase_node(node)
+
+
+def own_gradients(joint: JointGraph) -> None:
+    """Give each gradient a buffer of its own, laid out like its parameter.
+
+    Users add into `.grad` in place.
+
+    before    return loss, g, g                                    # one buffer handed out twice
+    after     h = clone(g);  return loss, g, h
+    """
+    buffers = (*joint.primals, *joint.tangents, *joint.outputs)
+    joint.cuts = list(joint.held)
+    joint.gradients, joint.held = own(joint.graph, joint.gradients, buffers), own(joint.graph, joint.held, buffers)
+    joint.write_output()
+
+
+def let_views_copy(joint: JointGraph) -> None:
+    """Let a view of what cannot be viewed be a copy.
+
+    Kernels may lay out their results otherwise than they do on fakes.
+
+    before    y = batch_norm(x);  z = view(y, [32, 16])
+    after     y = batch_norm(x);  z = reshape(y, [32, 16])
+    """
+    for node in joint.graph.nodes:
+        if node.target in (torch.ops.aten.view.default, UNSAFE_VIEW):
+            node.target = torch.ops.aten.reshape.default
+
+
+PASSES: tuple[Callable[[JointGraph], None], ...] = (
+    write_out_conversions,
+    drop_round_trips,
+    drop_noise,
+    join_sums_of_numbers,
+    mark_what_waits,
+    bucket_gradient_reductions,
+    own_gradients,
+    let_views_copy,
+)

@@ -1,0 +1,86 @@
+"""A call of a model: its arguments, the names of their leaves, and the structures that outputs have."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopar.letters import NotCaptured
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """Inputs as a model was called with them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def as_call(meta_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """args and kwargs from what a caller may pass: a dict (or mapping), a tuple, one tensor, or a `Call`."""
+    if isinstance(meta_inputs, Call):
+        return meta_inputs.args, meta_inputs.kwargs
+    if isinstance(meta_inputs, Tensor):
+        return (meta_inputs,), {}
+    if hasattr(meta_inputs, "keys"):
+        return (), dict(meta_inputs)
+    if isinstance(meta_inputs, (tuple, list)):
+        return tuple(meta_inputs), {}
+    raise NotCaptured(
+        f"meta_inputs is a {type(meta_inputs).__name__}",
+        advice="a dict of keyword arguments, or a tuple of positional ones",
+    )
+
+
+def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """A name for every leaf of the inputs: its keyword, or its position."""
+    return [
+        pytree.keystr(path[1:]).strip("[]'").replace("']['", ".").replace("][", ".").replace("'", "")
+        for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]
+    ]
+
+
+def output_names(outputs: Any, has_loss: bool) -> list[str]:
+    """A name for every leaf of the outputs; that of `loss=` comes first."""
+    names = [
+        pytree.keystr(path).lstrip(".").strip("[]'").replace("'", "").replace("][", ".") or "out"
+        for path, _ in pytree.tree_flatten_with_path(outputs)[0]
+    ]
+    return ["loss", *names[1:]] if has_loss else names
+
+
+def learn_dataclasses(value: Any) -> None:
+    """Tell torch's pytree of the dataclasses among inputs or outputs: structures like any other."""
+    if isinstance(value, dict):
+        children = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        children = list(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if type(value) not in pytree.SUPPORTED_NODES and not type(value).__name__.endswith("Cache"):
+            pytree.register_dataclass(
+                type(value), serialized_type_name=f"{type(value).__module__}.{type(value).__qualname__}"
+            )
+        children = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    else:
+        return
+    for child in children:
+        learn_dataclasses(child)
+
+
+def without_caches(outputs: Any) -> tuple[Any, tuple[str, ...]]:
+    """The outputs with None in the place of key-value caches, and a line for each: they serve generation."""
+    dropped: list[str] = []
+
+    def is_cache(value: Any) -> bool:
+        return type(value).__name__.endswith("Cache")
+
+    def drop(value: Any) -> Any:
+        if is_cache(value):
+            dropped.append(f"the output {type(value).__name__} is dropped: caches serve generation, not training")
+            return None
+        return value
+
+    return pytree.tree_map(drop, outputs, is_leaf=is_cache), tuple(dict.fromkeys(dropped))

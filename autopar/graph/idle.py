@@ -1,0 +1,61 @@
+"""Hooks of modules that do nothing to the graph: run again in every call, on tensors without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopar.letters import Letter, NotServed
+
+HELD_BY = ("_forward_pre_hooks", "_forward_hooks")  # the attributes of a module that hold its forward hooks
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """A tensor's shape, strides and dtype, without the tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def made(self) -> Tensor:
+        """A tensor of this form on the meta device."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        return made.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class IdleHook:
+    """One call of a hook that does nothing to the graph."""
+
+    path: str  # of its module
+    held_by: str
+    key: int  # among the hooks of its module
+    given: Any  # its arguments beside the module: forms in the place of tensors
+
+    def run(self, model: nn.Module, own: tuple[Any, Any]) -> None:
+        """Call it as its module would be, on tensors without values; `own` are those that the whole model had."""
+        module = model.get_submodule(self.path)
+        held = getattr(module, self.held_by) if self.path else own[HELD_BY.index(self.held_by)]
+        given = pytree.tree_map(lambda leaf: leaf.made() if isinstance(leaf, TensorForm) else leaf, self.given)
+        try:
+            held[self.key](module, *given)
+        except Letter:
+            raise
+        except Exception as e:
+            raise NotServed(
+                f"a hook of {self.path or 'the model'} ({name_of_hook(held[self.key])}) needs more than shapes and "
+                f"dtypes: {e}",
+                advice="what it looks at as an output of the model: a parallel model's modules do not run one by one",
+            ) from e
+
+
+def name_of_hook(hook: Callable[..., Any]) -> str:
+    """A hook's name in letters."""
+    return getattr(hook, "__qualname__", type(hook).__name__)

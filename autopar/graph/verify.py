@@ -1,0 +1,30 @@
+"""`verify` states what a legal graph is."""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from autopar.graph import walks
+from autopar.graph.graph import Graph
+from autopar.ops.entry import OPS
+
+
+def verify(graph: Graph, after: str) -> None:
+    """Check that the graph is legal, or blame the pass after which it is not.
+
+    Operands stand before their users, every node has its entry, every op is canonical with its operands in the order of
+    its signature, every key comes once.
+    """
+    seen: set[fx.Node] = set()
+    keys: set[str] = set()
+    for node in graph.fx.nodes:
+        about = node.meta["info"]
+        assert about.key not in keys, (after, about.key)
+        assert seen.issuperset(node.all_input_nodes), (after, node)
+        is_canonical = node.op != "call_function" or about.kind == "part" or OPS.get(node.target.name) is node.target
+        assert is_canonical, (after, node)
+        if about.kind == "op":  # lowering hands operands out in the order of the arguments
+            in_order = [n for n in node.target.operands(node.kwargs) if isinstance(n, fx.Node)]
+            assert walks.operands(node) == in_order, (after, node, list(node.kwargs))
+        keys.add(about.key)
+        seen.add(node)

@@ -1,0 +1,78 @@
+"""Walks over the nodes of a graph: from a value back to what it is made of, and on to what reads it.
+
+    ancestors        the nodes that some nodes are made of
+    origin           back through single operands, while a condition holds
+    made_of_one      values that are one source in another form
+    uses             the ops that read a value, itself or in another form
+    parts            the results of an op that gives several
+
+A condition such as `hands_on` says which ops give their operand in another form: views, casts, copies, steps.
+They serve the graph of the model and the emitted ones alike.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+
+import torch.fx as fx
+
+Condition = Callable[[fx.Node], bool]
+
+
+def ancestors(of: Iterable[fx.Node], stops: Condition | None = None) -> set[fx.Node]:
+    """Some nodes and all that they are made of, up to those at which the walk stops: these are left out.
+
+    The condition is asked before operands are looked at, last operands first.
+    """
+    found: set[fx.Node] = set()
+    pending = list(of)
+    while pending:
+        node = pending.pop()
+        if node not in found and not (stops is not None and stops(node)):
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def origin(value: fx.Node, hands_on: Condition) -> fx.Node:
+    """The first value on the way back through first operands that is not handed on."""
+    while hands_on(value):
+        value = value.all_input_nodes[0]
+    return value
+
+
+def made_of_one(nodes: Iterable[fx.Node], is_source: Condition, hands_on: Condition) -> dict[fx.Node, fx.Node]:
+    """The sources and the values that are one source in another form, each with its source."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if is_source(node):
+            found[node] = node
+        elif hands_on(node) and node.all_input_nodes and all(a in found for a in node.all_input_nodes):
+            found[node] = found[node.all_input_nodes[0]]
+    return found
+
+
+def uses(value: fx.Node, hands_on: Condition) -> Iterator[fx.Node]:
+    """The nodes that read a value, each once: those that hand it on, and the users of those."""
+    seen: set[fx.Node] = set()
+    pending = list(reversed(value.users))
+    while pending:
+        user = pending.pop()
+        if user not in seen:
+            seen.add(user)
+            yield user
+            if hands_on(user):
+                pending += reversed(user.users)
+
+
+def parts(node: fx.Node) -> list[fx.Node]:
+    """The results of an op that gives several, those that somebody has taken; of any other op none."""
+    return [user for user in node.users if user.target is operator.getitem and user.args[0] is node]
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The values that a node reads, in order, each as often as it is read."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found

@@ -1,0 +1,116 @@
+"""Calls of a model with pad_to: their lengths are brought to the next multiple, and each new kind of call is tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.codegen.parts import least_and_most
+from autopar.letters import Disagreement, NotServed
+from autopar.module.padding import (
+    Bucket,
+    Kind,
+    Padding,
+    Results,
+    check,
+    cut_back,
+    cuts_of,
+    filled,
+    fills_of,
+    gradients_of,
+    shapes_of,
+)
+from autopar.module.reach import check_reach
+from autopar.module.runner import Runner
+from autopar.module.situation import Sight
+from autopar.module.state import ModelState, SituatedProgram
+from autopar.module.waiting import Waiting
+from autopar.runtime.agreement import agree
+from autopar.runtime.private import unwatched
+from autopar.runtime.random import RandomState
+from autopar.runtime.world import all_ranks_hold
+
+Leaves = dict[str, Any]  # those of a call, by name
+
+
+def padded(
+    state: ModelState, padding: Padding, model: nn.Module, leaves: list[Any], structure: Any
+) -> tuple[list[Any], Bucket | None]:
+    """Bring the lengths of a call to the next multiple; None where they are there already."""
+    caller, name = state.caller, state.original.__name__
+    named = dict(zip(caller.names(structure), leaves, strict=True))
+    shapes = shapes_of(named)
+    least, most = least_and_most(shapes, state.setup.device)
+    if state.parts is None and least != most:
+        raise Disagreement(
+            "ranks pass sequences of different lengths",
+            seen=f"here {shapes}",
+            advice='the same batch on every rank, or inputs="local"',
+        )
+    how = caller.situation(leaves, structure).kind(state.parts is None)
+    bucket = padding.bucket(least, most, how)
+    if not bucket.moved:
+        return leaves, None
+    is_known = bucket.key in padding.known and not bucket.is_ambiguous
+    if not is_known or not caller.attributes.same_but(bucket.kind.seen, bucket.kind.unread):
+        agree((name, bucket.key), f"calls {name} with lengths that it has not padded before")
+        with unwatched(), caller.attributes.reads() as read:
+            kind = _tried(state, model, named, structure, bucket)
+        seen = caller.attributes.now()
+        padding.known[bucket.key] = replace(kind, seen=seen, unread=caller.attributes.unread(read))
+    bucket.kind = padding.known[bucket.key]
+    return filled(named, bucket.shapes, bucket.kind.fills), bucket
+
+
+def _tried(state: ModelState, model: nn.Module, named: Leaves, structure: Any, bucket: Bucket) -> Kind:
+    """Run a call as it is and as it is padded, forward and backward, where dropout drops nothing.
+
+    Both must give the same.
+    """
+    names, waiting = list(named), Waiting(model, state.setup.storage)
+    with torch.inference_mode(False), torch.enable_grad():
+        short = _trial(state, model, filled(named, bucket.here, {}), structure, waiting)
+        long = _trial(state, model, filled(named, bucket.longer, {}), structure, waiting)
+        exact, longer = short.lowered.graph, long.lowered.graph
+        if exact.updates:
+            raise NotServed(
+                f"with pad_to the padding would enter the buffer {exact.updates[0][1]}, which the model writes",
+                advice="pad_to=None",
+            )
+        called = {key: names[place] for key, place in zip(exact.inputs, short.places, strict=True)}
+        kind = Kind(fills_of(exact, called), cuts_of(exact, longer, bucket))
+        check_reach(exact, longer, {key: kind.fills.get(name, 0) for key, name in called.items()})
+        results = []
+        for program, shapes, cuts in ((short, bucket.here, ()), (long, bucket.longer, kind.cuts)):
+            given = [_usable(leaf) for leaf in filled(named, shapes, kind.fills)]
+            outputs, _ = program.run(model, [given[place] for place in program.places], RandomState(0))
+            results.append(_results(model, exact.differentiable, cut_back(outputs, cuts, bucket.here)))
+    check(exact, results[0], results[1], state.setup.device)
+    return kind
+
+
+def _trial(state: ModelState, model: nn.Module, leaves: list[Any], structure: Any, waiting: Waiting) -> SituatedProgram:
+    """The program of a call without dropout, which is not kept."""
+    leaves, cut = state.of_all(leaves, structure)
+    with state.as_before(model):
+        graph, plan = state.again(model, state.caller.call(leaves, structure), state.first.plan, False)
+    lowered = state.lowered(graph, plan, True, state.rows(graph, structure, cut))
+    all_ranks_hold("programs", (plan.digest, plan.mesh, lowered.joint.collectives))
+    setup = replace(state.setup, how=replace(state.setup.how, backend=None))
+    situation, places = state.caller.situation(leaves, structure), state.caller.places(graph)
+    sight = Sight(state.caller.attributes.now())
+    return SituatedProgram(situation, True, lowered, Runner(lowered, setup, waiting), places, sight, 0)
+
+
+def _usable(leaf: Any) -> Any:
+    """A leaf that autograd may keep: tensors made under inference_mode are copied."""
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+
+
+def _results(model: nn.Module, differentiable: tuple[int, ...], outputs: list[Any]) -> Results:
+    """Outputs, and the gradients of what trains."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    return outputs, gradients_of([outputs[i] for i in differentiable], trained)

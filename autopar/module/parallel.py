@@ -1,0 +1,186 @@
+"""`ParallelModule`: the user's own model, whose forward runs the emitted programs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data.distributed import DistributedSampler
+
+from autopar.codegen.halves import Joint
+from autopar.graph.graph import Graph, build_outputs, write_buffer
+from autopar.letters import BadInput, NotServed
+from autopar.module.lengths import padded
+from autopar.module.padding import cut_back
+from autopar.module.runner import CHECKED_CALLS
+from autopar.module.state import ModelState
+from autopar.runtime.agreement import begin_call, run_program
+from autopar.runtime.faults import naming_the_lost
+from autopar.runtime.random import RandomState
+from autopar.solver.plan import Plan
+
+
+class ParallelModule(nn.Module):
+    """Mixed into the model's own class by `parallelise`. Parameters are DTensors under their own names."""
+
+    _autopar: ModelState
+
+    @property
+    def _own(self) -> ModelState:
+        """The state of this model; a copy gets its own when it is first used."""
+        if self._autopar.model() is not self:
+            self._autopar = self._autopar.of_copy(self)
+        return self._autopar
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the call that it was made for."""
+        return self._autopar.first.plan
+
+    @property
+    def graph(self) -> Graph:
+        return self._autopar.first.graph
+
+    @property
+    def code(self) -> str:
+        """The forward of this rank, as Python."""
+        return str(self._autopar.first.program)
+
+    @property
+    def joint(self) -> Joint:
+        """Forward and backward as emitted."""
+        return self._autopar.first.joint
+
+    @property
+    def random_state(self) -> RandomState:
+        """Seed and step of its random numbers: keep them in a checkpoint, set them to repeat a run."""
+        return self._own.random
+
+    @property
+    def input_specs(self) -> dict[str, str]:
+        """The part of each input that every rank passes.
+
+        "global", the batch of all, or with inputs="local" its own rows of it, "S(0)@dp".
+        """
+        parts, (_, with_rows) = self._autopar.parts, self._autopar.first.rows
+        found = {}
+        for name in self.graph.inputs:
+            local = "" if parts is None else parts.text if name in with_rows else "R"
+            found[name.removeprefix("input ")] = local or "global"
+        return found
+
+    def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
+        """A sampler for this rank's data loader: with inputs="local" of the rows that it passes, else of all.
+
+        Call its `set_epoch`, as ever.
+        """
+        parts = self._autopar.parts
+        count, index = (1, 0) if parts is None else (parts.count, parts.index(dist.get_rank()))
+        return DistributedSampler(dataset, count, index, shuffle, seed, drop_last)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients of parameters unreduced inside.
+
+        They wait, `.grad` stays as it is, and the next backward of a forward outside adds them and reduces.
+        `zero_grad()` of the model or of an optimizer forgets them.
+        """
+        waiting = self._own.waiting
+        before, waiting.on = waiting.on, True
+        try:
+            yield
+        finally:
+            waiting.on = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._own.waiting.forget(self.parameters())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As any module's; a whole tensor is as good as a DTensor: this rank takes its part."""
+        setup = self._own.setup
+        parts = {id(p): setup.storage[n] for n, p in self.named_parameters()}
+        held = self.state_dict(keep_vars=True)
+        given: Any = OrderedDict(state_dict)
+        for name, value in state_dict.items():
+            storage = parts.get(id(held.get(name)))
+            is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            if storage is not None and is_whole and value.shape == held[name].shape:
+                local = storage.take(value.to(setup.device), False)
+                given[name] = nn.Parameter(local, held[name].requires_grad)
+        given._metadata = getattr(state_dict, "_metadata", None)
+        return super().load_state_dict(given, strict, assign)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward" and isinstance(self._autopar, ModelState):
+            raise NotServed(
+                f"the forward of a parallel {self._autopar.original.__name__} is replaced, whose programs were "
+                "traced from the one before",
+                advice=(
+                    "replace it before autoparallelize; around it, a function of yours that calls model(...), or "
+                    "torch.autocast around the call, which is seen"
+                ),
+            )
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As any module's, whose copy has no gradients: torch would copy those of DTensors."""
+        memo.update({id(p.grad): None for p in self.parameters() if p.grad is not None})
+        if (own := getattr(super(), "__deepcopy__", None)) is not None:
+            return own(memo)
+        make, given, state, *_ = tuple(super().__reduce_ex__(4))
+        made = memo[id(self)] = make(*given)
+        made.__setstate__(copy.deepcopy(state, memo))
+        return made
+
+    def __copy__(self) -> Any:
+        make, given, state, *_ = tuple(super().__reduce_ex__(4))
+        made = make(*given)
+        made.__setstate__(copy.copy(state))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotServed(
+            "a parallel model is not written whole: its programs belong to the processes that run them",
+            advice=(
+                "torch.distributed.checkpoint.save({'model': model.state_dict()}, checkpoint_id=path), and "
+                "autoparallelize again where it is read"
+            ),
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._own
+        with naming_the_lost("its call"):
+            leaves, structure = state.caller.arguments(args, kwargs)
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, DTensor):
+                    raise BadInput(
+                        f"the input {state.caller.names(structure)[i]} is a DTensor",
+                        advice=(
+                            'x.full_tensor(), or with inputs="local" x.to_local() where it lies as model.input_specs '
+                            "says"
+                        ),
+                    )
+            begin_call()
+            bucket = None
+            if state.padding is not None:
+                leaves, bucket = padded(state, state.padding, self, leaves, structure)
+            program = state.program(self, leaves, structure)
+            run_program()
+            inputs = [leaves[i] for i in program.places]
+            if program.calls < CHECKED_CALLS:  # looked at while it is new
+                state.check(inputs, program)
+        program.calls += 1
+        graph = program.runner.graph
+        outputs, changed = program.run(self, inputs, state.random)
+        for (_, name), value in zip(graph.updates, changed, strict=True):
+            write_buffer(self, name, value)
+        for hook in program.sight.idle:
+            hook.run(self, state.hooks)
+        return build_outputs(graph, outputs if bucket is None else cut_back(outputs, bucket.cuts, bucket.here))

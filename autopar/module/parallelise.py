@@ -1,0 +1,147 @@
+"""A model in the user's hands, made parallel in place."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.codegen.lower import Lowered
+from autopar.graph.calls import Call
+from autopar.letters import NotServed
+from autopar.module.around import watch_parts, watch_what_stands_around
+from autopar.module.checkpoint import teach_dtensor, whole_state
+from autopar.module.optimizers import refuse_steps_on
+from autopar.module.padding import Padding
+from autopar.module.parallel import ParallelModule
+from autopar.module.reads import Reads
+from autopar.module.runner import How, Setup
+from autopar.module.situation import Sight
+from autopar.module.state import Again, ModelState
+from autopar.module.values import Source, store
+from autopar.module.waiting import let_optimizers_forget
+from autopar.runtime.agreement import agree
+from autopar.runtime.patches import let_anomalies_be_looked_for, skip_together
+from autopar.runtime.world import all_ranks_hold, from_rank_0
+
+_NAMES = ("plan", "graph", "code", "joint", "input_specs", "sampler", "random_state", "no_sync")
+
+
+def parallelise(
+    model: nn.Module,
+    call: Call,
+    lowered: Lowered,
+    mesh: Any,
+    again: Again,
+    source: Source,
+    how: How,
+    read: Reads | None,
+) -> nn.Module:
+    """Turn `model` into the parallel one, in place.
+
+    Its class gains `ParallelModule`, its parameters become local shards.
+    """
+    _check_names(model)
+    is_cuda = mesh.device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    old = list(model.parameters())
+    if not source.sync:  # nothing is sent, so it must be there already
+        all_ranks_hold("parameter values", [t for t in (*old, *model.buffers()) if not t.is_meta])
+    storage = store(model, lowered.plan.parameters, mesh, device, source)
+    refuse_steps_on(old)
+    _patch()
+    state = ModelState(model, lowered, Setup(mesh, device, storage, how), again)
+    leaves, structure = state.caller.arguments(call.args, call.kwargs)
+    with torch.enable_grad():
+        attributes = state.caller.attributes
+        situation = state.caller.situation(leaves, structure)
+        unread = frozenset() if read is None else attributes.unread(read)
+        sight = Sight(attributes.now(), unread, lowered.graph.idle)
+        state.last = state.keep(situation, True, lowered, sight)
+    if how.passes_rows:
+        state.passes_parts()
+    if how.pad_to is not None:
+        state.padding = Padding(how.pad_to, dict(zip(state.caller.names(structure), leaves, strict=True)))
+    model.__class__ = _class_of(type(model))
+    model._forward_pre_hooks, model._forward_hooks = OrderedDict(), OrderedDict()
+    model._autopar = state
+    watch_parts(model)
+    return model
+
+
+def _check_names(model: nn.Module) -> None:
+    """Raise an error where the model has names of its own that the parallel one needs."""
+    name = type(model).__name__
+    if "forward" in vars(model):
+        raise NotServed(
+            f"{name} has a forward of its own beside its class's, which the parallel model could not replace",
+            advice="a class whose forward it is",
+        )
+    if hidden := [attribute for attribute in _NAMES if hasattr(model, attribute)]:
+        raise NotServed(
+            f"{name} has an attribute {hidden[0]!r}, which the parallel model has too", advice="another name"
+        )
+
+
+def _patch() -> None:
+    """Put the standing patches, once (`runtime/patches.py`)."""
+    teach_dtensor()
+    skip_together()
+    let_anomalies_be_looked_for()
+    watch_what_stands_around()
+    let_optimizers_forget()
+
+
+def _class_of(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of the parallel model: the model's own, with `ParallelModule` before it."""
+    own: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "forward": _forward_of(cls),
+        "__call__": nn.Module.__call__,
+    }
+    if hasattr(cls, "save_pretrained"):
+        own["save_pretrained"] = _save_pretrained
+    return type(f"Parallel{cls.__name__}", (ParallelModule, cls), own)
+
+
+def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of the parallel model, under the signature of the model's own, which trainers read.
+
+    A torch.compile around the model runs it as it is.
+    """
+
+    @functools.wraps(cls.forward)
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return ParallelModule.forward(self, *args, **kwargs)
+
+    return torch.compiler.disable(
+        forward, reason="its programs are compiled where autoparallelize is told to: compile=True"
+    )
+
+
+def _save_pretrained(
+    self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **how: Any
+) -> None:
+    """Write the whole model, as its own save_pretrained does, on rank 0.
+
+    The state dict is given, or gathered one tensor at a time by all ranks together.
+    """
+    state: ModelState = self._own
+    if state_dict is None:  # every rank has a part of it
+        agree((state.original.__name__, "save_pretrained"), "calls save_pretrained", is_call=False)
+        full = whole_state(self)
+
+        def write() -> None:
+            self.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=full, **how)
+
+        with state.as_before(self):
+            from_rank_0(write)
+    elif dist.get_rank() == 0:
+        with state.as_before(self):
+            self.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **how)

@@ -1,0 +1,65 @@
+"""An op of a program as it is, beside the same op of the longer program, and what reaches its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopar.graph.graph import info
+from autopar.module.reach.values import Factors, Reach, number, tidy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpPair:
+    """One op in both programs, and what reaches its operands."""
+
+    node: fx.Node  # of the longer program
+    exact: fx.Node
+    operands: list[Reach | None]  # in the order in which rules name them
+    reaches: Mapping[fx.Node, Reach]  # of all values so far
+
+    def of(self, name: str) -> Reach | None:
+        """The reach of an argument; a number is known everywhere."""
+        value = self.node.kwargs.get(name)
+        if isinstance(value, fx.Node):
+            return self.reaches[value]
+        return number(value) if isinstance(value, (int, float)) else None
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        return self.node.kwargs
+
+    def dims(self, i: int = 0) -> tuple[Factors, ...]:
+        """The dims of an output, as far as sizes tell."""
+        here, longer = (info(n).outputs[i].shape for n in (self.exact, self.node))
+        return tuple(tidy(((e, n),)) for e, n in zip(here, longer, strict=True))
+
+    def run(self, values: Mapping[fx.Node, Tensor]) -> Any:
+        """Compute the op of the longer program on these."""
+        return self.node.target.run(fx.map_arg(dict(self.node.kwargs), lambda n: values[n]))
+
+
+def type_of_output(pair: OpPair, i: int) -> torch.dtype:
+    return info(pair.node).outputs[i].torch_dtype
+
+
+def same_words(one: fx.Node, other: fx.Node) -> bool:
+    """Are the arguments that are no tensors the same?"""
+
+    def words(node: fx.Node) -> list[Any]:
+        return [
+            None if isinstance(leaf, fx.Node) else leaf
+            for leaf in pytree.tree_leaves(fx.map_arg(dict(node.kwargs), lambda n: None))
+        ]
+
+    mine, theirs = words(one), words(other)
+    if len(mine) != len(theirs):
+        return False
+    both = zip(mine, theirs, strict=True)
+    return all(type(a) is type(b) and (a == b or a != a) for a, b in both)  # nan is itself

@@ -1,0 +1,241 @@
+"""Ops that move numbers to other places: views, ranges, concatenation, and writes into a range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autopar.graph.graph import info, op_name, type_of
+from autopar.module.reach.pairs import OpPair, type_of_output
+from autopar.module.reach.values import (
+    MOST,
+    Reach,
+    Unclear,
+    exact_shape,
+    is_padded,
+    is_plain,
+    lined_up,
+    need,
+    reach_of,
+    replaced,
+    tidy,
+)
+
+
+def permuted(pair: OpPair) -> Reach:
+    given, name = need(pair.of("input")), op_name(pair.node)
+    rank = len(given.dims)
+    order = list(range(rank))
+    if name == "permute":
+        order = [int(d) % rank for d in pair.kwargs["dims"]]
+    elif rank > 1:
+        a, b = (0, 1) if name == "t" else (int(pair.kwargs[d]) % rank for d in ("dim0", "dim1"))
+        order[a], order[b] = order[b], order[a]
+    return given.moved(tuple(given.dims[d] for d in order), lambda t: t.permute(order))
+
+
+def view(pair: OpPair) -> Reach:
+    """The same factors, shared out among other dims."""
+    given = need(pair.of("input"))
+    left = [f for factors in given.dims for f in factors]
+    if not math.prod(given.shape) or not math.prod(exact_shape(given)):
+        raise Unclear
+    dims = []
+    for e, n in zip(type_of(pair.exact).shape, type_of(pair.node).shape, strict=True):
+        mine: list[tuple[int, int]] = []
+        while (e, n) != (1, 1):
+            if not left:
+                raise Unclear
+            a, b = left.pop(0)
+            if e % a == 0 and n % b == 0:
+                mine.append((a, b))
+                e, n = e // a, n // b
+            # the major part of a factor, and the rest of it is not padded
+            elif a % e == 0 and b % n == 0 and a // e == b // n:
+                mine.append((e, n))
+                left.insert(0, (a // e, b // n))
+                e, n = 1, 1
+            else:
+                raise Unclear
+        dims.append(tidy(tuple(mine)))
+    if left:
+        raise Unclear
+    shape = type_of(pair.node).shape
+    return reach_of(tuple(dims), *(_reshaped(t, given.shape, shape) for t in given.tensors))
+
+
+def _reshaped(tensor: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor:
+    """The tensor in another shape, where dims that go with each other and are all alike stay of size one."""
+    sizes: list[int] = []
+    shown: list[int] = []
+    i = j = 0
+    while i < len(before) or j < len(after):  # dims of both shapes that hold the same numbers
+        first, other, a, b = i, j, 1, 1
+        if i < len(before):
+            a, i = before[i], i + 1
+        if j < len(after):
+            b, j = after[j], j + 1
+        while a != b:
+            if a < b:
+                a, i = a * before[i], i + 1
+            else:
+                b, j = b * after[j], j + 1
+        alike = all(tensor.shape[d] == 1 for d in range(first, i))
+        sizes += [1 if alike else n for n in before[first:i]]
+        shown += [1 if alike else n for n in after[other:j]]
+    if math.prod(sizes) > MOST:
+        raise Unclear
+    return tensor.expand(sizes).reshape(shown)
+
+
+def expanded(pair: OpPair) -> Reach:
+    given = need(pair.of("input"))
+    dims = pair.dims()
+    lead = len(dims) - len(given.dims)
+    kept = list(dims)
+    for d, size in enumerate(given.shape):
+        if size > 1:
+            kept[lead + d] = given.dims[d]
+    return reach_of(tuple(kept), *(t.reshape((1,) * lead + t.shape) for t in given.tensors))
+
+
+def _ranged(given: Reach, dim: int, starts: tuple[int, int], lengths: tuple[int, int]) -> Reach:
+    """A range of a dim, which begins and ends in both programs there."""
+    if is_padded([given.dims[dim]]) and (starts[0] != starts[1] or starts[0] < 0 or len(given.dims[dim]) > 1):
+        raise Unclear
+    if starts[0] != starts[1]:
+        raise Unclear
+    start, dims = starts[1] % max(given.shape[dim], 1), replaced(given.dims, dim, tidy((lengths,)))
+
+    def ranged(tensor: Tensor) -> Tensor:
+        return tensor if tensor.shape[dim] == 1 else tensor.narrow(dim, start, lengths[1])
+
+    return reach_of(dims, *map(ranged, given.tensors))
+
+
+def _in_both(pair: OpPair, name: str, default: int = 0) -> tuple[int, int]:
+    """A whole number among the arguments: in the call as it is, and in the longer one."""
+    one, other = (int(n.kwargs.get(name, default) or 0) for n in (pair.exact, pair.node))
+    return one, other
+
+
+def narrow(pair: OpPair) -> Reach:
+    given = need(pair.of("input"))
+    dim = int(pair.kwargs["dim"]) % len(given.dims)
+    return _ranged(given, dim, _in_both(pair, "start"), _in_both(pair, "length"))
+
+
+def select(pair: OpPair) -> Reach:
+    given = need(pair.of("input"))
+    dim = int(pair.kwargs["dim"]) % len(given.dims)
+    one = _ranged(given, dim, _in_both(pair, "index"), (1, 1))
+    return one.moved(one.dims[:dim] + one.dims[dim + 1 :], lambda t: t.squeeze(dim))
+
+
+def split(pair: OpPair) -> list[Reach]:
+    given = need(pair.of("input"))
+    dim = int(pair.kwargs.get("dim", 0)) % len(given.dims)
+    found, starts = [], (0, 0)
+    for one, other in zip(info(pair.exact).outputs, info(pair.node).outputs, strict=True):
+        lengths = one.shape[dim], other.shape[dim]
+        found.append(_ranged(given, dim, starts, lengths))
+        starts = starts[0] + lengths[0], starts[1] + lengths[1]
+    return found
+
+
+def end_to_end(pair: OpPair) -> Reach:
+    """Values end to end, of which only the last may be padded: else the next begins elsewhere."""
+    given = [need(r) for r in pair.operands]
+    rank = len(type_of(pair.node).shape)
+    dim = int(pair.kwargs.get("dim", 0)) % rank
+    if op_name(pair.node) == "stack":
+        given = [_unsqueezed(r, dim) for r in given]
+    along = [r.dims[dim] for r in given]
+    if any(is_padded([f]) for f in along[:-1]) or not is_plain(along[-1]):
+        raise Unclear
+    dims, _ = lined_up([r.without(dim) for r in given])
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        sizes = [*map(max, zip(*(t.shape for t in tensors), strict=True))]
+        parts = []
+        for t, r in zip(tensors, given, strict=True):
+            sizes[dim] = r.shape[dim]
+            parts.append(t.expand(sizes))
+        return torch.cat(parts, dim)
+
+    return reach_of(
+        replaced(dims, dim, pair.dims()[dim]),
+        joined([r.pad for r in given]),
+        joined([r.known for r in given]),
+        joined([r.value.to(type_of_output(pair, 0)) for r in given]),
+    )
+
+
+def more_at_the_ends(pair: OpPair) -> Reach:
+    """Constants put before and behind. Behind padding, the padding must be that constant already."""
+    given, amounts, fill = need(pair.of("input")), list(pair.kwargs["pad"]), pair.kwargs.get("value") or 0
+    if pair.kwargs.get("mode", "constant") != "constant":
+        raise Unclear
+    dims, (pad, known, value) = list(given.dims), (given.pad, given.known, given.value)
+    for k in range(len(amounts) // 2):
+        d, (left, right) = len(dims) - 1 - k, (int(n) for n in amounts[2 * k : 2 * k + 2])
+        if (left, right) == (0, 0):
+            continue
+        if not is_plain(dims[d]) or (left < 0 and is_padded([dims[d]])):
+            raise Unclear
+        here, size = (math.prod(f[i] for f in dims[d]) for i in (0, 1))
+        pad, known, value = (t.expand([*t.shape[:d], size, *t.shape[d + 1 :]]) for t in (pad, known, value))
+        ends = [0, 0] * (len(dims) - 1 - d) + [left, right]
+        pad, known, value = (
+            torch.nn.functional.pad(pad, ends, value=False),
+            torch.nn.functional.pad(known, ends, value=True),
+            torch.nn.functional.pad(value, ends, value=fill),
+        )
+        if here != size and right > 0:
+            new = [slice(None)] * d + [slice(left + here, left + here + right)]
+            pad = pad.clone()
+            pad[tuple(new)] = ~(known & (value == fill))[tuple(new)]
+        dims[d] = tidy(((here + left + right, size + left + right),))
+    return reach_of(tuple(dims), pad, known, value)
+
+
+def overwritten(pair: OpPair) -> Reach:
+    """A range, or one place, of a dim with other numbers.
+
+    Behind a range that is longer where padding is, nothing may follow.
+    """
+    given, source = need(pair.of("input")), need(pair.of("src"))
+    is_one = op_name(pair.node) == "select_scatter"
+    dim = int(pair.kwargs.get("dim", 0)) % len(given.dims)
+    if is_one:
+        source = _unsqueezed(source, dim)
+    starts = _in_both(pair, "index" if is_one else "start")
+    lengths, sizes = _lengths(source, dim), _lengths(given, dim)
+    is_plainly_there = is_plain(given.dims[dim]) and is_plain(source.dims[dim])
+    if int(pair.kwargs.get("step", 1)) != 1 or starts[0] != starts[1] or starts[0] < 0 or not is_plainly_there:
+        raise Unclear
+    if lengths[0] != lengths[1] and starts[0] + lengths[0] != sizes[0]:
+        raise Unclear
+    dims, (one, other) = lined_up([given.without(dim), source.without(dim)])
+    end = starts[1] + lengths[1]
+
+    def written(mine: Tensor, theirs: Tensor) -> Tensor:
+        alike = [*map(max, mine.shape, theirs.shape)]
+        here, there = ([*alike[:dim], n, *alike[dim + 1 :]] for n in (sizes[1], lengths[1]))
+        return torch.slice_scatter(mine.expand(here), theirs.to(mine.dtype).expand(there), dim, starts[1], end)
+
+    found = map(written, one.tensors, other.tensors)
+    return reach_of(replaced(dims, dim, given.dims[dim]), *found)
+
+
+def _lengths(reach: Reach, dim: int) -> tuple[int, int]:
+    """The size of a dim: in the call as it is, and in the longer one."""
+    return exact_shape(reach)[dim], reach.shape[dim]
+
+
+def _unsqueezed(reach: Reach, dim: int) -> Reach:
+    """The value with a dim of size one more."""
+    return reach.moved((*reach.dims[:dim], (), *reach.dims[dim:]), lambda t: t.unsqueeze(dim))

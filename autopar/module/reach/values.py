@@ -1,0 +1,184 @@
+"""A value of a padded program: which of its numbers padding reaches, and which are known before it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from autopar.graph.graph import type_of
+
+Factors = tuple[tuple[int, int], ...]  # of one dim, major first: each as it is, and as it is longer
+LOW = -1e9  # what is added to a score to hide it
+MOST = 2**28  # numbers of a value that are looked at one by one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reach:
+    """One value of the longer program. The tensors have its dims, of size one where all along a dim are alike."""
+
+    dims: tuple[Factors, ...]
+    pad: Tensor  # is it padding, or does it depend on padding
+    known: Tensor  # is it known before anything is run,
+    value: Tensor  # and what it is; 0 where it is not known
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(longer for _, longer in factors) for factors in self.dims)
+
+    @property
+    def is_reached(self) -> bool:
+        """Does a number depend on padding that the call as it is has too?"""
+        return bool((self.pad & ~beyond(self.dims)).any())
+
+    def is_(self, value: Any) -> Tensor:
+        """A mask of the numbers known to be this."""
+        return self.known & (self.value == value)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.pad, self.known, self.value
+
+    def moved(self, dims: tuple[Factors, ...], move: Callable[[Tensor], Tensor]) -> Reach:
+        """The same numbers under other dims: `move` does to a tensor what the op does to places."""
+        return Reach(dims, move(self.pad), move(self.known), move(self.value))
+
+    def without(self, dim: int) -> Reach:
+        """The same with nothing said of the size of a dim."""
+        return replace(self, dims=replaced(self.dims, dim, ()))
+
+    def full(self, tensor: Tensor) -> Tensor:
+        return tensor.expand(self.shape)
+
+
+class Unclear(Exception):
+    """Nothing can be said of an output: as if padding reached all of it."""
+
+
+def number(value: Any) -> Reach:
+    return Reach((), torch.tensor(False), torch.tensor(True), torch.tensor(value))
+
+
+def unknown(dims: tuple[Factors, ...], dtype: torch.dtype, pad: bool | Tensor = False) -> Reach:
+    ones = (1,) * len(dims)
+    pads = pad if isinstance(pad, Tensor) else torch.full(ones, pad)
+    return reach_of(dims, pads, torch.zeros(ones, dtype=torch.bool), torch.zeros(ones, dtype=dtype))
+
+
+def given_value(exact: fx.Node, node: fx.Node, fill: float | None) -> Reach:
+    """A parameter or a buffer; an input with what is put into its padding."""
+    dims = tuple(tidy(((e, n),)) for e, n in zip(type_of(exact).shape, type_of(node).shape, strict=True))
+    dtype, padding = type_of(node).torch_dtype, beyond(dims)
+    if fill is None:
+        return unknown(dims, dtype)
+    return reach_of(dims, padding, padding, torch.full(padding.shape, fill).to(dtype))
+
+
+def reach_of(dims: tuple[Factors, ...], pad: Tensor, known: Tensor, value: Tensor) -> Reach:
+    """A value of which all is padding that the call as it is does not have."""
+    value = torch.where(known, value, torch.zeros((), dtype=value.dtype))
+    return Reach(dims, _narrowed(pad | beyond(dims)), _narrowed(known), _narrowed(value))
+
+
+def _narrowed(tensor: Tensor) -> Tensor:
+    """One number of each dim along which all are alike."""
+    for d in range(tensor.dim()):
+        if tensor.shape[d] > 1 and bool((tensor == tensor.narrow(d, 0, 1)).all()):
+            tensor = tensor.narrow(d, 0, 1)
+    return tensor
+
+
+def tidy(factors: Factors) -> Factors:
+    """Neighbours that are not padded are one; those of size one are none."""
+    found: list[tuple[int, int]] = []
+    for e, n in factors:
+        if e == n and found and found[-1][0] == found[-1][1]:
+            found[-1] = (found[-1][0] * e, found[-1][1] * n)
+        else:
+            found.append((e, n))
+    found = [f for f in found if f != (1, 1)]
+    return tuple(found) if len(found) == len(factors) else tidy(tuple(found))
+
+
+def is_padded(dims: Sequence[Factors]) -> bool:
+    return any(e != n for factors in dims for e, n in factors)
+
+
+def is_plain(factors: Factors) -> bool:
+    """Is what a call as it is has the first numbers along this dim?"""
+    return len(factors) < 2 or not is_padded([factors])
+
+
+def exact_shape(reach: Reach) -> tuple[int, ...]:
+    return tuple(math.prod(e for e, _ in factors) for factors in reach.dims)
+
+
+def beyond(dims: tuple[Factors, ...]) -> Tensor:
+    """A mask of the places where the call as it is has nothing."""
+    found = torch.zeros((1,) * len(dims), dtype=torch.bool)
+    for d, factors in enumerate(dims):
+        if is_padded([factors]):
+            along = torch.zeros(1, dtype=torch.bool)
+            for e, n in factors:
+                along = (along[:, None] | (torch.arange(n) >= e)).flatten()
+            sizes = [1] * len(dims)
+            sizes[d] = -1
+            found = found | along.view(sizes)
+    return found
+
+
+def in_full(reach: Reach) -> tuple[Tensor, Tensor, Tensor]:
+    if math.prod(reach.shape) > MOST:
+        raise Unclear
+    return reach.full(reach.pad), reach.full(reach.known), reach.full(reach.value)
+
+
+def replaced(dims: Sequence[Factors], dim: int, factors: Factors) -> tuple[Factors, ...]:
+    """The dims with other factors of one."""
+    return (*dims[:dim], factors, *dims[dim + 1 :])
+
+
+def need(reach: Reach | None) -> Reach:
+    if reach is None:
+        raise Unclear
+    return reach
+
+
+def _with_rank(reach: Reach, rank: int) -> Reach:
+    """The value with dims of size one before its own, as broadcasting adds them."""
+    more = rank - len(reach.dims)
+    return reach.moved(((),) * more + reach.dims, lambda t: t.reshape((1,) * more + t.shape))
+
+
+def lined_up(reaches: Sequence[Reach]) -> tuple[tuple[Factors, ...], list[Reach]]:
+    """Operands of one rank, as broadcasting lines them up, and the dims that come of it."""
+    rank = max(len(r.dims) for r in reaches)
+    found = []
+    for r in reaches:
+        found.append(_with_rank(r, rank))
+    dims = []
+    for d in range(rank):
+        kinds = {r.dims[d] for r in found if r.dims[d]}
+        if len(kinds) > 1:
+            raise Unclear
+        dims.append(kinds.pop() if kinds else ())
+    return tuple(dims), found
+
+
+def any_of(tensors: Sequence[Tensor]) -> Tensor:
+    found = tensors[0]
+    for t in tensors[1:]:
+        found = found | t
+    return found
+
+
+def all_of(tensors: Sequence[Tensor]) -> Tensor:
+    found = tensors[0]
+    for t in tensors[1:]:
+        found = found & t
+    return found

@@ -1,0 +1,70 @@
+"""A program for a situation that a model has not been in: captured, planned and lowered again, or the other half."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from autopar.graph.calls import Call
+from autopar.graph.graph import Graph
+from autopar.letters import NotServed
+from autopar.module.situation import Sight, Situation
+from autopar.solver.plan import Plan
+
+if TYPE_CHECKING:
+    from autopar.module.state import ModelState, SituatedProgram
+
+log = logging.getLogger("autopar")
+
+
+def lower_again(
+    state: ModelState, model: nn.Module, situation: Situation, grad: bool, call: Call, cut: Collection[str]
+) -> SituatedProgram:
+    """Lower for a new situation, in which ranks pass rows of the inputs `cut`.
+
+    The storage of the parameters stays.
+    """
+    start, before, name = time.perf_counter(), state.programs[-1], state.original.__name__
+    known = next((p for p in state.programs if state.fits(p, situation)), None)
+    if known is not None:  # the same graph, the other half
+        graph, plan, sight = known.lowered.graph, known.lowered.plan, known.sight
+    else:
+        graph, plan, sight = _captured(state, model, call)
+        for program in state.programs:
+            is_alike = program.situation.but_for(situation.said) == situation
+            if not is_alike or program.lowered.graph.digest != graph.digest:
+                continue
+            # what has changed made no difference
+            program.situation, program.sight = situation, sight
+            graph, plan = program.lowered.graph, program.lowered.plan
+            if program.has_gradients == grad:
+                took = time.perf_counter() - start
+                said = "autopar looked at %s again, whose modules say something else, and it made no difference: %.1f s"
+                log.warning(said, name, took)
+                return program
+    if late := [name for name in graph.parameters if name not in state.setup.storage]:
+        raise NotServed(
+            f"the parameter {late[0]} was not there when the model was made parallel",
+            advice="parameters that are there, and tied, as they were: autoparallelize after they are set",
+        )
+    lowered = state.lowered(graph, plan, grad, state.rows(graph, situation.structure, cut))
+    program = state.keep(situation, grad, lowered, sight)
+    if known is None:
+        figures = f"{plan.step_time_s * 1e3:.3g} ms a step by its figures"
+        differs, took = situation.differs(before.situation), time.perf_counter() - start
+        log.warning("autopar planned and lowered %s again (%s), for %s: %.1f s", name, figures, differs, took)
+    return program
+
+
+def _captured(state: ModelState, model: nn.Module, call: Call) -> tuple[Graph, Plan, Sight]:
+    """The graph of a call, its plan, and what the capture saw of the modules."""
+    attributes = state.caller.attributes
+    with attributes.reads() as read, state.as_before(model), torch.inference_mode(False), torch.enable_grad():
+        # the graph is also that of a later call with gradients
+        graph, plan = state.again(model, call, state.first.plan, True)
+    return graph, plan, Sight(attributes.now(), attributes.unread(read), graph.idle)

@@ -1,0 +1,265 @@
+"""One lowered program on this rank: its halves bound to process groups, and the tensors it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.codegen.arrived import for_arrived
+from autopar.codegen.buffers import is_view
+from autopar.codegen.compiled import compile_between_collectives
+from autopar.codegen.halves import Joint, bind
+from autopar.codegen.local import LocalProgram
+from autopar.codegen.lower import Lowered
+from autopar.graph.graph import info
+from autopar.letters import Anomaly, NotServed
+from autopar.module.emptied import from_a_list
+from autopar.module.step import EmittedStep, Tangent
+from autopar.module.storage import Storage, dtensor_of
+from autopar.module.waiting import Waiting
+from autopar.runtime.collectives import bind_axes
+from autopar.runtime.private import inside_backward
+from autopar.runtime.random import RandomState
+from autopar.runtime.world import all_ranks_hold
+from autopar.sharding.placement import Sharding
+
+CHECKED_CALLS = 2  # of a program, in which ranks compare what they pass
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """The caller's wishes of how programs are run, beside what is planned."""
+
+    backend: str | None = None  # of torch.compile
+    # how outputs leave that no loss is made of: as DTensors where they are cut, all whole ("full"), all as DTensors
+    # ("sharded")
+    outputs: str = "auto"
+    outputs_whole: tuple[str, ...] = ()  # and these whole
+    passes_rows: bool = False  # inputs="local"
+    pad_to: int | None = None  # lengths are brought to multiples of it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setup:
+    """The ground that all programs of a model share: where they run, and how its parameters are stored."""
+
+    mesh: Any
+    device: torch.device
+    storage: dict[str, Storage]
+    how: How
+
+
+class Halves:
+    """The graphs of a program as modules of this rank."""
+
+    def __init__(self, joint: Joint, mesh: Any, backend: str | None) -> None:
+        self.joint = joint
+        self.axes = bind_axes(mesh)
+        self.backend = backend
+        names = ("forward", "backward", "hold", "settle")
+        self.modules = {name: self._bound(name, getattr(joint, name)) for name in names}
+        # backwards for gradients that arrive at some outputs alone
+        self.for_arrived: dict[tuple[str, tuple[bool, ...]], fx.GraphModule] = {}
+        self.forward = self.modules["forward"].forward
+
+    def _bound(self, name: str, graph: fx.Graph) -> fx.GraphModule:
+        """A half as a module, which takes a list and empties it; forward takes its primals."""
+        module = bind(graph, self.axes)
+        if self.backend is not None:
+            module = compile_between_collectives(module, self.backend)
+        return module if name == "forward" else from_a_list(module)
+
+    def half(self, name: str, arrived: tuple[bool, ...]) -> Callable[[list[Any]], Sequence[Tensor | None]]:
+        """The backward, or a part of it, for the gradients that have arrived.
+
+        None comes out that depends on none of them.
+        """
+        if all(arrived):
+            return self.modules[name].forward
+        if (name, arrived) not in self.for_arrived:
+            self.for_arrived[name, arrived] = self._bound(name, for_arrived(getattr(self.joint, name), arrived))
+        return self.for_arrived[name, arrived].forward
+
+
+class Primals:
+    """The tensors that a program takes: inputs, then parameters, then buffers, then the random key."""
+
+    def __init__(self, program: LocalProgram, joint: Joint, storage: dict[str, Storage]) -> None:
+        first = len(program.inputs)
+        self.count = first + len(program.parameters) + len(program.buffers) + program.is_random
+        self.names = dict(enumerate(program.parameters, first))
+        self.storages = {i: storage[name] for i, name in self.names.items()}
+        self.placements = [of_one.placements for of_one in self.storages.values()]
+        self.kept = sorted(i for i in _kept_by(joint) if i in self.names)  # parameters that backward needs as they are
+
+    def as_gradient(self, primal: int, gradient: Tensor) -> Tensor:
+        """A parameter's gradient lies as the parameter does; an input's is plain."""
+        return self.storages[primal].wrap(gradient) if primal in self.storages else gradient
+
+    def check(self, parameters: Sequence[Tensor], mesh: Any) -> None:
+        """Raise an error where a parameter does not lie as the program reads it."""
+        whole = (Replicate(),) * mesh.ndim
+        for name, parameter, lies in zip(self.names.values(), parameters, self.placements, strict=True):
+            there = parameter.placements if isinstance(parameter, DTensor) else whole
+            if there != lies:
+                raise NotServed(
+                    f"the parameter {name} lies as {there} on the mesh, and the program reads it as {lies}",
+                    advice="model.load_state_dict, or parameter.copy_: what is put in its place has to lie as it did",
+                )
+
+
+def _kept_by(joint: Joint) -> set[int]:
+    """The primals whose memory forward keeps for backward."""
+    places = {node: i for i, node in enumerate(joint.forward.find_nodes(op="placeholder"))}
+    found = set[int]()
+    for node in list(joint.forward.output_node().args[0])[joint.outputs :]:
+        while isinstance(node, fx.Node) and node not in places and is_view(node):
+            node = node.args[0]
+        if node in places:
+            found.add(places[node])
+    return found
+
+
+class Settlement:
+    """The gradients of a program that wait while micro-batches accumulate, and their reduction at the end."""
+
+    def __init__(self, halves: Halves, names: dict[int, str]) -> None:
+        self.halves = halves
+        joint = halves.joint
+        self.names = [names[joint.gradients[i]] for i in joint.waits]
+        held = list(joint.hold.output_node().args[0])
+        ends = list(joint.settle.output_node().args[0])
+        self.given_dtypes = [n.meta["val"].dtype for n in joint.settle.find_nodes(op="placeholder")]
+        # the wider of the dtypes in which a gradient waits and in which it is stored
+        self.waiting_dtypes = [
+            torch.promote_types(held[i].meta["val"].dtype, end.meta["val"].dtype)
+            for i, end in zip(joint.waits, ends, strict=True)
+        ]
+
+    def settle(self, totals: list[Tensor | None]) -> list[Tensor | None]:
+        """Reduce the gradients that wait, from a list that is emptied; None where none has waited."""
+        places = self.halves.joint.settled_from
+        waited = {place: total for place, total in zip(places, totals, strict=True) if total is not None}
+        given = [waited[k].to(dtype) if k in waited else None for k, dtype in enumerate(self.given_dtypes)]
+        has_waited = [total is not None for total in totals]
+        totals.clear()  # what is handed over ends with its last use
+        waited.clear()
+        settled = self.halves.half("settle", tuple(g is not None for g in given))(given)
+        return [gradient if has else None for gradient, has in zip(settled, has_waited, strict=True)]
+
+
+class Runner:
+    """Runs one lowered program on this rank."""
+
+    def __init__(self, lowered: Lowered, setup: Setup, waiting: Waiting) -> None:
+        self.graph = lowered.graph
+        self.joint = lowered.joint
+        self.program = lowered.program
+        self.setup = setup
+        self.waiting = waiting
+        self.halves = Halves(lowered.joint, setup.mesh, setup.how.backend)
+        self.primals = Primals(lowered.program, lowered.joint, setup.storage)
+        self.settlement = Settlement(self.halves, self.primals.names)
+        results = list(lowered.joint.forward.output_node().args[0])
+        self.tangents = [Tangent.of(results[i].meta["val"]) for i in lowered.joint.differentiable]
+        self.backwards = 0  # that were looked at
+
+    def check_arrived(self, arrived: tuple[bool, ...]) -> None:
+        """While it is new: do gradients arrive at the same outputs on all ranks?"""
+        if len(arrived) > 1 and self.backwards < CHECKED_CALLS:
+            self.backwards += 1
+            all_ranks_hold("outputs that gradients arrive at", arrived)
+
+    def refuse_nan(self, found: Sequence[Tensor | None]) -> None:
+        """Raise torch's error of detect_anomaly in words that name parameters; other ranks are told."""
+        bad = []
+        for i, gradient in zip(self.joint.gradients, found, strict=True):
+            if gradient is not None and gradient.is_floating_point() and gradient.isnan().any():
+                bad.append(self.primals.names.get(i, "an input"))
+        if bad:
+            raise Anomaly(
+                f"{len(bad)} gradients are not numbers: those of {', '.join(bad[:5])}",
+                advice="the model as it was before autoparallelize, on this batch: detect_anomaly names the op",
+            )
+
+    def gradients(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
+        """A gradient for each of `joint.gradients`, from a list that is emptied.
+
+        What `waits` gives none, and what has waited is in the next.
+        """
+        if not waits and self not in self.waiting.of:
+            found: list[Tensor | None] = list(self.halves.half("backward", arrived)(given))
+        else:
+            found = self._held(given, arrived, waits)
+        if not waits:
+            for other in list(self.waiting.of):  # micro-batches of other shapes
+                self._add_those_of(other, found)
+        return found
+
+    def _held(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
+        """The gradients, with those of parameters added to what waits.
+
+        They come out, reduced with all that has waited, unless it `waits` on.
+        """
+        places = self.joint.waits
+        found = list(self.halves.half("hold", arrived)(given))
+        fresh = [found[i] for i in places]
+        for i in places:
+            found[i] = None
+        self.waiting.add(self, fresh)
+        del fresh
+        if not waits:
+            for i, gradient in zip(places, self.waiting.settled(self), strict=True):
+                found[i] = gradient
+        return found
+
+    def _add_those_of(self, other: Runner, found: list[Tensor | None]) -> None:
+        """Add what has waited of another program.
+
+        Gradients of parameters that this one does not reach are added to their `.grad`.
+        """
+        settled = zip(other.settlement.names, self.waiting.settled(other), strict=True)
+        theirs = {name: gradient for name, gradient in settled if gradient is not None}
+        for k, i in enumerate(self.joint.gradients):
+            name = self.primals.names.get(i)
+            if name in theirs:
+                gradient = theirs.pop(name)
+                mine = found[k]
+                found[k] = gradient if mine is None else mine + gradient
+        for name, gradient in theirs.items():
+            self.waiting.deliver(name, gradient)
+
+    def __call__(
+        self, inputs: list[Tensor], parameters: list[Tensor], buffers: list[Tensor], random: RandomState
+    ) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """The outputs, and the new values of the buffers that change."""
+        self.primals.check(parameters, self.setup.mesh)
+        if self.program.is_random and inside_backward():
+            raise NotServed(
+                "the model runs a second time, inside a backward, and would draw other random numbers than the "
+                "first time",
+                advice="torch.utils.checkpoint inside the model, which is traced, instead of around the parallel one",
+            )
+        key = [torch.tensor(random.next_key(), device=self.setup.device)] if self.program.is_random else []
+        outputs = EmittedStep.apply(self, *inputs, *parameters, *buffers, *key)
+        count = len(self.graph.output_names)
+        shardings = self.program.outputs[:count]
+        kept = [self._left(i, *both) for i, both in enumerate(zip(outputs[:count], shardings, strict=True))]
+        return kept, outputs[count:]
+
+    def _left(self, place: int, output: Tensor, sharding: Sharding) -> Tensor:
+        """An output as it leaves the model: plain, a DTensor, or gathered."""
+        how, whole = self.setup.how, info(self.graph.output).outputs[place]
+        is_cut = any(not p.is_replicated for p in sharding.placements)
+        if not is_cut and not (how.outputs == "sharded" and whole.shape):
+            return output
+        # a gradient that arrives at it, beside a loss, is an error
+        spread = dtensor_of(output, self.setup.mesh, sharding, whole.shape)
+        is_wanted_whole = how.outputs == "full" or self.graph.output_names[place] in how.outputs_whole
+        return spread.full_tensor() if is_cut and is_wanted_whole else spread

@@ -1,0 +1,186 @@
+"""The state of a parallel model besides its parameters: its programs, and how a call finds its own."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.codegen.lower import Lowered, lower
+from autopar.codegen.parts import WHOLE, Parts, Rows
+from autopar.graph.calls import Call
+from autopar.graph.graph import Graph, tensor_of
+from autopar.module.around import watch_parts
+from autopar.module.attributes import Attributes
+from autopar.module.padding import Padding
+from autopar.module.relowering import lower_again
+from autopar.module.runner import Runner, Setup
+from autopar.module.situation import Caller, Sight, Situation
+from autopar.module.waiting import Waiting
+from autopar.runtime.agreement import agree
+from autopar.runtime.private import unwatched
+from autopar.runtime.random import RandomState
+from autopar.runtime.world import all_ranks_hold, from_rank_0
+from autopar.solver.plan import Plan
+
+MOST_PROGRAMS = 16  # that a model keeps: what was not called for longest goes first
+
+# traces the model as it was before on a call, with its dropout or without, and plans that: on rank 0 for all
+Again = Callable[[nn.Module, Call, Plan, bool], tuple[Graph, Plan]]
+
+
+@dataclass(slots=True, eq=False)
+class SituatedProgram:
+    """A program that runs calls in one situation, with gradients or without."""
+
+    situation: Situation
+    has_gradients: bool
+    lowered: Lowered
+    runner: Runner
+    places: list[int]  # of each input: which leaf of the call
+    sight: Sight
+    number: int  # in the order in which they were made, on every rank
+    calls: int = 0
+
+    def run(self, model: nn.Module, inputs: list[Tensor], random: RandomState) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """The outputs, and the new values of the buffers that change."""
+        names, changing = self.runner.program, {name for _, name in self.runner.graph.updates}
+        buffers = []
+        for name in names.buffers:
+            buffer = tensor_of(model, name)
+            # what autograd keeps must not be what is written later
+            buffers.append(buffer.clone() if name in changing else buffer)
+        with contextlib.ExitStack() as off:
+            for kind, _ in self.situation.autocast:  # its casts are in the graph
+                off.enter_context(torch.autocast(kind, enabled=False))
+            return self.runner(inputs, [tensor_of(model, n) for n in names.parameters], buffers, random)
+
+
+class ModelState:
+    """The things that a ParallelModule holds besides its parameters."""
+
+    def __init__(self, model: nn.Module, first: Lowered, setup: Setup, again: Again) -> None:
+        self.first = first
+        self.setup = setup
+        self.again = again
+        self.original = type(model)
+        self.model = weakref.ref(model)
+        self.caller = Caller(model)
+        self.waiting = Waiting(model, setup.storage)
+        self.random = RandomState(-1)
+        self.hooks = model._forward_pre_hooks, model._forward_hooks  # these are in the graphs
+        self.programs: list[SituatedProgram] = []
+        self.last: SituatedProgram | None = None  # the one of the last call
+        self.made = 0  # how many programs there have been
+        self.parts: Parts | None = None  # of inputs="local"
+        self.padding: Padding | None = None  # of pad_to=
+
+    def program(self, model: nn.Module, leaves: list[Any], structure: Any) -> SituatedProgram:
+        """The program for this call: one that is there, or a new one."""
+        # what ranks pass may be rows of a batch: the situation is that of the batch
+        leaves, cut = self.of_all(leaves, structure)
+        situation, grad = self.caller.situation(leaves, structure), torch.is_grad_enabled()
+        found = next((p for p in self.programs if p.has_gradients == grad and self.fits(p, situation)), None)
+        if found is None or found is not self.last:  # together, before a collective of one rank meets another's
+            what = (self.original.__name__, situation.of_all_ranks(), grad, found and found.number)
+            agree(what, f"calls {self.original.__name__} {self.otherwise(situation, grad)}")
+        if found is None:
+            with unwatched():
+                found = lower_again(self, model, situation, grad, self.caller.call(leaves, structure), cut)
+        found.situation = situation  # it may say else what is not read
+        self.programs.remove(found)
+        self.programs.append(found)  # the latest stands last
+        self.last = found
+        return found
+
+    def otherwise(self, situation: Situation, grad: bool) -> str:
+        """The difference of a call from the one before, for a person."""
+        if self.last is None:
+            return "for the first time"
+        differs = situation.differs(self.last.situation)
+        return f"with other {differs} than before" if differs else f"{'with' if grad else 'without'} gradients"
+
+    def fits(self, program: SituatedProgram, situation: Situation) -> bool:
+        """Was it made for this situation, or for one that differs in what is not read?"""
+        return program.situation == situation or (
+            program.situation.but_for(situation.said) == situation
+            and self.caller.attributes.same_but(program.sight.seen, program.sight.unread)
+        )
+
+    def of_all(self, leaves: list[Any], structure: Any) -> tuple[list[Any], Collection[str]]:
+        """The leaves of the call of all ranks from those of this one's, and which are rows of it."""
+        if self.parts is None:
+            return leaves, ()
+        whole, cut = self.parts.whole(dict(zip(self.caller.names(structure), leaves, strict=True)), structure)
+        return list(whole.values()), cut
+
+    def rows(self, graph: Graph, structure: Any, cut: Collection[str]) -> Rows:
+        """The inputs of a graph of which ranks pass rows, and the axes that cut these."""
+        if self.parts is None:
+            return WHOLE
+        names = self.caller.names(structure)
+        places = zip(graph.inputs, self.caller.places(graph), strict=True)
+        return self.parts.axes, frozenset(key for key, place in places if names[place] in cut)
+
+    def lowered(self, graph: Graph, plan: Plan, grad: bool, rows: Rows) -> Lowered:
+        """The program of this rank for a graph and a plan."""
+        return lower(graph, plan, self.setup.mesh.get_coordinate(), self.setup.device.type, grad, rows)
+
+    def keep(self, situation: Situation, grad: bool, lowered: Lowered, sight: Sight) -> SituatedProgram:
+        """Bind a lowered program to this rank, once all ranks have the same."""
+        all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, lowered.joint.collectives))
+        if lowered.program.is_random and self.random.seed < 0:
+            self.random.seed = from_rank_0(lambda: int(torch.randint(0, 2**62, ())))
+        runner, places = Runner(lowered, self.setup, self.waiting), self.caller.places(lowered.graph)
+        made = SituatedProgram(situation, grad, lowered, runner, places, sight, self.made)
+        self.programs = [*self.programs[-MOST_PROGRAMS + 1 :], made]
+        self.made += 1
+        return made
+
+    def passes_parts(self) -> None:
+        """From here on ranks pass their own rows, as the first program takes them."""
+        first = self.programs[0]
+        names, (axes, keys) = self.caller.names(first.situation.structure), self.first.rows
+        cut = [names[place] for key, place in zip(self.first.graph.inputs, first.places, strict=True) if key in keys]
+        self.parts = Parts(self.first.plan, self.setup.device, axes, names, cut)
+
+    def check(self, inputs: list[Tensor], program: SituatedProgram) -> None:
+        """Do all ranks hold the same batch?"""
+        if self.parts is None:
+            all_ranks_hold("input values", inputs)
+        else:
+            self.parts.all_hold(dict(zip(program.lowered.graph.inputs, inputs, strict=True)), program.lowered.rows[1])
+
+    @contextlib.contextmanager
+    def as_before(self, model: nn.Module) -> Iterator[None]:
+        """The model as the user wrote it: its own class, and the hooks that it had."""
+        cls, own = type(model), (model._forward_pre_hooks, model._forward_hooks)
+        model.__class__, (model._forward_pre_hooks, model._forward_hooks) = self.original, self.hooks
+        watch_parts(model, False)
+        try:
+            yield
+        finally:
+            model.__class__, (model._forward_pre_hooks, model._forward_hooks) = cls, own
+            watch_parts(model)
+
+    def of_copy(self, model: nn.Module) -> ModelState:
+        """The state of a copy of the model.
+
+        It has modes, waiting gradients and random numbers of its own, and the same programs.
+        """
+        with self.as_before(model):
+            made = ModelState(model, self.first, self.setup, self.again)
+            made.caller.attributes = Attributes(made.caller.modules, self.caller.attributes)
+        made.parts, made.padding = self.parts, self.padding
+        made.random, made.hooks = RandomState(self.random.seed, self.random.step), self.hooks
+        made.programs = [replace(p, runner=Runner(p.lowered, self.setup, made.waiting)) for p in self.programs]
+        made.made = self.made
+        return made
+
+    def __deepcopy__(self, memo: Any) -> ModelState:
+        return self  # until the copy is used

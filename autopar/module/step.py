@@ -1,0 +1,122 @@
+"""The autograd node of a parallel model: one node a call, emitted forward and emitted backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.graph.graph import info
+from autopar.letters import NotServed
+from autopar.runtime.faults import naming_the_lost
+from autopar.runtime.private import let_go
+
+if TYPE_CHECKING:
+    from autopar.module.runner import Runner
+
+
+class EmittedStep(torch.autograd.Function):
+    """The one autograd node: emitted forward, emitted backward."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: Runner, *primals: Tensor) -> tuple[Tensor, ...]:
+        with naming_the_lost("forward"):
+            given = (_in_order(p.to_local() if isinstance(p, DTensor) else p) for p in primals)
+            results = runner.halves.forward(*given)
+        count = runner.joint.outputs
+        ctx.runner = runner
+        ctx.waits = runner.waiting.on
+        ctx.spread = [isinstance(p, DTensor) for p in primals]
+        ctx.kept = [(i, primals[i], primals[i]._version) for i in runner.primals.kept]
+        ctx.save_for_backward(*results[count:])
+        ctx.set_materialize_grads(False)
+        outputs: list[Tensor] = []
+        for o in results[:count]:  # autograd tells outputs apart by identity
+            is_there = any(o is other for other in (*primals, *outputs))
+            outputs.append(o.clone() if is_there else o)
+        named = info(runner.graph.output).outputs[: len(runner.graph.output_names)]
+        wants = [t.requires_grad for t in named] + [False] * len(runner.graph.updates)
+        ctx.mark_non_differentiable(*(o for o, has in zip(outputs, wants, strict=True) if not has))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        runner: Runner = ctx.runner
+        joint = runner.joint
+        _check_backward(ctx, tangents)
+        arrived = [tangents[i] for i in joint.differentiable]
+        has_arrived = tuple(t is not None for t in arrived)
+        gradients: list[Any] = [None] * runner.primals.count
+        if not any(has_arrived):
+            return (None, *gradients)
+        filled = [None if t is None else lies.given(t) for t, lies in zip(arrived, runner.tangents, strict=True)]
+        runner.check_arrived(has_arrived)
+        with naming_the_lost("backward"):
+            given = [*ctx.saved_tensors, *filled]
+            let_go(ctx)
+            del filled, arrived, tangents
+            found = runner.gradients(given, has_arrived, ctx.waits)
+            if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+                runner.refuse_nan(found)
+        for i, gradient in zip(joint.gradients, found, strict=True):
+            if gradient is not None:
+                gradients[i] = runner.primals.as_gradient(i, gradient) if ctx.spread[i] else gradient
+        return (None, *gradients)
+
+
+def _check_backward(ctx: Any, tangents: Sequence[Tensor | None]) -> None:
+    """Raise an error for a backward that was not emitted, or whose parameters have changed since forward."""
+    runner: Runner = ctx.runner
+    if torch.is_grad_enabled():  # create_graph=True
+        raise NotServed(
+            "a gradient of gradients is asked for, and the emitted backward has none",
+            advice="torch.autograd.grad inside the model, which is traced, or create_graph=False",
+        )
+    for i, tangent in enumerate(tangents):
+        if tangent is not None and i not in runner.joint.differentiable:
+            name = runner.graph.output_names[i]
+            raise NotServed(
+                f"a gradient arrives at the output {name!r}, and backward was lowered for the loss",
+                advice=f"outputs=({name!r},), or compute with that output inside the model, or in loss=",
+            )
+    for i, parameter, version in ctx.kept:
+        if parameter._version != version:
+            raise NotServed(
+                f"the parameter {runner.primals.names[i]} was modified in place between forward and backward, which "
+                "needs it as it was",
+                advice="backward before optimizer.step() and load_state_dict()",
+            )
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """The tensor as programs are traced on it: contiguous.
+
+    A copy where it is not: a slice of a batch, a transposed tensor.
+    """
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Tangent:
+    """How the gradient of an output lies in memory, as backward was traced on it."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(output: Tensor) -> Tangent:
+        on_meta = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta")
+        like = torch.empty_like(on_meta)
+        return Tangent(like.shape, like.stride(), like.dtype)
+
+    def given(self, gradient: Tensor) -> Tensor:
+        """The gradient that has arrived; a copy where it lies otherwise, as that of a sum does."""
+        dims = zip(self.shape, self.stride, gradient.stride(), strict=True)
+        if all(mine == theirs for size, mine, theirs in dims if size > 1):
+            return gradient
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=gradient.device).copy_(gradient)

@@ -1,0 +1,99 @@
+"""Values of a model's tensors, put in their places: parameters as shards, buffers whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.module.checkpoint import read
+from autopar.module.init import initialise, initialise_by_position, is_on_meta
+from autopar.module.storage import Storage
+from autopar.runtime.world import from_rank_0
+from autopar.sharding.placement import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The place where values come from: the model's own, where it has them, else a file or its recipes."""
+
+    sync: bool = True  # rank 0's on all ranks; else each rank has them already
+    init: str = "module"  # how recipes draw: "module" or "counter"
+    weights: str | None = None  # a path of safetensors
+
+
+def store(
+    model: nn.Module, shardings: dict[str, Sharding], mesh: Any, device: torch.device, source: Source
+) -> dict[str, Storage]:
+    """Replace every parameter by its shard, ties kept; buffers are whole."""
+    made = _Made(model, shardings, mesh, device)
+    given = set() if source.weights is None else read(model, source.weights, made.places_of, made.keep_part)
+    if is_on_meta(model, given):
+        if source.init == "module":
+            initialise(model, made.keep, given)
+        else:
+            seed = from_rank_0(lambda: int(torch.randint(0, 2**62, ())))
+            initialise_by_position(model, seed, made.places_of, made.keep_part, given)
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in made.parameters:
+            made.keep(name, parameter, parameter.detach(), source.sync)
+    made.put(source.sync)
+    return made.storage
+
+
+class _Made:
+    """The tensors of a parallel model, made one by one from those of the model that it was."""
+
+    def __init__(self, model: nn.Module, shardings: dict[str, Sharding], mesh: Any, device: torch.device) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.device = device
+        self.storage = {
+            name: Storage.of(parameter, shardings.get(name), mesh) for name, parameter in model.named_parameters()
+        }
+        self.parameters: dict[int, nn.Parameter] = {}  # identity of a parameter -> the stored one
+        self.buffers: dict[int, Tensor] = {}  # identity of a buffer on meta -> its values
+
+    def places_of(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """The places of each dim of a tensor that are this rank's."""
+        return (self.storage[name] if name in self.storage else self._whole(tensor)).places()
+
+    def keep(self, name: str, tensor: Tensor, values: Tensor, sync: bool = False) -> None:
+        """Take the part of this rank from a tensor's values in full."""
+        values = values.to(self.device)
+        if name in self.storage:
+            stored = self.storage[name].take(values, sync)
+            self.parameters[id(tensor)] = nn.Parameter(stored, requires_grad=tensor.requires_grad)
+        else:
+            self.buffers[id(tensor)] = values
+
+    def keep_part(self, name: str, tensor: Tensor, local: Tensor) -> None:
+        """Take the part of this rank as it is."""
+        local = local.to(self.device)
+        if name in self.storage:
+            stored = self.storage[name].wrap(local)
+            self.parameters[id(tensor)] = nn.Parameter(stored, requires_grad=tensor.requires_grad)
+        else:
+            self.buffers[id(tensor)] = local
+
+    def put(self, sync: bool) -> None:
+        """Put what was made into the places where the model's tensors hang."""
+        for module in self.model.modules():
+            for name, held in list(module._parameters.items()):
+                if held is not None:
+                    module._parameters[name] = self.parameters[id(held)]
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    known = self.buffers.get(id(buffer))
+                    module._buffers[name] = self._spread(buffer, sync) if known is None else known
+            for name, held in list(vars(module).items()):  # a plain attribute is a buffer too
+                if isinstance(held, Tensor):
+                    vars(module)[name] = self._spread(held, sync)
+
+    def _whole(self, tensor: Tensor) -> Storage:
+        return Storage.of(tensor, None, self.mesh)
+
+    def _spread(self, tensor: Tensor, sync: bool) -> Tensor:
+        return self._whole(tensor).spread(tensor.to(self.device), sync)

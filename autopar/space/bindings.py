@@ -1,0 +1,81 @@
+"""`Bindings`: the rule of every op of a graph, fitted to its call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.fx as fx
+
+from autopar.graph.blocks import calls
+from autopar.graph.graph import Graph, info, op_name, type_of, typed
+from autopar.letters import BadRule, NoRule
+from autopar.ops.entry import rule_of
+from autopar.sharding.notation import Binding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bindings:
+    """The ops of a graph; those that call the same op alike are of one kind, and have one binding."""
+
+    kinds: Mapping[fx.Node, int]
+    rules: Mapping[fx.Node, Binding | None]  # None: nobody knows a rule
+    tensors: Mapping[fx.Node, tuple[fx.Node, ...]]  # operands to which the rule gives dims, in order
+
+    @staticmethod
+    def of(graph: Graph, strict: bool) -> Bindings:
+        """Fit rules to the calls of a graph; when `strict`, an op without one is an error."""
+        kinds = calls(graph)
+        rules: dict[fx.Node, Binding | None] = {}
+        tensors: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        known: dict[int, tuple[Binding | None, list[int]]] = {}
+        for node, kind in kinds.items():
+            given = node.target.operands(node.kwargs)
+            if kind not in known:
+                known[kind] = _bind(node, given, strict), [i for i, n in enumerate(given) if _is_tensor(n)]
+            rules[node], places = known[kind]
+            tensors[node] = tuple([given[i] for i in places])
+        return Bindings(kinds, rules, tensors)
+
+
+def without_numbers(binding: Binding, given: Sequence[Any]) -> Binding:
+    """The binding of tensors alone.
+
+    A number is R on every device: it takes part in no joint linearity, and needs no flow.
+    """
+    numbers = {i for i, n in enumerate(given) if n is not None and not _is_tensor(n)}
+    rows = tuple(None if i in numbers else row for i, row in enumerate(binding.operands))
+    return replace(binding, operands=rows, groups=tuple(g for g in binding.groups if not g & numbers))
+
+
+def _is_tensor(argument: Any) -> bool:
+    return hasattr(argument, "meta")
+
+
+def _bind(node: fx.Node, given: Sequence[Any], strict: bool) -> Binding | None:
+    about, name = info(node), op_name(node)
+    rule = rule_of(name, {**typed(node.kwargs), "outputs": about.outputs})
+    if rule is None:
+        tensors = [n for n in given if _is_tensor(n)]
+        if strict and tensors:
+            raise NoRule(
+                f"autopar has no sharding rule for {name}",
+                at=about.source,
+                seen=", ".join(f"{n.name}: {type_of(n)}" for n in tensors),
+                advice=f'autopar.rule("{name}", LINE), whose LINE says which dims may be cut: docs/rules.md',
+            )
+        return None
+    try:
+        binding = without_numbers(rule.bind(tuple(_shape(n) for n in given), [t.shape for t in about.outputs]), given)
+    except BadRule as e:
+        raise BadRule(f"{name}: {e.what}", at=about.source, seen=e.seen) from e
+    # a sum of truth values is an or, and whole numbers wrap: no parts of sums
+    return binding if all("float" in t.dtype for t in about.outputs) else replace(binding, groups=())
+
+
+def _shape(argument: Any) -> tuple[int, ...] | None:
+    """The shape of a tensor; a number has none, and what is left out is None."""
+    if argument is None:
+        return None
+    return type_of(argument).shape if _is_tensor(argument) else ()

@@ -1,0 +1,188 @@
+"""Pieces of edges: what conversions make, messages of gathers, and gradients of parameters until they are reduced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch.fx as fx
+
+from autopar.graph.graph import TensorType, type_of
+from autopar.space.gradient_buckets import GradientBuckets
+from autopar.space.lifetimes import Clock, Lifetimes
+from autopar.space.local_bytes import EdgeBytes, LocalBytes
+from autopar.space.memory import Piece
+from autopar.space.schedule import Schedule
+from autopar.space.space import Edge
+from autopar.space.wiring import Wiring
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Passage:
+    """A value on its way over an edge."""
+
+    index: int
+    edge: Edge
+    value: fx.Node
+    taker: fx.Node
+    type: TensorType
+    bytes: EdgeBytes
+    now: int  # when it is taken,
+    back: int  # and when its gradient comes
+
+
+class EdgePieces:
+    """Pieces of the edges of a space, in the order in which they are added."""
+
+    def __init__(
+        self, wiring: Wiring, schedule: Schedule, lifetimes: Lifetimes, buckets: GradientBuckets, bytes_: LocalBytes
+    ) -> None:
+        self.wiring = wiring
+        self.schedule = schedule
+        self.clock: Clock = lifetimes.clock
+        self.lifetimes = lifetimes
+        self.owners = lifetimes.parameters.owners
+        self.buckets = buckets
+        self.bytes = bytes_
+        self.reach = dict(lifetimes.reach)  # of each memory the last time until which it is counted so far
+        self.found: list[Piece] = []
+
+    def add(self, index: int) -> None:
+        """Add the pieces of an edge.
+
+        A conversion makes something, as long as it is needed; where there is none, a value stays longer for the views
+        on it.
+        """
+        lifetimes, value, taker = self.lifetimes, self.wiring.values[index], self.wiring.takers[index]
+        edge, type_ = self.wiring.edges[index], type_of(value)
+        bytes_ = self.bytes.by_flows(edge, type_)
+        if value in lifetimes.turned and type_.requires_grad:
+            bytes_ = self.bytes.copied(bytes_)
+        now, back = self.clock.forward(taker), self.clock.back(taker)
+        passage = _Passage(index, edge, value, taker, type_, bytes_, now, back)
+        memory = lifetimes.memory[value]
+        itself, reach = lifetimes.needs_itself(value, taker), self.reach[memory]
+        # what is made here: what is on it beyond `reach` counts itself
+        needed = max(itself, min(lifetimes.needs(value, taker), reach))
+        if value in self.owners:
+            self._gathered(passage, needed)
+        else:
+            kind = "saved activations" if needed >= self.clock.n else "transients"
+            self._put(kind, passage, bytes_.made, now, needed)
+        if itself > reach:  # where it arrives as it is, its memory stays so long
+            kind = "saved activations" if itself >= self.clock.n else "transients"
+            self._put(kind, passage, bytes_.kept, reach + 1, itself)
+            if type_.nbytes == lifetimes.whole.get(memory):
+                self.reach[memory] = itself
+        if taker in self.clock.at and type_.requires_grad:
+            if value in self.owners:
+                self._gradient_of_parameter(passage)
+            else:
+                # through views it comes as it leaves their readers
+                begins = max(map(lifetimes.last_use, lifetimes.views(taker, value)), default=now)
+                since = self.clock.mirrored(begins)
+                self._put("gradients of activations", passage, bytes_.unreduced, since, back)
+
+    def _put(self, kind: str, passage: _Passage, bytes_: np.ndarray, first: int, last: int) -> None:
+        if first <= last and bytes_.any():
+            self.found.append(Piece(kind, passage.index, True, bytes_, first, last))
+
+    def _gathered(self, passage: _Passage, needed: int) -> None:
+        """Add the gathered copy of a parameter, which is there ahead of its use, and its message."""
+        schedule, parameter, now = self.schedule, self.owners[passage.value], passage.now
+        made, sent = passage.bytes.made, passage.bytes.sent
+        again = () if parameter in schedule.stays else self.wiring.sites[passage.edge.source].regathered
+        begins = schedule.gathered(parameter, now)
+        if any(again):
+            edge = passage.edge
+            stays, dropped = self.bytes.once(("again", again), (made,), lambda: _divided(made, edge.marked(again)))
+            self._put("gathered parameters", passage, stays, begins, needed)
+            self._put("gathered parameters", passage, dropped, begins, now)
+            self._gathered_again(passage, dropped)
+        else:
+            self._put("gathered parameters", passage, made, begins, needed)
+        if schedule.together(parameter, now, again=False):
+            self._message(passage, sent, made, begins, schedule.taken(parameter, now))
+
+    def _gathered_again(self, passage: _Passage, dropped: np.ndarray) -> None:
+        """Add the copy that is gathered again in backward, if that reads it; an embedding's does not."""
+        schedule, parameter, now = self.schedule, self.owners[passage.value], passage.now
+        needs = self.lifetimes.needs(passage.value, passage.taker)
+        if needs < self.clock.n:
+            return
+        begins = max(now + 1, schedule.gathered_again(parameter, now))
+        self._put("gathered parameters", passage, dropped, begins, min(passage.back, needs))
+        if schedule.together(parameter, now, again=True):
+            whole = passage.bytes.sent
+            sent = self.bytes.once("sent", (dropped, whole), lambda: np.where(dropped > 0, whole, 0.0))
+            self._message(passage, sent, dropped, begins, schedule.taken_again(parameter, now))
+
+    def _message(self, passage: _Passage, sent: np.ndarray, made: np.ndarray, begins: int, taken: int) -> None:
+        """Add what a gather of several parameters holds besides.
+
+        It sends while it is under way; when it ends, what has arrived lies beside the parameters cut out of it.
+        """
+        self._put("transients", passage, sent, begins, taken - 1)
+        self._put("transients", passage, made, taken, taken)
+
+    def _gradient_of_parameter(self, passage: _Passage) -> None:
+        """Add the gradient of a parameter before it lies as the parameter does.
+
+        As it comes until its bucket is full, then the bucket, until it has been scattered.
+        """
+        owner, back = self.owners[passage.value], passage.back
+        if owner not in self.buckets.closes:
+            return
+        full, reduced = self.buckets.closes[owner], self.schedule.reduced(passage.now)
+        unreduced, stored, whole = passage.bytes.unreduced, passage.bytes.reduced, passage.bytes.gradient
+        pair = unreduced, stored
+        scattered = self.bytes.once("scattered", pair, lambda: _scattered(*pair))
+        packed = self.bytes.once("packed", pair, lambda: _packed(*pair))
+        if not self._enters(passage):
+            whole = self.bytes.once("nothing", (whole,), lambda: np.zeros_like(unreduced))
+        if owner not in self.buckets.wait:
+            self._put("gradients", passage, whole, back, full - 1)
+            self._put("gradients", passage, packed, max(back, full), max(back, full))
+            self._put("gradients", passage, scattered, full, max(full, reduced))
+            return
+        settled = self.clock.settled
+        # reduced in each micro-batch; else it waits as it comes
+        in_each = passage.edge.marked(self.wiring.sites[passage.edge.source].scattered)[:, None]
+        waits = np.where(in_each & (unreduced > 0), np.minimum(whole, stored), whole)
+        self._put("gradients", passage, waits, 0, settled)
+        # and what this micro-batch gives
+        self._put("gradients", passage, np.where(in_each, whole, 0.0), back, full - 1)
+        self._put("gradients", passage, np.where(in_each, packed, 0.0), max(back, full), max(back, full))
+        self._put("gradients", passage, np.where(in_each, scattered, 0.0), full, max(full, reduced))
+        self._put("gradients", passage, np.where(in_each, waits, 0.0), full, settled - 1)
+        self._put("gradients", passage, np.where(in_each, 0.0, waits), back, settled - 1)
+
+    def _enters(self, passage: _Passage) -> bool:
+        """Does the gradient of a parameter enter here what hands the parameter on?
+
+        It does where the parameter is read, or where several uses meet.
+        """
+        value = passage.value
+        while value is not self.owners[value]:
+            if self.lifetimes.has_several_uses(value):
+                return False
+            value = next(a for a in value._input_nodes if a in self.owners)
+        return passage.taker not in self.owners or self.lifetimes.has_several_uses(passage.taker)
+
+
+def _divided(made: np.ndarray, is_again: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of gathered copies that stay, and of those that are dropped and gathered again."""
+    return np.where(is_again[:, None], 0.0, made), np.where(is_again[:, None], made, 0.0)
+
+
+def _scattered(unreduced: np.ndarray, stored: np.ndarray) -> np.ndarray:
+    """Bytes of a bucket until it has been scattered."""
+    return np.where(unreduced > stored, unreduced, 0.0)
+
+
+def _packed(unreduced: np.ndarray, stored: np.ndarray) -> np.ndarray:
+    """Bytes beside the bucket while it is packed.
+
+    What is scattered of it is made after these have ended.
+    """
+    return np.where(unreduced > stored, unreduced - stored, unreduced)

@@ -1,0 +1,242 @@
+"""`EdgeBuilder`: the edges of a space, each with the seconds of its conversions.
+
+Edges that are alike share their tables.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.fx as fx
+
+from autopar.graph.graph import Graph, TensorType, type_of
+from autopar.sharding.convert import ShapeConsistencyManager
+from autopar.sharding.placement import largest_local_shape
+from autopar.sharding.strategies import Choice, gradients, values
+from autopar.space.constraints import HABITS
+from autopar.space.overlap import Movement
+from autopar.space.parameter_values import ParameterValues
+from autopar.space.schedule import Schedule
+from autopar.space.setting import Setting
+from autopar.space.sites import Draft
+from autopar.space.space import Edge, Flows, Site, reduces
+from autopar.space.windows import BUCKET
+from autopar.space.wiring import SiteKey, Wiring, source_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _End:
+    """One end of an edge: as which output a value leaves a site, or as which operand it arrives there."""
+
+    index: int
+    site: Site
+    place: int
+
+
+class _Cargo(NamedTuple):
+    """What is on an edge."""
+
+    type: TensorType
+    is_parameter: bool  # or a parameter handed on: it is gathered, and its gradient reduced
+    is_handed_on: bool  # behind the parameter's own edge
+    stays: bool  # is what was gathered still there as backward begins?
+    reduced_in: int  # bytes of an element of its gradient while it is reduced, where they are not its own
+
+
+class _Table(NamedTuple):
+    """Seconds of a conversion in a step; and forward and backward alone, each once, zero where nothing leads."""
+
+    seconds: np.ndarray
+    forward: np.ndarray
+    backward: np.ndarray
+
+
+class EdgeBuilder:
+    """Prices what may travel between sites."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        setting: Setting,
+        parameters: ParameterValues,
+        schedule: Schedule,
+        habits: Sequence[tuple[int, str]],
+    ) -> None:
+        self.setting = setting
+        self.parameters = parameters
+        self.schedule = schedule
+        self.habits = habits
+        self.conversions = ShapeConsistencyManager(setting.mesh, setting.cluster)
+        self.reductions = self.conversions
+        if setting.cluster.timed:  # gradients travel in buckets
+            trained = sum(t.nbytes for t in map(type_of, graph.parameters.values()) if t.requires_grad)
+            self.reductions = ShapeConsistencyManager(setting.mesh, setting.cluster, bucket=min(BUCKET, trained))
+        self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = {}
+        self._tables: dict[Any, _Table] = {}
+        self._ways: dict[int, _Table] = {}  # by the id of the seconds
+        self._edges: dict[Any, Edge] = {}
+
+    def wiring(self, drafts: Mapping[SiteKey, Draft]) -> Wiring:
+        """An edge for every operand of every site."""
+        index = {key: i for i, key in enumerate(drafts)}
+        edges, carried, takers = list[Edge](), list[fx.Node](), list[fx.Node]()
+        for key, draft in drafts.items():
+            taker = key[0] if isinstance(key, tuple) else key
+            for i, value in enumerate(draft.sources):
+                source, port = source_of(value)
+                given = _End(index[source], drafts[source].site, port)
+                edges.append(self._edge(given, _End(index[key], draft.site, i), self._cargo(value, draft.operands[i])))
+                carried.append(value)
+                takers.append(taker)
+        return Wiring(tuple(d.site for d in drafts.values()), tuple(edges), tuple(carried), tuple(takers), index)
+
+    def movements(self, wiring: Wiring, ops: Sequence[fx.Node]) -> dict[int, Movement]:
+        """Seconds of gathers and reductions, by edge from a parameter to an op."""
+        at = {n: i for i, n in enumerate(ops)}
+        found = {}
+        for k, (value, taker) in enumerate(zip(wiring.values, wiring.takers, strict=True)):
+            if value in self.parameters.owners and taker in at:
+                table = self._ways[id(wiring.edges[k].seconds)]
+                found[k] = Movement(at[taker], table.forward, table.backward)
+        return found
+
+    def _cargo(self, value: fx.Node, type_: TensorType) -> _Cargo:
+        owners = self.parameters.owners
+        return _Cargo(
+            type_,
+            value in owners,
+            self.parameters.is_handed_on(value),
+            owners.get(value) in self.schedule.stays,
+            self.parameters.reduced_in.get(value, 0),
+        )
+
+    def _edge(self, source: _End, target: _End, cargo: _Cargo) -> Edge:
+        giver, taker = source.site, target.site
+        marks = giver.regathered, giver.scattered
+        key = (id(giver.choices), source.place, id(taker.choices), target.place, cargo, marks)
+        if key not in self._edges:
+            self._edges[key] = self._new_edge(source, target, cargo)
+        return replace(self._edges[key], source=source.index, target=target.index)
+
+    def _new_edge(self, source: _End, target: _End, cargo: _Cargo) -> Edge:
+        marks = source.site.regathered, source.site.scattered
+        apart = bool(marks[0] or marks[1])
+        given, given_by = self._end(source.site.choices, source.place, Choice.output, apart)
+        taken, taken_by = self._end(target.site.choices, target.place, Choice.operand)
+        key = (id(given), id(taken), cargo, marks)
+        if key not in self._tables:
+            table = self._table(given, taken, cargo, source.site)
+            self._tables[key] = self._ways[id(table.seconds)] = table
+        return Edge(
+            source.index,
+            target.index,
+            target.place,
+            given,
+            taken,
+            given_by,
+            taken_by,
+            self._tables[key].seconds,
+            cargo.type.shape,
+            cargo.type.itemsize,
+            cargo.type.requires_grad,
+            self.reductions if cargo.is_parameter else None,
+            cargo.reduced_in,
+        )
+
+    def _end(
+        self, choices: tuple[Choice, ...], place: int, flows_of: Callable[[Choice, int], Flows], apart: bool = False
+    ) -> tuple[tuple[Flows, ...], np.ndarray]:
+        """Flows that may leave or arrive at one end, once each, and by choice which.
+
+        With `apart` each choice has its own.
+        """
+        key = (id(choices), place, flows_of)
+        if key not in self._ends:
+            flows = [flows_of(c, place) for c in choices]
+            found = (tuple(flows), np.arange(len(flows))) if apart else _distinct(flows)
+            self._ends[key] = choices, *found  # the choices are held, so that their id stays theirs
+        return self._ends[key][1:]
+
+    def _table(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo, source: Site) -> _Table:
+        forward = self._forward(given, taken, cargo)
+        backward, cast = np.zeros(forward.shape), np.zeros(forward.shape)
+        if cargo.type.requires_grad:
+            backward, cast = self._backward(given, taken, cargo)
+        batches = self.setting.accumulation
+        if cargo.is_parameter:
+            gathers, reductions = self._times(len(given), cargo, source)
+            both = forward * gathers[:, None] + backward * reductions[:, None] + cast * batches
+        else:
+            both = (forward + backward) * batches
+        leads = np.isfinite(both)
+        return _Table(both, np.where(leads, forward, 0.0), np.where(leads, backward, 0.0))
+
+    def _times(self, flows: int, cargo: _Cargo, source: Site) -> tuple[np.ndarray, np.ndarray]:
+        """Times that a step gathers a parameter and reduces its gradient, by what leaves."""
+        batches, gathers, reductions = self.setting.accumulation, np.ones(flows), np.ones(flows)
+        if source.regathered:  # forward and backward of each micro-batch
+            gathers[np.array(source.regathered)] = batches if cargo.stays else 2 * batches
+        if source.scattered:
+            reductions[np.array(source.scattered)] = batches
+        elif cargo.is_handed_on:
+            # whether it waits is not known here: what is reduced behind the parameter's own edge may be so in each
+            reductions[:] = batches
+        return gathers, reductions
+
+    def _forward(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo) -> np.ndarray:
+        """Seconds of converting a value once."""
+        type_ = cargo.type
+        table = self.conversions.table(
+            type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken]
+        )
+        return table if cargo.is_parameter else np.where(self._against_habit(given, taken), np.inf, table)
+
+    def _backward(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of converting a gradient once, and of casting it as it comes."""
+        type_ = cargo.type
+        back = functools.partial(
+            (self.reductions if cargo.is_parameter else self.conversions).table,
+            type_.shape,
+            sources=[gradients(f) for f in taken],
+            targets=[gradients(f) for f in given],
+        )
+        backward, nothing = back(type_.itemsize).T, np.zeros((len(given), len(taken)))
+        if cargo.reduced_in:
+            is_sum = reduces(taken, given).T
+            backward = np.where(is_sum, back(cargo.reduced_in).T, backward)
+            return backward, np.where(is_sum, self._cast_seconds(type_, taken, cargo.reduced_in), 0.0)
+        if cargo.is_parameter and self.setting.reduce not in ("", type_.dtype):
+            backward = np.where(reduces(taken, given).T, np.inf, backward)
+        return backward, nothing
+
+    def _cast_seconds(self, type_: TensorType, taken: Sequence[Flows], itemsize: int) -> np.ndarray:
+        """Seconds of casting a gradient as it comes to the dtype in which it is reduced.
+
+        In line, as it is no communication.
+        """
+        held = [largest_local_shape(type_.shape, gradients(f), self.setting.mesh) for f in taken]
+        elements = np.array([math.prod(local) for local in held], float)
+        return elements * (type_.itemsize + itemsize) / self.setting.cluster.device.memory_bytes_per_s
+
+    def _against_habit(self, given: Sequence[Flows], taken: Sequence[Flows]) -> np.ndarray:
+        """Would a value move as no expert of the preset moves it, though it could move as they do?"""
+        found: np.ndarray = np.zeros((len(given), len(taken)), dtype=bool)
+        for axis, habit in self.habits:
+            leaves_so, arrives_so = HABITS[habit]
+            leaves = np.array([leaves_so(values(f).placements[axis]) for f in given])
+            arrives = np.array([arrives_so(values(f).placements[axis]) for f in taken])
+            if arrives.any():
+                found |= leaves[:, None] & ~arrives[None, :]
+        return found
+
+
+def _distinct(flows: Sequence[Flows]) -> tuple[tuple[Flows, ...], np.ndarray]:
+    """Each of the flows once, and where each stands."""
+    seen: dict[Flows, int] = {}
+    where = np.array([seen.setdefault(f, len(seen)) for f in flows])
+    return tuple(seen), where

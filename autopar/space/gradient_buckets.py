@@ -1,0 +1,61 @@
+"""`GradientBuckets`: when gradients of parameters are reduced, and from when on they lie as the parameters do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from autopar.graph.graph import Graph, type_of
+from autopar.space.lifetimes import Lifetimes, readers
+from autopar.space.space import Site
+from autopar.space.windows import buckets
+from autopar.space.wiring import Wiring
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientBuckets:
+    """The trained parameters of a graph, in order, and their gradients."""
+
+    closes: Mapping[fx.Node, int]  # of each the time at which the bucket of its gradient is full and reduced
+    wait: frozenset[fx.Node]  # of several micro-batches: those that may wait for the last to be reduced
+    accumulates: bool
+    settled: int  # the last time of backward
+
+    @staticmethod
+    def of(trained: Sequence[fx.Node], lifetimes: Lifetimes, wiring: Wiring, accumulates: bool) -> GradientBuckets:
+        clock = lifetimes.clock
+        whole = [clock.mirrored(lifetimes.first_use(n)) for n in trained]
+        closes = _closes(whole, [type_of(n).nbytes for n in trained])
+        wait = [n for n in trained if not _is_always_scattered(wiring.site(n))] if accumulates else []
+        return GradientBuckets(dict(zip(trained, closes, strict=True)), frozenset(wait), accumulates, clock.settled)
+
+    def lies_from(self, parameter: fx.Node) -> int:
+        """The time from which the whole gradient lies as the parameter does; until then edges count it."""
+        if not self.accumulates:
+            return self.closes[parameter]
+        return self.settled if parameter in self.wait else 0
+
+
+def trained_parameters(graph: Graph) -> list[fx.Node]:
+    """Parameters that receive a gradient, in order."""
+    return [n for n in graph.parameters.values() if type_of(n).requires_grad and readers(n)]
+
+
+def _closes(ready: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """The times at which the buckets of gradients are full, from when each gradient is made and its bytes."""
+    order = sorted(range(len(ready)), key=lambda k: ready[k])
+    closes = [0] * len(ready)
+    for bucket in buckets([sizes[k] for k in order]):
+        for i in bucket:
+            closes[order[i]] = ready[order[bucket[-1]]]
+    return closes
+
+
+def _is_always_scattered(site: Site) -> bool:
+    """Is the gradient of a parameter reduced in each micro-batch, whatever is chosen of what is left?"""
+    if not site.scattered:
+        return False
+    marks = [scattered for scattered, is_cut in zip(site.scattered, site.is_cut(), strict=True) if is_cut]
+    return bool(marks) and all(marks)

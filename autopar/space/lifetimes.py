@@ -1,0 +1,157 @@
+"""`Clock` and `Lifetimes`: the times of a step, and how long each value of a graph is needed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from autopar.graph.graph import Graph, info, type_of
+from autopar.space.parameter_values import ParameterValues
+from autopar.space.saved import kept_by, layouts, owners
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clock:
+    """The times of a step: forward of each op, backward of each, then the optimizer (see `memory.py`)."""
+
+    ops: tuple[fx.Node, ...]
+    at: Mapping[fx.Node, int]  # of each op its place
+    updates: int  # times of the optimizer's step
+
+    @staticmethod
+    def of(graph: Graph, updates: int) -> Clock:
+        ops = tuple(n for n in graph.nodes if info(n).kind == "op")
+        return Clock(ops, {n: i for i, n in enumerate(ops)}, updates)
+
+    @property
+    def n(self) -> int:
+        return len(self.ops)
+
+    @property
+    def settled(self) -> int:
+        """The last time of backward."""
+        return 2 * len(self.ops) - 1
+
+    @property
+    def last(self) -> int:
+        return 2 * len(self.ops) + self.updates - 1
+
+    def forward(self, node: fx.Node) -> int:
+        """The time at which a node reads its operands; outputs are read by the last op's."""
+        return self.at.get(node, len(self.ops) - 1)
+
+    def back(self, node: fx.Node) -> int:
+        """The time of its backward; that of outputs is the last, since the user may hold them so long."""
+        return 2 * len(self.ops) - 1 - self.at.get(node, 0)
+
+    def mirrored(self, op: int) -> int:
+        """The time of the backward of the op at this place."""
+        return 2 * len(self.ops) - 1 - op
+
+
+class Lifetimes:
+    """Times at which values are read, and memories on which they lie, on one kind of device."""
+
+    def __init__(self, graph: Graph, clock: Clock, parameters: ParameterValues, kind: str) -> None:
+        self.clock = clock
+        self.parameters = parameters
+        self.memory, self.turned = layouts(graph)  # of each value; and those that do not lie in memory order
+        owner = owners(graph, self.memory)
+        self.is_view = {n: owner[self.memory[n]] is not n for n in graph.nodes}
+        self.whole = {m: type_of(n).nbytes for m, n in owner.items() if info(n).outputs}  # bytes of each memory
+        self.users = {n: readers(n) for n in graph.nodes}
+        self.keeps: dict[fx.Node, set[fx.Node]] = {}  # the values that an op keeps for its backward,
+        self.besides: dict[fx.Node, int] = {}  # and the bytes of what it makes besides
+        for op in clock.ops:
+            kept, self.besides[op] = kept_by(op, kind, emitted=True)
+            self.keeps[op] = set(kept)
+        # of each value of an op, the last time at which it is needed as it is: by an op of the forward, or by its own
+        # op's backward
+        made = [value for value in graph.nodes if info(value).kind in ("op", "part")]
+        self.end = {value: self._end(value) for value in made}
+        # of each memory, the last time until which all of it is counted, if nothing converts it
+        self.reach = {m: self.end.get(node, clock.last) for m, node in owner.items()}
+        self._needed: dict[fx.Node, int] = {}
+        self._last_uses: dict[fx.Node, int] = {}
+
+    def _end(self, value: fx.Node) -> int:
+        op = _producer(value)
+        if value in self.keeps[op]:
+            return self.clock.back(op)
+        return max([self.clock.at[op], *map(self.clock.forward, self.users[value])])
+
+    def needed(self, value: fx.Node) -> int:
+        """The last time at which anything that lies on this value is needed."""
+        if value not in self._needed:
+            uses = [self.needs(value, u) for u in self.users[value]]
+            self._needed[value] = max([self.end.get(value, 0), *uses])
+        return self._needed[value]
+
+    def needs(self, value: fx.Node, op: fx.Node) -> int:
+        """The last time at which an op needs a value as it arrives there.
+
+        For itself, for its backward, and through its views.
+        """
+        if op not in self.clock.at:
+            return self.clock.settled
+        own = self.clock.back(op) if value in self.keeps[op] else self.clock.at[op]
+        return max([own, *map(self.needed, self.views(op, value))])
+
+    def needs_itself(self, value: fx.Node, op: fx.Node) -> int:
+        """The last time at which an op, or its own views as they are, need a value."""
+        is_kept = op not in self.clock.at or value in self.keeps[op]
+        own = self.clock.back(op) if is_kept else self.clock.at[op]
+        return max([own, *(self.end[w] for w in self.views(op, value))])
+
+    def last_use(self, value: fx.Node) -> int:
+        """The last op of the forward that reads a value, through views too: where its gradient begins."""
+        if value not in self._last_uses:
+            places = [self._last_read(value, u) for u in self.users[value]]
+            self._last_uses[value] = max(places, default=self._place(value))
+        return self._last_uses[value]
+
+    def _last_read(self, value: fx.Node, user: fx.Node) -> int:
+        if user in self.clock.at:
+            return max(map(self.last_use, self.views(user, value)), default=self.clock.at[user])
+        return self.clock.n - 1
+
+    def first_use(self, value: fx.Node) -> int:
+        """The first op of the forward that reads a value, through what only hands it on to one.
+
+        There its gradient is whole. That of several uses is so where they part.
+        """
+        return min((self._first_read(u) for u in self.users[value]), default=self._place(value))
+
+    def _first_read(self, user: fx.Node) -> int:
+        if user in self.clock.at and user in self.parameters.owners and len(self.users[user]) == 1:
+            return min(map(self.first_use, self.outputs(user)), default=self.clock.at[user])
+        return self.clock.forward(user)
+
+    def _place(self, value: fx.Node) -> int:
+        """The place of the op that makes a value; 0 of what was there before."""
+        return self.clock.at.get(_producer(value), 0)
+
+    def outputs(self, op: fx.Node) -> list[fx.Node]:
+        """The values of an op."""
+        parts = [u for u in op.users if info(u).kind == "part"]
+        return parts or [op]
+
+    def views(self, op: fx.Node, value: fx.Node) -> list[fx.Node]:
+        """The values of an op, if they lie on the memory of this operand."""
+        outputs = self.outputs(op)
+        passes = all(self.is_view[w] for w in outputs) and value in op._input_nodes
+        return outputs if passes else []
+
+    def has_several_uses(self, value: fx.Node) -> bool:
+        return len(self.users[value]) > 1
+
+
+def readers(value: fx.Node) -> list[fx.Node]:
+    """The ops that read a value, and the output node where it leaves."""
+    return [u for u in value.users if info(u).kind in ("op", "output")]
+
+
+def _producer(value: fx.Node) -> fx.Node:
+    return value.args[0] if info(value).kind == "part" else value

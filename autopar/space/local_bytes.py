@@ -1,0 +1,128 @@
+"""`LocalBytes`: bytes that a device holds of values, by choice of a site or by flows of an edge.
+
+Every table is made once: sites and edges that are alike share the same object, which solvers see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from autopar.graph.graph import TensorType
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.placement import Sharding, largest_local_shape
+from autopar.sharding.strategies import Choice, gradients, values
+from autopar.space.space import Edge, Flows, reduces
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EdgeBytes:
+    """Bytes of a value and its gradient on an edge, by [given, taken]."""
+
+    made: np.ndarray  # what a conversion makes
+    kept: np.ndarray  # the value where no conversion makes anything
+    sent: np.ndarray  # what a conversion starts from
+    gradient: np.ndarray  # the gradient as it comes,
+    unreduced: np.ndarray  # that which a conversion takes,
+    reduced: np.ndarray  # and the gradient as it goes on
+
+
+class Tensors(NamedTuple):
+    """What is measured of each choice: one operand or output, as its value or its gradient lies."""
+
+    place: int = 0
+    end: Callable[[Choice, int], Flows] = Choice.output
+    of: Callable[[Flows], Sharding] = values
+
+
+VALUE = Tensors()  # of the first output
+
+
+class LocalBytes:
+    """Bytes of the largest part on a mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._sizes: dict[Any, int] = {}
+        self._by_choice: dict[Any, tuple[Any, np.ndarray]] = {}
+        self._by_flows: dict[Any, tuple[Any, EdgeBytes]] = {}
+        self._made: dict[Any, tuple[Any, Any]] = {}
+
+    def of(self, type_: TensorType, sharding: Sharding) -> int:
+        key = (type_.shape, type_.itemsize, sharding)
+        if key not in self._sizes:
+            self._sizes[key] = math.prod(largest_local_shape(type_.shape, sharding, self.mesh)) * type_.itemsize
+        return self._sizes[key]
+
+    def by_choice(self, choices: tuple[Choice, ...], type_: TensorType, tensors: Tensors) -> np.ndarray:
+        """Bytes of an operand or output, by choice."""
+        key = (id(choices), type_, tensors)
+        if key not in self._by_choice:
+            place, end, of = tensors
+            table = np.array([self.of(type_, of(end(c, place))) for c in choices], float)
+            self._by_choice[key] = choices, table  # the choices are held, so that their id stays theirs
+        return self._by_choice[key][1]
+
+    def by_flows(self, edge: Edge, type_: TensorType) -> EdgeBytes:
+        """Bytes of what an edge carries, by what leaves and what arrives."""
+        key = (id(edge.given), id(edge.taken), type_, edge.reduced_in)
+        if key not in self._by_flows:
+            self._by_flows[key] = (edge.given, edge.taken), self._edge(edge, type_)
+        return self._by_flows[key][1]
+
+    def _edge(self, edge: Edge, type_: TensorType) -> EdgeBytes:
+        given, taken = [values(f) for f in edge.given], [values(f) for f in edge.taken]
+        moves, leaves, arrives = _differ(given, taken), self._column(type_, given), self._row(type_, taken)
+        given, taken = [gradients(f) for f in edge.given], [gradients(f) for f in edge.taken]
+        moves_back, goes_on, comes = _differ(given, taken), self._column(type_, given), self._row(type_, taken)
+        wide = np.ones(moves.shape)
+        if edge.reduced_in:  # cast as it comes, where it is reduced
+            wide = np.where(reduces(edge.taken, edge.given).T, edge.reduced_in / type_.itemsize, 1.0)
+        return EdgeBytes(
+            made=np.where(moves, arrives, 0.0),
+            kept=np.where(moves, 0.0, leaves),
+            sent=np.where(moves, leaves, 0.0),
+            gradient=comes * wide,
+            unreduced=np.where(moves_back, comes * wide, 0.0),
+            reduced=goes_on * wide,
+        )
+
+    def _row(self, type_: TensorType, shardings: Sequence[Sharding]) -> np.ndarray:
+        return np.array([self.of(type_, s) for s in shardings], float)[None, :]
+
+    def _column(self, type_: TensorType, shardings: Sequence[Sharding]) -> np.ndarray:
+        return np.array([self.of(type_, s) for s in shardings], float)[:, None]
+
+    def scaled(self, table: np.ndarray, factor: float) -> np.ndarray:
+        return self.once(("scaled", factor), (table,), lambda: table * factor)
+
+    def copied(self, bytes_: EdgeBytes) -> EdgeBytes:
+        """The tables of a value that does not lie in memory order.
+
+        A conversion of the gradient alone puts the value in memory order: a copy.
+        """
+
+        def copied() -> EdgeBytes:
+            copy = np.where((bytes_.made == 0) & (bytes_.unreduced > 0), bytes_.kept, 0.0)
+            return replace(bytes_, made=bytes_.made + copy, kept=bytes_.kept - copy)
+
+        return self.once("copied", (bytes_,), copied)
+
+    def once(self, what: Hashable, sources: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Make a table from others, once for the same ones."""
+        key = (what, *map(id, sources))
+        if key not in self._made:
+            self._made[key] = sources, make()  # the sources are held, so that their ids stay theirs
+        return self._made[key][1]
+
+
+def _differ(rows: Sequence[Sharding], columns: Sequence[Sharding]) -> np.ndarray:
+    """Do two shardings differ? Each is compared once, as a number."""
+    numbers: dict[Sharding, int] = {}
+    left = [numbers.setdefault(s, len(numbers)) for s in rows]
+    right = [numbers.setdefault(s, len(numbers)) for s in columns]
+    return np.not_equal.outer(left, right)

@@ -1,0 +1,66 @@
+"""Values that are parameters or only hand them on: they are gathered, and their gradients are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from autopar.graph.graph import Graph, info, op_name, type_of
+
+HANDED_ON = frozenset(
+    {"identity", "to", "t", "transpose", "permute", "view", "expand"}
+)  # of a parameter alone, these are the parameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterValues:
+    """The values of a graph that are parameters, by the parameter that they are."""
+
+    owners: Mapping[fx.Node, fx.Node]  # a parameter, or a parameter handed on -> that parameter
+    casts: Mapping[fx.Node, fx.Node]  # the one cast of a parameter that nothing else reads -> that parameter
+    cast_parameters: frozenset[fx.Node]
+    reduced_in: Mapping[fx.Node, int]  # of a cast whose gradient is reduced in the parameter's dtype: its itemsize
+
+    @staticmethod
+    def of(graph: Graph, reduce: str) -> ParameterValues:
+        """Read a graph whose gradients of parameters are reduced in the dtype `reduce`."""
+        casts = casts_of_parameters(graph)
+        return ParameterValues(_owners(graph), casts, frozenset(casts.values()), reduced_in(casts, reduce))
+
+    def is_handed_on(self, value: fx.Node) -> bool:
+        """Is it a parameter behind an op that only hands it on, and no cast that is gathered itself?"""
+        return value in self.owners and value not in self.casts and value is not self.owners[value]
+
+
+def _owners(graph: Graph) -> dict[fx.Node, fx.Node]:
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if info(node).kind == "parameter":
+            found[node] = node
+        elif info(node).kind == "op" and op_name(node) in HANDED_ON:
+            operands = node._input_nodes
+            if operands and all(n in found for n in operands):
+                found[node] = found[next(iter(operands))]
+    return found
+
+
+def casts_of_parameters(graph: Graph) -> dict[fx.Node, fx.Node]:
+    """Casts of parameters that nothing else reads, and those parameters: what is gathered is the cast."""
+    found = {}
+    for node in graph.nodes:
+        if info(node).kind == "parameter":
+            users = [u for u in node.users if u.op != "output"]
+            if len(users) == 1 and info(users[0]).kind == "op" and op_name(users[0]) == "to":
+                found[users[0]] = node
+    return found
+
+
+def reduced_in(casts: Mapping[fx.Node, fx.Node], dtype: str) -> dict[fx.Node, int]:
+    """Casts whose gradient is reduced in the parameter's dtype, and the bytes of an element of it."""
+    return {
+        cast: type_of(parameter).itemsize
+        for cast, parameter in casts.items()
+        if type_of(parameter).dtype == dtype != type_of(cast).dtype
+    }

@@ -1,0 +1,54 @@
+"""Build the `Memory` of a space: the pieces of its sites, then those of its edges."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.graph.graph import Graph, info
+from autopar.sharding.costs import optimizer_figures
+from autopar.space.edge_pieces import EdgePieces
+from autopar.space.gradient_buckets import GradientBuckets, trained_parameters
+from autopar.space.lifetimes import Clock, Lifetimes
+from autopar.space.local_bytes import LocalBytes
+from autopar.space.memory import Memory, Piece
+from autopar.space.parameter_values import ParameterValues
+from autopar.space.schedule import Schedule
+from autopar.space.setting import Setting
+from autopar.space.site_pieces import SitePieces
+from autopar.space.wiring import Wiring
+
+
+def memory_of(
+    graph: Graph, setting: Setting, wiring: Wiring, schedule: Schedule, parameters: ParameterValues
+) -> Memory:
+    """The pieces of a graph's step."""
+    trained = trained_parameters(graph)
+    clock = Clock.of(graph, _updates(len(trained), setting))
+    lifetimes = Lifetimes(graph, clock, parameters, setting.cluster.device.kernels)
+    buckets = GradientBuckets.of(trained, lifetimes, wiring, setting.accumulation > 1)
+    bytes_ = LocalBytes(setting.mesh)
+    sites = SitePieces(setting, wiring, lifetimes, buckets, bytes_)
+    for node in graph.nodes:
+        sites.add(node)
+    edges = EdgePieces(wiring, schedule, lifetimes, buckets, bytes_)
+    for index in range(len(wiring.edges)):
+        edges.add(index)
+    pieces = (*sites.found, *edges.found, *_unread(graph, wiring, clock))
+    return Memory(pieces, tuple(info(n).key for n in clock.ops), clock.updates)
+
+
+def _unread(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:
+    """Pieces of what the model holds and no op reads: it is whole on every device, whatever is chosen."""
+    found = []
+    for name, type_ in graph.unread if wiring.sites else ():
+        kind = "parameters" if name.startswith("parameter ") else "inputs and buffers"
+        whole = np.full(len(wiring.sites[0].choices), float(type_.nbytes))
+        if type_.nbytes:
+            found.append(Piece(kind, 0, False, whole, 0, clock.last))
+    return found
+
+
+def _updates(trained: int, setting: Setting) -> int:
+    """Times of the optimizer's step: a CPU goes from one parameter to the next."""
+    one_by_one = setting.cluster.device.kernels == "cpu" and optimizer_figures(setting.optimizer, 4)["temporary"]
+    return max(1, trained) if one_by_one else 1

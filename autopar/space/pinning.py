@@ -1,0 +1,205 @@
+"""`Pinning`: of every site leave the choices that constraints allow, and those that go with others'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch.fx as fx
+
+from autopar.graph.graph import Graph, info
+from autopar.letters import BadConstraint
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.strategies import values
+from autopar.space.bindings import Bindings
+from autopar.space.constraints import Constraints, Pin, Pins
+from autopar.space.sites import Draft
+from autopar.space.space import Edge, Flows, Site
+from autopar.space.wiring import SiteKey, source_of
+
+
+class _Taker(NamedTuple):
+    """A site that takes a value, and as which operand."""
+
+    key: SiteKey
+    draft: Draft
+    operand: int
+
+
+class Pinning:
+    """Narrows drafts of sites to what is pinned."""
+
+    def __init__(self, graph: Graph, mesh: DeviceMesh, bindings: Bindings, constraints: Constraints) -> None:
+        self.graph = graph
+        self.axes = mesh.axes
+        self.constraints = constraints
+        self.last = _last_of_modules(graph, bindings)  # what a module gives
+        self.paths: dict[fx.Node, list[str]] = {}  # of what modules give
+        for path, node in self.last.items():
+            self.paths.setdefault(node, []).append(path)
+
+    def pin(self, drafts: Mapping[SiteKey, Draft]) -> None:
+        """Note in every draft the choices that the pins leave."""
+        uses: dict[SiteKey, list[_Taker]] = {}
+        for key, draft in drafts.items():
+            for i, value in enumerate(draft.sources):
+                uses.setdefault(source_of(value)[0], []).append(_Taker(key, draft, i))
+        for key, draft in drafts.items():
+            pins = self._pins_of(key, draft.site)
+            if pins is None:
+                continue
+            if draft.site.kind == "output":
+                self._admit(draft, 0, pins.use)
+                continue
+            used = uses.get(key, [])
+            if draft.site.kind == "parameter":
+                self._pin_parameter(draft, used, pins)
+                used = _uses_of_parameter(used, uses)
+            for use in used:
+                if use.draft.site.kind not in ("output", "update"):  # outputs have a word of their own
+                    self._admit(use.draft, use.operand, pins.use)
+        self.constraints.check_all_used([*self.graph.parameters, *self.graph.inputs, *sorted(self.last), "out"])
+
+    def _pins_of(self, key: SiteKey, site: Site) -> Pins | None:
+        if site.kind == "update":
+            return None
+        if site.kind == "output":
+            return self.constraints.of("out", site.name)
+        if site.kind == "op":
+            paths = self.paths.get(key, ())
+            return self.constraints.of(*paths, is_module=True) if paths else None
+        names = info(key).names or (site.name,)
+        return self.constraints.of(*names, is_parameter=site.kind == "parameter")
+
+    def _pin_parameter(self, draft: Draft, uses: Sequence[_Taker], pins: Pins) -> None:
+        """Pin how a parameter is stored, and its policies.
+
+        Those are of what is cut, which is the cast where that moves.
+        """
+        self._admit(draft, None, pins.storage)
+        _follow(draft, pins)
+        is_cut = pins.gather == "regathered" or pins.reduce == "each"
+        for use in uses:
+            _follow(use.draft, pins)
+            if is_cut and use.draft.site.op == "to":
+                self._admit(use.draft, use.operand, pins.storage)
+
+    def _admit(self, draft: Draft, operand: int | None, pin: Pin) -> None:
+        """Leave the choices whose flow at this end is as pinned; None is how a parameter is stored."""
+        if pin.value is None and pin.gradient is None:  # any
+            return
+        site, before = draft.site, draft.left
+        flows: list[Flows] = [c.output() if operand is None else c.operand(operand) for c in site.choices]
+        draft.keep = before & np.array([pin.admits(f) for f in flows])
+        if not draft.keep.any():
+            end = "as it is stored" if operand is None else f"as operand {operand} of {site.op}"
+            possible = [flow for flow, is_left in zip(flows, before, strict=True) if is_left]
+            legal = sorted({values(flow).text(self.axes) for flow in possible})
+            raise BadConstraint(
+                f"nothing satisfies {pin.text!r} at {site.name}, {end}",
+                at=site.source,
+                seen="what is pinned elsewhere leaves " + "; ".join(legal[:12]),
+                advice="one of these, or pin fewer of its neighbours",
+            )
+
+
+def _last_of_modules(graph: Graph, bindings: Bindings) -> dict[str, fx.Node]:
+    """By path the value that a module gives: what was computed last in it, its children included."""
+    last: dict[str, fx.Node] = {}
+    for n in graph.nodes:
+        if info(n).kind == "op" and bindings.rules[n] is not None and n.target.name != "identity":
+            path = info(n).module
+            while path:
+                last[path] = n
+                path = path.rpartition(".")[0]
+    return last
+
+
+def _uses_of_parameter(uses: Sequence[_Taker], of_all: Mapping[SiteKey, Sequence[_Taker]]) -> list[_Taker]:
+    """The uses of a parameter: through fan-outs, and through a cast, which is no use itself."""
+    found: list[_Taker] = []
+    for use in uses:
+        if use.draft.site.op != "to":
+            found.append(use)
+        if use.draft.site.op in ("identity", "to"):
+            found += _uses_of_parameter(of_all.get(use.key, []), of_all)
+    return found
+
+
+def _follow(draft: Draft, pins: Pins) -> None:
+    """Leave the choices of the pinned policy; what is not cut has none."""
+    if not pins.gather and not pins.reduce:
+        return
+    site, keep = draft.site, draft.left
+    whole = ~np.array(site.is_cut())
+    if pins.gather and site.regathered:
+        keep = keep & (whole | (np.array(site.regathered) == (pins.gather == "regathered")))
+    if pins.reduce and site.scattered:
+        keep = keep & (whole | (np.array(site.scattered) == (pins.reduce == "each")))
+    draft.keep = keep
+
+
+class Narrowing:
+    """Sites with fewer choices: the same objects for sites that are alike and narrowed alike."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int, bytes], tuple[Site, Site]] = {}
+
+    def narrow(self, draft: Draft, keep: np.ndarray | None) -> None:
+        if keep is not None:
+            draft.site = self._narrowed(draft.site, keep)
+
+    def _narrowed(self, site: Site, keep: np.ndarray) -> Site:
+        key = (id(site.choices), id(site.seconds), keep.tobytes())
+        if key not in self._kept:
+            kept = np.flatnonzero(keep)
+            narrowed = replace(
+                site,
+                choices=tuple(site.choices[i] for i in kept),
+                seconds=site.seconds[kept],
+                regathered=tuple(site.regathered[i] for i in kept) if site.regathered else (),
+                scattered=tuple(site.scattered[i] for i in kept) if site.scattered else (),
+                compute=tuple(part[kept] for part in site.compute),
+            )
+            self._kept[key] = site, narrowed  # the site is held, so that its ids stay its own
+        like = self._kept[key][1]
+        return replace(
+            site,
+            choices=like.choices,
+            seconds=like.seconds,
+            regathered=like.regathered,
+            scattered=like.scattered,
+            compute=like.compute,
+        )
+
+
+def supported(sites: Sequence[Site], edges: Sequence[Edge]) -> list[np.ndarray]:
+    """The choices of each site for which every neighbour has one that goes with it.
+
+    Among those that have such neighbours themselves.
+    """
+    alive = [np.isfinite(s.seconds) for s in sites]
+    possible = {id(e.seconds): np.isfinite(e.seconds) for e in edges}
+
+    def narrow(site: int, kept: np.ndarray) -> bool:
+        if not kept.any():
+            raise BadConstraint("no choices go together", at=sites[site].name, advice="pin fewer things")
+        is_narrower = bool(kept.sum() < alive[site].sum())
+        if is_narrower:
+            alive[site] = kept
+        return is_narrower
+
+    waiting = True
+    while waiting:
+        waiting = False
+        for e in (*edges, *reversed(edges)):
+            table, source, target = possible[id(e.seconds)], alive[e.source], alive[e.target]
+            leaves, arrives = np.zeros(table.shape[0], bool), np.zeros(table.shape[1], bool)
+            leaves[e.given_by[source]] = True
+            arrives[e.taken_by[target]] = True
+            table = table & leaves[:, None] & arrives[None, :]
+            waiting |= narrow(e.source, source & table.any(1)[e.given_by])
+            waiting |= narrow(e.target, target & table.any(0)[e.taken_by])
+    return alive

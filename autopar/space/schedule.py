@@ -1,0 +1,141 @@
+"""`Schedule`: the forward cut into windows, and the times at which parameters are gathered and gradients reduced.
+
+Ops are numbered in the order of the forward. Op i runs at time i, its backward at time 2n-1-i (see `memory.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from autopar.graph.graph import info, op_name, type_of
+from autopar.graph.layers import innermost_block
+from autopar.space.parameter_values import HANDED_ON
+from autopar.space.windows import BUCKET, buckets
+
+Span = tuple[int, int]  # first and last op
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The windows of a forward, and when the parameters that they read move."""
+
+    of: tuple[int, ...]  # op -> the window that it stands in
+    spans: tuple[Span, ...]  # window -> its ops
+    ends: tuple[int, ...]  # window -> the last op that reads a parameter
+    # parameter -> the ops that read anything of the bucket in which it moves when it moves alone
+    buckets: Mapping[fx.Node, Span]
+    # parameters first read in the last of several windows: what is gathered of them is still there as backward begins,
+    # and is not gathered again
+    stays: frozenset[fx.Node]
+
+    def gathered(self, parameter: fx.Node, op: int) -> int:
+        """The time from which a parameter that this op reads is there: as its window's predecessor begins."""
+        w = self.of[op]
+        return self.spans[w - 1][0] if w else self.buckets[parameter][0]
+
+    def gathered_again(self, parameter: fx.Node, op: int) -> int:
+        """The time from which it is there again in backward: as the backward of the next window begins."""
+        n, w = len(self.of), self.of[op]
+        last = self.ends[w + 1] if w + 1 < len(self.spans) else self.buckets[parameter][1]
+        return 2 * n - 1 - last
+
+    def taken(self, parameter: fx.Node, op: int) -> int:
+        """The time at which what was gathered with this op's parameters arrives."""
+        return self.spans[self.of[op]][0] if self.of[op] else self.buckets[parameter][0]
+
+    def taken_again(self, parameter: fx.Node, op: int) -> int:
+        """The time at which what was gathered again with this op's parameters arrives."""
+        n, w = len(self.of), self.of[op]
+        last = self.spans[w][1] if w + 1 < len(self.spans) else self.buckets[parameter][1]
+        return 2 * n - 1 - last
+
+    def together(self, parameter: fx.Node, op: int, again: bool) -> bool:
+        """Do other parameters arrive with this one?"""
+        alone = self.of[op] == (len(self.spans) - 1 if again else 0)
+        return not alone or self.buckets[parameter][0] < self.buckets[parameter][1]
+
+    def reduced(self, op: int) -> int:
+        """The time at which the gradient that this op gives is reduced."""
+        n, w = len(self.of), self.of[op]
+        return 2 * n - 1 - (self.spans[w - 1][0] if w else op)
+
+
+def schedule_of(ops: Sequence[fx.Node], least: int = BUCKET) -> Schedule:
+    """Cut a forward by the blocks of the model.
+
+    A block that reads less than `least` bytes of parameters goes with what follows.
+    """
+    readers = _readers(ops)
+    reads: list[list[fx.Node]] = [[] for _ in ops]  # the parameters that each op is the first to read
+    for parameter, places in readers.items():
+        reads[min(places)].append(parameter)
+    spans = _spans(ops, reads, least)
+    window_of = [w for w, (first, last) in enumerate(spans) for _ in range(first, last + 1)]
+    reading = sorted(set(itertools.chain.from_iterable(readers.values())))
+    last_reads = {window_of[i]: i for i in reading}
+    last_begins = spans[-1][0] if len(spans) > 1 else len(ops)
+    return Schedule(
+        tuple(window_of),
+        spans,
+        tuple(last_reads.get(w, last) for w, (_, last) in enumerate(spans)),
+        _bucket_spans(readers, reads, spans),
+        frozenset(parameter for parameter, places in readers.items() if min(places) >= last_begins),
+    )
+
+
+def _readers(ops: Sequence[fx.Node]) -> dict[fx.Node, list[int]]:
+    """The ops that read each parameter: those that hand it on, and those that read what they hand on.
+
+    Parameters stand in the order in which they are first read.
+    """
+    at = {op: i for i, op in enumerate(ops)}
+    found: dict[fx.Node, list[int]] = {}
+    for op in ops:
+        for value in op._input_nodes:
+            if info(value).kind == "parameter" and value not in found:
+                pending, found[value] = [value], []
+                while pending:
+                    users = [u for u in pending.pop().users if u in at]
+                    found[value] += [at[u] for u in users]
+                    pending += [u for u in users if op_name(u) in HANDED_ON]
+    return found
+
+
+def _spans(ops: Sequence[fx.Node], reads: Sequence[Sequence[fx.Node]], least: int) -> tuple[Span, ...]:
+    """The blocks of the model, joined until they read `least` bytes of parameters."""
+    counts, count, read = list[int](), 0, 0
+    for _, block in itertools.groupby(range(len(ops)), lambda i: innermost_block(info(ops[i]).module)):
+        for i in block:
+            count += 1
+            read += _bytes(reads[i])
+        if read >= least:
+            counts.append(count)
+            count, read = 0, 0
+    if counts and count and not read:  # the rest computes only
+        counts[-1] += count
+    elif count:
+        counts.append(count)
+    ends = itertools.accumulate(counts)
+    return tuple((end - count, end - 1) for end, count in zip(ends, counts, strict=True))
+
+
+def _bucket_spans(
+    readers: Mapping[fx.Node, Sequence[int]], reads: Sequence[Sequence[fx.Node]], spans: Sequence[Span]
+) -> dict[fx.Node, Span]:
+    """The ops that read anything of the bucket of each parameter."""
+    found: dict[fx.Node, Span] = {}
+    for first, last in spans:
+        read = [parameters for parameters in reads[first : last + 1] if parameters]
+        for places in buckets([_bytes(parameters) for parameters in read]):
+            bucket = [parameter for k in places for parameter in read[k]]
+            ops = [i for parameter in bucket for i in readers[parameter]]
+            found.update(dict.fromkeys(bucket, (min(ops), max(ops))))
+    return found
+
+
+def _bytes(parameters: Iterable[fx.Node]) -> int:
+    return sum(type_of(p).nbytes for p in parameters)

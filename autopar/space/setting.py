@@ -1,0 +1,23 @@
+"""`Setting`: the mesh, the machine and the training step that a space is built for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.sharding.cluster import Cluster
+from autopar.sharding.mesh import DeviceMesh
+from autopar.space.windows import BUCKET
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Everything a space depends on beside its graph and what is pinned."""
+
+    mesh: DeviceMesh
+    cluster: Cluster
+    optimizer: str | float = "adamw"  # a name, or bytes of states for each parameter
+    accumulation: int = 1  # micro-batches of the graph in a step
+    reduce: str = ""  # the one dtype in which gradients of parameters are reduced; "": each in its own
+    window_bytes: int = BUCKET  # of parameters that a window reads at least, but for the last
+    regather: bool = False  # may gathered parameters be dropped and gathered again in backward?
+    strict: bool = False  # is an op without a rule an error?

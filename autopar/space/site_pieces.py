@@ -1,0 +1,147 @@
+"""Pieces of sites: parameters with all that follows them, inputs and buffers, values of ops, and ops' temporaries."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch.fx as fx
+
+from autopar.graph.graph import TensorType, call_of, info, op_name, type_of
+from autopar.ops.entry import facts_of
+from autopar.sharding.costs import optimizer_figures
+from autopar.sharding.placement import largest_local_shape
+from autopar.sharding.strategies import Choice, gradients, values
+from autopar.space.gradient_buckets import GradientBuckets
+from autopar.space.lifetimes import Clock, Lifetimes
+from autopar.space.local_bytes import VALUE, LocalBytes, Tensors
+from autopar.space.memory import Piece
+from autopar.space.saved import work_of
+from autopar.space.setting import Setting
+from autopar.space.wiring import Wiring
+
+
+class SitePieces:
+    """Pieces of the sites of a space, in the order in which they are added."""
+
+    def __init__(
+        self, setting: Setting, wiring: Wiring, lifetimes: Lifetimes, buckets: GradientBuckets, bytes_: LocalBytes
+    ) -> None:
+        self.optimizer = setting.optimizer
+        self.kind = setting.cluster.device.kernels
+        self.wiring = wiring
+        self.clock: Clock = lifetimes.clock
+        self.lifetimes = lifetimes
+        self.buckets = buckets
+        self.bytes = bytes_
+        self.updates = {n: k for k, n in enumerate(buckets.closes)}  # which update of the optimizer is a parameter's
+        self.found: list[Piece] = []
+
+    def add(self, node: fx.Node) -> None:
+        """Add the pieces of a node."""
+        kind = info(node).kind
+        if kind == "parameter":
+            self._parameter(node)
+        elif kind in ("input", "buffer"):
+            held = self._local(node, type_of(node))
+            self._put("inputs and buffers", node, held, 0, self.clock.last)
+        elif kind == "op":
+            self._op(node)
+
+    def _put(self, kind: str, node: fx.Node, bytes_: np.ndarray, first: int, last: int) -> None:
+        if first <= last and bytes_.any():
+            self.found.append(Piece(kind, self.wiring.index[node], False, bytes_, first, last))
+
+    def _local(self, node: fx.Node, type_: TensorType, tensors: Tensors = VALUE) -> np.ndarray:
+        return self.bytes.by_choice(self.wiring.site(node).choices, type_, tensors)
+
+    def _parameter(self, node: fx.Node) -> None:
+        """Add a parameter, its gradient, its states and what the optimizer makes for its step."""
+        type_, always = type_of(node), self.clock.last
+        held = self._local(node, type_)
+        self._put("parameters", node, held, 0, always)
+        if node not in self.buckets.closes:
+            return
+        figures = optimizer_figures(self.optimizer, type_.itemsize)
+        self._put("gradients", node, held, self.buckets.lies_from(node), always)
+        self._put("optimizer states", node, self.bytes.scaled(held, figures["kept"]), 0, always)
+        temporary = self.bytes.scaled(held, figures["temporary"])
+        if self.clock.updates > 1:
+            # one parameter after the other: two tensors for the while, of which one stays until the next has made its
+            # own
+            own = 2 * self.clock.n + self.updates[node]
+            self._put("step temporaries", node, self.bytes.scaled(held, 2 * figures["temporary"]), own, own)
+            self._put("step temporaries", node, temporary, own + 1, min(own + 1, always))
+        elif self.kind == "cuda":
+            self._put("step temporaries", node, temporary, always, always)
+
+    def _op(self, op: fx.Node) -> None:
+        """Add the values of an op, what it keeps for its backward and what it makes for the while."""
+        now, back = self.clock.at[op], self.clock.back(op)
+        for port, value in self._ports(op):
+            if not self.lifetimes.is_view[value]:
+                self._value(op, port, value)
+            if op_name(op) == "identity" and type_of(value).requires_grad:
+                self._sums(op, port, value)
+        if besides := self.lifetimes.besides[op]:
+            self._put("saved activations", op, self._as_first_operand(op, besides), now, back)
+        gives_gradient = any(t.requires_grad for t in info(op).outputs)
+        times = (now, back) if gives_gradient else (now,)
+        for time, made in zip(times, work_of(op)):
+            if made:
+                self._put("transients", op, self._as_first_operand(op, made), time, time)
+        if facts_of(op_name(op)).part_work:
+            for time, by_choice in zip(times, self._part_work(op)):
+                self._put("transients", op, by_choice, time, time)
+
+    def _ports(self, op: fx.Node) -> list[tuple[int, fx.Node]]:
+        outputs = self.lifetimes.outputs(op)
+        return [(value.args[1] if info(value).kind == "part" else 0, value) for value in outputs]
+
+    def _value(self, op: fx.Node, port: int, value: fx.Node) -> None:
+        """Add a value that an op makes, and its gradient."""
+        type_, end = type_of(value), self.lifetimes.end[value]
+        kind = "saved activations" if end >= self.clock.n else "transients"
+        self._put(kind, op, self._local(op, type_, Tensors(port)), self.clock.at[op], end)
+        if type_.requires_grad:
+            begins = self.clock.mirrored(self.lifetimes.last_use(value))
+            lies = self._local(op, type_, Tensors(port, of=gradients))
+            self._put("gradients of activations", op, lies, begins, self.clock.back(op))
+
+    def _sums(self, op: fx.Node, port: int, value: fx.Node) -> None:
+        """Add what adding the gradients of several uses takes: one comes, and a sum is made."""
+        at = self.clock.at
+        uses = sorted({at[u] for u in self.lifetimes.users[value] if u in at})
+        if len(uses) < 2:
+            return
+        lies = self._local(op, type_of(value), Tensors(port, of=gradients))
+        is_parameter = op in self.lifetimes.parameters.owners
+        kind = "gradients" if is_parameter else "gradients of activations"
+        comes = self.bytes.scaled(lies, 2 if is_parameter else 1)
+        if is_parameter:
+            self._put(kind, op, lies, self.clock.mirrored(uses[-1]), self.clock.back(op))
+        for use in uses[:-1]:
+            time = self.clock.mirrored(use)
+            self._put(kind, op, comes, time, time)
+
+    def _as_first_operand(self, op: fx.Node, bytes_: int) -> np.ndarray:
+        """So many bytes, as the first operand of an op is cut."""
+        type_ = next(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))
+        part = self._local(op, type_, Tensors(0, Choice.operand))
+        return self.bytes.scaled(part, bytes_ / max(1, type_.nbytes))
+
+    def _part_work(self, op: fx.Node) -> tuple[np.ndarray, ...]:
+        """Bytes that the local form of an op makes for the while in forward and in backward, by choice."""
+        choices = self.wiring.site(op).choices
+        types = tuple(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))
+
+        def made() -> tuple[np.ndarray, ...]:
+            call, part_work, rows = call_of(op), facts_of(op_name(op)).part_work, []
+            assert part_work is not None
+            for c in choices:
+                held = [
+                    largest_local_shape(t.shape, values(c.operand(i)), self.bytes.mesh) for i, t in enumerate(types)
+                ]
+                rows.append(part_work(call, held, self.kind))
+            return tuple(np.array(column, float) for column in zip(*rows, strict=True))
+
+        like = (op_name(op), types, op.kwargs.get("is_causal"), op.kwargs.get("dropout_p"))
+        return self.bytes.once(like, (choices,), made)

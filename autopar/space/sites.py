@@ -1,0 +1,222 @@
+"""`SiteBuilder`: the sites of a space, each with its legal choices and their seconds.
+
+Sites that are alike share their tables: what is repeated in the model is computed once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.fx as fx
+
+from autopar.graph.graph import Graph, TensorType, info, op_name, type_of, typed
+from autopar.sharding.costs import measured_seconds, optimizer_figures
+from autopar.sharding.placement import R, Sharding, flow, largest_local_shape
+from autopar.sharding.strategies import (
+    Choice,
+    Strategy,
+    cross,
+    replicated,
+    storage_strategies,
+    strategies_on_one_axis,
+    values,
+)
+from autopar.space.bindings import Bindings
+from autopar.space.dim_blocks import DimBlocks, Sizes
+from autopar.space.discovery import suspected
+from autopar.space.op_seconds import Chosen, OpSeconds
+from autopar.space.parameter_values import ParameterValues
+from autopar.space.setting import Setting
+from autopar.space.space import Site
+from autopar.space.wiring import SiteKey
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """A site while it is being pinned, and the edges that enter it."""
+
+    site: Site
+    sources: tuple[fx.Node, ...] = ()  # of its tensor operands, in order
+    operands: tuple[TensorType, ...] = ()
+    keep: np.ndarray | None = None  # the choices that pins leave
+
+    @property
+    def left(self) -> np.ndarray:
+        """The choices that are left so far."""
+        return np.ones(len(self.site.choices), bool) if self.keep is None else self.keep
+
+
+class Policy(NamedTuple):
+    """How a parameter that is cut moves."""
+
+    regathered: bool  # is its gathered copy dropped, and made again in backward?
+    scattered: bool  # is its gradient reduced in each of several micro-batches, not once at their end?
+
+
+class SiteBuilder:
+    """Drafts the sites of a graph, node by node."""
+
+    def __init__(self, graph: Graph, setting: Setting, bindings: Bindings, parameters: ParameterValues) -> None:
+        self.graph = graph
+        self.differentiable = graph.differentiable
+        self.setting = setting
+        self.bindings = bindings
+        self.parameters = parameters
+        self.blocks = DimBlocks(bindings)
+        self.seconds = OpSeconds(graph, setting)
+        self._crossed: dict[Any, tuple[Choice, ...]] = {}
+        self._ops: dict[Any, Site] = {}
+        self._stored: dict[Any, Site] = {}
+        self._policies: dict[Any, tuple[Site, Site]] = {}
+
+    def drafts(self) -> dict[SiteKey, Draft]:
+        """Every site with its legal choices, before anything is pinned."""
+        return {key: draft for node in self.graph.nodes for key, draft in self._of(node)}
+
+    def _of(self, node: fx.Node) -> Iterator[tuple[SiteKey, Draft]]:
+        about = info(node)
+        if about.kind == "parameter":
+            yield node, Draft(self._parameter(node))
+        elif about.kind in ("input", "buffer"):
+            whole = self._cross((Strategy((), (flow(R),)),), {})
+            yield node, Draft(Site(about.key, about.kind, about.kind, whole, np.zeros(1)))
+        elif about.kind == "op":
+            yield node, self._op(node)
+        elif about.kind == "output":
+            for i, source in enumerate(node.args[0]):
+                name, type_ = self.graph.result_names[i], about.outputs[i]
+                # an output beside a loss leaves without a gradient
+                arrives = replace(type_, requires_grad=i in self.differentiable)
+                yield (node, i), Draft(self._output(i, name, type_), (source,), (arrives,))
+
+    def _cross(self, per_axis: tuple[Strategy, ...], sizes: dict[str, int]) -> tuple[Choice, ...]:
+        key = (per_axis, tuple(s.cut for s in per_axis), tuple(sizes.items()))
+        if key not in self._crossed:
+            self._crossed[key] = cross(per_axis, sizes, self.setting.mesh)
+        return self._crossed[key]
+
+    # -- parameters
+
+    def _parameter(self, node: fx.Node) -> Site:
+        name, type_ = info(node).key, type_of(node)
+        even = self.blocks.even(node, len(type_.shape))
+        key = (type_, tuple(tuple(sorted(blocks)) for blocks in even.values()))
+        if key not in self._stored:
+            self._stored[key] = self._new_parameter(name, type_, even)
+        site = replace(self._stored[key], name=name)
+        return site if node in self.parameters.cast_parameters else self._with_policies(site, type_)
+
+    def _new_parameter(self, name: str, type_: TensorType, even: dict[int, set[Sizes]]) -> Site:
+        choices = self._cross(storage_strategies(type_.shape, even), _sizes(type_))
+        choices = tuple(c for c in choices if torch_can_state(values(c.output())))
+        held = [largest_local_shape(type_.shape, values(c.output()), self.setting.mesh) for c in choices]
+        step = self._step_seconds(type_, np.array([math.prod(local) for local in held]) * type_.itemsize)
+        return Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes)
+
+    def _step_seconds(self, type_: TensorType, local: np.ndarray) -> np.ndarray:
+        """Seconds of the optimizer's step, from the bytes of a parameter on a device."""
+        cluster, optimizer = self.setting.cluster, self.setting.optimizer
+        moved = optimizer_figures(optimizer, type_.itemsize)["moved"] if type_.requires_grad else 0
+        timed = cluster.times_of(f"optimizer {optimizer}", type_.dtype)
+        if timed and moved:
+            return measured_seconds(timed.forward, local / type_.itemsize)
+        return local * moved / cluster.device.memory_bytes_per_s
+
+    def _with_policies(self, site: Site, type_: TensorType) -> Site:
+        """A parameter, or its one cast: what is cut stands once for each policy."""
+        key = id(site.choices), id(site.seconds), type_.requires_grad
+        if key not in self._policies:
+            self._policies[key] = site, self._new_policies(site, type_)  # the site is held, so that its ids stay its
+        like = self._policies[key][1]
+        return replace(
+            site,
+            choices=like.choices,
+            seconds=like.seconds,
+            compute=like.compute,
+            regathered=like.regathered,
+            scattered=like.scattered,
+        )
+
+    def _new_policies(self, site: Site, type_: TensorType) -> Site:
+        gathers = (False, True) if self.setting.regather else (False,)
+        reductions = (False, True) if self.setting.accumulation > 1 and type_.requires_grad else (False,)
+        first, *others = [Policy(again, each) for again in gathers for each in reductions]
+        cut = [i for i, is_cut in enumerate(site.is_cut()) if is_cut]
+        places = [*range(len(site.choices)), *(cut * len(others))]
+        marks = [first] * len(site.choices) + [policy for policy in others for _ in cut]
+        regathered, scattered = tuple(m.regathered for m in marks), tuple(m.scattered for m in marks)
+        return replace(
+            site,
+            choices=tuple(site.choices[i] for i in places),
+            seconds=site.seconds[places],
+            compute=tuple(part[places] for part in site.compute),
+            regathered=regathered if any(regathered) else (),
+            scattered=scattered if any(scattered) else (),
+        )
+
+    # -- outputs and ops
+
+    def _output(self, i: int, name: str, type_: TensorType) -> Site:
+        """An output of the graph.
+
+        An output at which gradients arrive leaves whole, and every output does where there is no loss. Others leave as
+        they lie.
+        """
+        changes = i >= len(self.graph.output_names)  # the new value of a buffer, which is whole everywhere
+        free = self.graph.loss is not None and i not in (self.graph.loss, *self.differentiable) and not changes
+        stored = storage_strategies(type_.shape) if free else storage_strategies(())
+        choices = self._cross(tuple(Strategy(s.outputs, (), s.cut) for s in stored), _sizes(type_))
+        return Site(f"out.{name}", "output", "update" if changes else "output", choices, np.zeros(len(choices)))
+
+    def _op(self, node: fx.Node) -> Draft:
+        about, operands = info(node), self.bindings.tensors[node]
+        blocks = self.blocks.of_factors(node)
+        uses = len(node.users) if self.setting.cluster.timed and op_name(node) == "identity" else 0
+        key = (self.bindings.kinds[node], blocks, node in self.seconds.copied, uses)
+        if key not in self._ops:
+            self._ops[key] = self._new_op(node, dict(blocks))
+        site = replace(self._ops[key], name=about.key, source=about.source)
+        if node in self.parameters.casts:
+            site = self._with_policies(site, type_of(node))
+        return Draft(site, operands, tuple([type_of(n) for n in operands]))
+
+    def _new_op(self, node: fx.Node, blocks: Mapping[str, Sequence[Sizes]]) -> Site:
+        about, name, binding = info(node), op_name(node), self.bindings.rules[node]
+        types = tuple(type_of(n) for n in self.bindings.tensors[node])
+        gives = [t.requires_grad for t in about.outputs]
+        if binding:
+            wants = [hasattr(n, "meta") and type_of(n).requires_grad for n in node.target.operands(node.kwargs)]
+            choices = self._cross(strategies_on_one_axis(binding, wants, gives, blocks), binding.sizes)
+        else:  # nobody has proven anything of it: every device computes the whole
+            choices = self._cross(replicated(len(types), [t.requires_grad for t in types], gives), {})
+        chosen = Chosen(node, binding, choices, types)
+        compute = self.seconds.compute(chosen)
+        seconds = np.zeros(len(choices))
+        if compute:
+            seconds = (compute[0] + compute[1] + self.seconds.exchange(chosen)) * self.setting.accumulation
+        has_rule = binding is not None or not types
+        is_users = name.startswith(("ops.", "function "))  # nobody's but the user's
+        line = ""
+        if not has_rule and about.random < 0 and is_users:
+            line = suspected(node.target, typed(node.kwargs), types, about.outputs)
+        return Site(about.key, name, "op", choices, seconds, about.source, has_rule, suspected=line, compute=compute)
+
+
+def torch_can_state(sharding: Sharding) -> bool:
+    """Can a DTensor hold it? Blocks of one size are torch's strided shard.
+
+    Where two axes cut a dim so, its full_tensor() would be permuted.
+    """
+    for axes in sharding.cuts.values():
+        if len(axes) > 1 and any(sharding.placements[a].blocks for a in axes):
+            return False
+    return True
+
+
+def _sizes(type_: TensorType) -> dict[str, int]:
+    """The factors of a stored tensor: one for each dim."""
+    return {f"dim{d}": n for d, n in enumerate(type_.shape)}

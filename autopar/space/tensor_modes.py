@@ -1,0 +1,243 @@
+"""Tensor modes of presets (`presets.py`): how Megatron, 2d, 2.5d and 3d cut the parameters of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx as fx
+
+from autopar.graph.graph import Graph, info, op_name, type_of
+from autopar.letters import BadPreset
+from autopar.sharding.mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCut:
+    """How a tensor mode cuts a parameter: in storage, in use, and whether what is gathered is gathered again."""
+
+    stored: tuple[str, ...]  # "S(0)@tp", one an axis
+    used: tuple[str, ...]
+    regathered: bool = False
+
+    def dims(self) -> set[int]:
+        """Dims that are cut in storage."""
+        return _dims(self.stored)
+
+    def shared(self) -> set[int]:
+        """Dims that are gathered for use along an axis that cuts them in storage.
+
+        Axes of data may cut them too.
+        """
+        return _dims(text for text in self.stored if text not in self.used)
+
+
+def _dims(texts: Iterable[str]) -> set[int]:
+    return {int(text[2]) for text in texts}
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLayer:
+    """A product with a parameter: which dims of the parameter are summed and which are features, and of how many."""
+
+    node: fx.Node
+    given: Any
+    weight: str
+    bias: str | None
+    summed: int
+    features: int
+    sizes: tuple[int, int]  # of the two
+
+    def blocks(self, parts: int) -> str:
+        """The blocks of a fused projection, as text, where they can all be cut."""
+        found = _blocks(self.node, self.sizes[1])
+        return f", blocks={found}" if found and all(b % parts == 0 for b in found) else ""
+
+
+def _linear(node: fx.Node) -> LinearLayer | None:
+    """Read a node as a product with a parameter."""
+    k = node.kwargs
+    operands: Any = {
+        "linear": (k.get("input"), k.get("weight"), k.get("bias"), 1, 0),
+        "addmm": (k.get("mat1"), k.get("mat2"), k.get("input"), 0, 1),
+    }.get(op_name(node))
+    if operands is None or (held := _parameter(operands[1])) is None:
+        return None
+    given, weight, bias, rows, columns = operands
+    shape, turned = type_of(weight).shape, _origin(weight, ("identity", "t", "to"))[1]
+    sizes = (shape[rows], shape[columns])
+    return LinearLayer(node, given, held, _parameter(bias), rows ^ turned, columns ^ turned, sizes)
+
+
+def _table(node: fx.Node) -> str | None:
+    """The table of an embedding of words; positions are computed."""
+    if op_name(node) != "embedding":
+        return None
+    words, _ = _origin(node.kwargs["input"], ("identity", "to", "view"))
+    return _parameter(node.kwargs["weight"]) if info(words).kind == "input" else None
+
+
+def _parameter(value: Any) -> str | None:
+    value, _ = _origin(value, ("identity", "t", "to"))
+    return info(value).key if hasattr(value, "meta") and info(value).kind == "parameter" else None
+
+
+def _origin(value: Any, through: tuple[str, ...]) -> tuple[Any, bool]:
+    """The value before these ops; and whether it is turned behind them."""
+    turned = False
+    while hasattr(value, "meta") and info(value).kind == "op" and op_name(value) in through:
+        turned ^= op_name(value) == "t"
+        value = value.kwargs["input"]
+    return value, turned
+
+
+def _blocks(node: fx.Node, features: int) -> tuple[int, ...]:
+    """The parts into which a fused projection is split behind it."""
+    waiting: list[Any] = [node]
+    while waiting:
+        value = waiting.pop()
+        last = len(type_of(value).shape) - 1
+        for user in value.users:
+            if info(user).kind != "op":
+                continue
+            if op_name(user) == "split" and user.kwargs.get("dim", 0) % (last + 1) == last:
+                sections = tuple(user.kwargs["sections"])
+                if sum(sections) == features:
+                    return sections
+            if op_name(user) in ("identity", "view") and type_of(user).shape[-1:] == (features,):
+                waiting.append(user)
+    return ()
+
+
+def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, ParameterCut]:
+    """Cut linear layers in order: by its output where its input is whole, by its input where that is cut."""
+    axis, parts = mesh.axes[axes[0]], mesh.shape[axes[0]]
+    cut: set[fx.Node] = set()  # values whose features are cut
+    found: dict[str, ParameterCut] = {}
+
+    def put(name: str | None, text: str) -> None:
+        """Cut a parameter, whose parts of a sum are whole in storage."""
+        if name is not None:
+            stored = (f"{text}@{axis}",) if text.startswith("S") else ()
+            found.setdefault(name, ParameterCut(stored, (f"{text}@{axis}",)))
+
+    for node in graph.nodes:
+        if info(node).kind == "part" and node.args[0] in cut:
+            cut.add(node)
+        if info(node).kind != "op":
+            continue
+        linear, table = _linear(node), _table(node)
+        if linear is not None:
+            known = found.get(linear.weight)  # tied to one that came before
+            by_input = linear.summed in known.dims() if known else linear.given in cut
+            if by_input and linear.sizes[0] % parts == 0:
+                put(linear.weight, f"S({linear.summed})")
+                put(linear.bias, "P(sum)")  # added to the sum, by one device
+            elif not by_input and linear.sizes[1] % parts == 0:
+                by = linear.blocks(parts)
+                put(linear.weight, f"S({linear.features}{by})")
+                put(linear.bias, f"S(0{by})")
+                cut.add(node)
+        elif table is not None and type_of(node.kwargs["weight"]).shape[0] % parts == 0:
+            put(table, "S(0)")
+        elif any(operand in cut for operand in node._input_nodes):
+            cut.add(node)
+    return found
+
+
+def _two_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, ParameterCut]:
+    """Use every weight whole in its inputs and cut in its features by the second axis.
+
+    In storage the first axis cuts its inputs.
+    """
+    (first, rows), (second, parts) = ((mesh.axes[a], mesh.shape[a]) for a in axes[:2])
+    found: dict[str, ParameterCut] = {}
+
+    def put(weight: str, use: str, inputs: int, count: int) -> None:
+        inner = (f"S({inputs})@{first}",) if count % rows == 0 else ()
+        found.setdefault(weight, ParameterCut((*inner, use), (use,), bool(inner)))
+
+    for node in graph.nodes:
+        if info(node).kind != "op":
+            continue
+        linear, table = _linear(node), _table(node)
+        if linear is not None and linear.sizes[1] % parts == 0:
+            by = linear.blocks(parts)
+            put(linear.weight, f"S({linear.features}{by})@{second}", linear.summed, linear.sizes[0])
+            if linear.bias is not None:
+                bias = (f"S(0{by})@{second}",)
+                found.setdefault(linear.bias, ParameterCut(bias, bias))
+        elif table is not None:
+            words, width = type_of(node.kwargs["weight"]).shape
+            if words % parts == 0:
+                put(table, f"S(0)@{second}", 1, width)
+    return found
+
+
+def _three_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, ParameterCut]:
+    """Cut weights by three axes, a, b and c.
+
+    The inputs of a weight are cut by the axis that cuts the features which reach it, its outputs by the other of b and
+    c. In storage a cuts its inputs too.
+    """
+    a, b, c = axes
+    by_axis: dict[fx.Node, int] = {}  # values whose features an axis cuts; the residual stream's are cut by c
+    found: dict[str, ParameterCut] = {}
+    for node in graph.nodes:
+        if info(node).kind == "part" and node.args[0] in by_axis:
+            by_axis[node] = by_axis[node.args[0]]
+        if info(node).kind != "op":
+            continue
+        linear, table = _linear(node), _table(node)
+        if linear is not None:
+            known = found.get(linear.weight)  # tied to one that came before
+            inner = by_axis.get(linear.given, c) if known is None else _inner(linear, known, mesh, (b, c))
+            outer = b if inner == c else c
+            for name, cut in _three_d_linear(linear, mesh, a, inner, outer):
+                found.setdefault(name, cut)
+            by_axis[node] = outer
+        elif table is not None:
+            words, width = type_of(node.kwargs["weight"]).shape
+            if width % (mesh.shape[c] * mesh.shape[a]) == 0:
+                vocabulary = (f"S(0)@{mesh.axes[b]}",) if words % mesh.shape[b] == 0 else ()
+                use = (f"S(1)@{mesh.axes[c]}", *vocabulary)
+                found.setdefault(table, ParameterCut((f"S(1)@{mesh.axes[a]}", *use), use, True))
+            by_axis[node] = c
+        elif carried := [by_axis[n] for n in node._input_nodes if n in by_axis]:
+            by_axis[node] = carried[0]
+    return found
+
+
+def _inner(linear: LinearLayer, known: ParameterCut, mesh: DeviceMesh, axes: Sequence[int]) -> int:
+    """The axis that cuts the inputs of a weight that is known."""
+    begins = f"S({linear.summed}"
+    used = [text.rpartition("@")[2] for text in known.used if text.startswith(begins)]
+    return next(axis for axis in axes if mesh.axes[axis] in used)
+
+
+def _three_d_linear(
+    linear: LinearLayer, mesh: DeviceMesh, first: int, inner: int, outer: int
+) -> list[tuple[str, ParameterCut]]:
+    """Cut a weight's inputs by the first and inner axis, its features by the outer; and its bias."""
+    parts = mesh.shape[inner] * mesh.shape[first]
+    if linear.sizes[0] % parts:
+        raise BadPreset(
+            f"3d cannot cut the {linear.sizes[0]} inputs of {linear.weight} by {parts}", seen=f"mesh {mesh}"
+        )
+    by = linear.blocks(mesh.shape[outer])
+    divides = linear.sizes[1] % mesh.shape[outer] == 0  # a vocabulary that does not is whole
+    features, own = ((f"S({dim}{by})@{mesh.axes[outer]}",) if divides else () for dim in (linear.features, 0))
+    use = (f"S({linear.summed})@{mesh.axes[inner]}", *features)
+    found = [(linear.weight, ParameterCut((f"S({linear.summed})@{mesh.axes[first]}", *use), use, True))]
+    if linear.bias is not None:  # added to the sum over the inner axis, by one device
+        found.append((linear.bias, ParameterCut(own, (f"P(sum)@{mesh.axes[inner]}", *own))))
+    return found
+
+
+MODES: dict[str, Callable[[Graph, DeviceMesh, Sequence[int]], dict[str, ParameterCut]]] = {
+    "megatron": _megatron,
+    "2d": _two_d,
+    "2.5d": _two_d,
+    "3d": _three_d,
+}

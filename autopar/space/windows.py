@@ -1,0 +1,59 @@
+"""`Window`: communication that may run beside compute: gathers of parameters and reductions of their gradients.
+
+A lowering that starts them there implements it, and the objective prices it.
+
+    windows      the forward is cut into runs of ops: a numbered block of the model is one; small ones are joined until
+                 they read so many bytes of parameters as the plan says (BUCKET, or ZeRO-3's BLOCK: each by itself)
+    forward      what window w gathers moves while window w-1 computes
+    backward     what window w gathers again moves while the backward of window w+1 computes (the last of several
+                 windows gathers nothing again: backward begins with it), and what it reduces while that of window w-1
+                 does
+    alone        what has no such window beside it (of the first in forward, of an only one in backward) moves when it
+                 is read, a bucket at a time
+    exposed      max(0, communication - compute) of each; where there is no such window, all of it; on a machine where
+                 they slow each other, the share of the shorter that is hidden was measured
+
+There is one stream for compute and one for communication. Everything else is in line. The cut (`schedule.py`) does not
+depend on choices: both sums are linear in them, so a window is a row of the solver (`overlap.py` builds them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from autopar.space.space import Edge
+
+BUCKET = 25 * 2**20  # bytes of whole parameters that travel together
+BLOCK = 1  # of windows: whatever reads a parameter is one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """Communication that moves while some ops compute: seconds of edges and of sites, by choice."""
+
+    name: str
+    times: int  # in a step
+    communication: tuple[tuple[int, np.ndarray], ...]  # of an edge by [given, taken]
+    compute: tuple[tuple[int, np.ndarray], ...]  # of a site by choice
+
+    def seconds(self, picked: Sequence[int], edges: Sequence[Edge]) -> tuple[float, float]:
+        """Communication and compute seconds of the window under these choices."""
+        moved = sum(float(table[edges[k].place(picked)]) for k, table in self.communication)
+        return moved, sum(float(run[picked[i]]) for i, run in self.compute)
+
+
+def buckets(sizes: Sequence[int], full: int = BUCKET) -> list[list[int]]:
+    """Group items by their bytes, in order: a bucket takes what comes until it is full."""
+    found, held = list[list[int]](), full
+    for k, size in enumerate(sizes):
+        if held >= full:
+            found.append([])
+            held = 0
+        found[-1].append(k)
+        held += size
+    return found

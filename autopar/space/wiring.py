@@ -1,0 +1,40 @@
+"""`Wiring`: the sites and edges of a space, with the nodes of the graph that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch.fx as fx
+
+from autopar.graph.graph import info
+from autopar.space.space import Edge, Site
+
+SiteKey: TypeAlias = Any  # a node, or the output node and a position
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wiring:
+    """Sites and edges in the order of the space, and whose they are."""
+
+    sites: tuple[Site, ...]
+    edges: tuple[Edge, ...]
+    values: tuple[fx.Node, ...]  # edge -> the value that it carries,
+    takers: tuple[fx.Node, ...]  # and the node that takes it
+    index: Mapping[SiteKey, int]  # of each site
+
+    def site(self, node: fx.Node) -> Site:
+        return self.sites[self.index[node]]
+
+
+def source_of(value: fx.Node) -> tuple[fx.Node, int]:
+    """The op that gives a value, and as which of its outputs."""
+    return (value.args[0], value.args[1]) if info(value).kind == "part" else (value, 0)
+
+
+def outputs_of(node: fx.Node) -> list[fx.Node | None]:
+    """The values that an op gives, in order; None where nobody uses one."""
+    parts = {u.args[1]: u for u in node.users if info(u).kind == "part"}
+    count = len(info(node).outputs)
+    return [node] if count == 1 and not parts else [parts.get(i) for i in range(count)]

@@ -1,0 +1,224 @@
+"""The function mode: sees every torch function before autograd, and gives it to its handler.
+
+queries        answered by the fakes: no node
+ops            one node each, under autocast with their casts
+composites     Python functions of torch: their bodies are recorded instead
+respelled      functions that ask for values or draw inside: what they come to is recorded
+refused        a letter
+writes         `writes.py`
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopar.ops.entry import SPELLINGS
+from autopar.runtime.patches import OVERRIDE_CHECKS, without_override_checks
+from autopar.runtime.private import ASSERTIONS, is_transform_active
+from autopar.tracer import branches
+from autopar.tracer.call import name_of
+from autopar.tracer.recorder import IN_PLACE, QUERIES, REFUSED, SHAPES, TURNED, VALUES, Recorder
+from autopar.tracer.respelled import RESPELLED
+from autopar.tracer.writes import in_place, into, refuse_generator, turned
+
+Handler = Callable[[Recorder, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Above(TorchFunctionMode):
+    """The function mode of a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        call, handler = self.recorder.call, handler_of(function)
+        if call.function is not None or handler is query:
+            return function(*args, **kwargs)
+        if is_transform_active():  # its tensors are wrapped: what is inside comes by below
+            call.is_transformed = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                call.is_transformed = False
+        return handler(self.recorder, function, args, kwargs)
+
+
+def query(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A question about a tensor's form."""
+    return function(*args, **kwargs)
+
+
+def refusing(what: str, advice: str) -> Handler:
+    """A handler whose letter says this."""
+
+    def refuse(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise recorder.letter(f"{what} ({name_of(function)})", args, advice)
+
+    return refuse
+
+
+def value(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A question about a tensor's values."""
+    return branches.answer(recorder, function, args[0])
+
+
+def shown(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """print(x) shows a tensor's form; a hook that does so looks for values."""
+    if recorder.hooks.running:
+        raise recorder.letter(
+            f"a hook ({recorder.hooks.running[-1]}) shows a tensor, which has no values while a model is captured",
+            args,
+            "an output of the model, shown outside",
+        )
+    return function(*args, **kwargs)
+
+
+def shape(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function whose result has a shape that values say."""
+    raise recorder.depends_on_values(function, args)
+
+
+def attribute(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An attribute of a tensor: x.shape, x.T, x.grad."""
+    result = recorder.execute(function, args, kwargs)
+    if isinstance(result, Tensor):
+        try:
+            recorder.record(function, args, kwargs, result)
+        except KeyError as e:
+            raise recorder.letter(f"the tensor attribute {e} is not captured", args) from e
+    return result
+
+
+def op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that computes, under autocast with its casts."""
+    if recorder.casts.on():
+        return recorder.casts.call(function, args, kwargs)
+    return plain_op(recorder, function, args, kwargs)
+
+
+def plain_op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that computes."""
+    refuse_generator(recorder, args, kwargs)
+    if isinstance(kwargs.get("out"), Tensor):
+        return into(recorder, function, args, kwargs)
+    result = recorder.execute(function, args, kwargs)
+    recorder.record(function, args, kwargs, result)
+    return result
+
+
+def op_or_write(position: int) -> Handler:
+    """The handler of a function that may be asked to write, such as relu(x, inplace=True)."""
+
+    def call(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_write = kwargs.get("inplace", args[position] if len(args) > position else False)
+        return (in_place if is_write else op)(recorder, function, args, kwargs)
+
+    return call
+
+
+def wants_gradient(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x.requires_grad = True on a tensor of forward's own gives it a .grad that nobody outside sees.
+
+    On others it is a letter.
+    """
+    tensor, wanted = args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    is_changed = tensor.requires_grad != wanted
+    if is_changed and (not wanted or id(tensor) in recorder.names.of or recorder.node(tensor).op == "placeholder"):
+        raise recorder.letter(
+            "requires_grad of a tensor is changed inside the model", args, "setting it before tracing"
+        )
+    recorder.hooks.effects += is_changed
+    return recorder.execute(function, args, kwargs)
+
+
+def opened(function: types.FunctionType) -> Handler:
+    """The handler of a composite: its body is recorded, and told that nothing is overridden."""
+    no_checks = dict.fromkeys(OVERRIDE_CHECKS, lambda *_: False)
+    body = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **no_checks},
+        name_of(function),
+        function.__defaults__,
+        function.__closure__,
+    )
+    body.__kwdefaults__ = function.__kwdefaults__
+    asks_torch = "overrides" in function.__code__.co_names  # torch.nn.init asks torch.overrides itself
+
+    def call(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        running = recorder.call.opened
+        if function in running:  # it asks torch again about its own call: no composite after all
+            return plain_op(recorder, function, args, kwargs)
+        running.append(function)
+        try:
+            with without_override_checks(asks_torch), Above(recorder):
+                return body(*args, **kwargs)
+        finally:
+            running.pop()
+
+    return call
+
+
+def respelled(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that asks for values, or draws inside: what it comes to is recorded instead."""
+    spelled, is_asked = RESPELLED[function]
+    if not is_asked(args, kwargs):
+        return op(recorder, function, args, kwargs)
+    with Above(recorder):
+        return spelled(*args, **kwargs)
+
+
+def assertion(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An assertion about values changes none; one about shapes is checked here."""
+    if not isinstance(args[0], Tensor):
+        assert args[0], args[1] if len(args) > 1 else kwargs.get("message", "")
+
+
+HANDLERS: dict[Any, Handler] = {
+    **dict.fromkeys(QUERIES, query),
+    **{function: refusing(what, advice) for function, (what, advice) in REFUSED.items()},
+    **dict.fromkeys(VALUES, value),
+    **dict.fromkeys(SHAPES, shape),
+    **dict.fromkeys(TURNED, turned),
+    **dict.fromkeys(RESPELLED, respelled),
+    **dict.fromkeys(ASSERTIONS, assertion),
+    **dict.fromkeys((Tensor.__repr__, Tensor.__format__), shown),
+    **dict.fromkeys((Tensor.requires_grad_, Tensor.requires_grad.__set__), wants_gradient),
+}
+
+
+@functools.cache
+def handler_of(function: Any) -> Handler:
+    """The handler of a torch function."""
+    return HANDLERS.get(function) or _by_form(function)
+
+
+def _by_form(function: Any) -> Handler:
+    """The handler that a function's name and code call for."""
+    name = name_of(function)
+    if name == "__get__":
+        return attribute
+    if name == "__set__" and function.__self__.__name__ == "_backward_hooks":  # autograd clears them after a write
+        return query
+    if name == "__set__":
+        return refusing(f"the attribute {function.__self__.__name__} of a tensor is set", "")
+    if isinstance(function, types.FunctionType):
+        code = function.__code__
+        if function not in SPELLINGS and any(check in code.co_names for check in OVERRIDE_CHECKS):
+            return opened(function)
+    if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        return in_place
+    if isinstance(function, types.FunctionType):
+        parameters = list(code.co_varnames[: code.co_argcount])
+        if "inplace" in parameters:
+            return op_or_write(parameters.index("inplace"))
+    return op

@@ -1,0 +1,59 @@
+"""Names of the tensors that a module holds, by the identity of the fake that stands for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")  # the attributes in which torch itself keeps what is registered
+
+
+class Names:
+    """Names and kinds of a module's tensors, and the names that plans know."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, tuple[str, ...]] = {}  # id(fake) -> all names of its tensor
+        self.kinds: dict[int, str] = {}  # id(fake) -> "parameter" or "buffer"
+        self.taken: set[str] = set()  # names that plans know
+        self.fakes: list[Tensor] = []  # of the module's tensors
+        self.sharing: set[int] = set()  # ids of the fakes whose memory has another name
+
+    def learn(self, root: torch.nn.Module, fakes: list[Tensor]) -> None:
+        """Take in every name of every tensor that the module holds."""
+        named = [("parameter", n, p) for n, p in root.named_parameters(remove_duplicate=False)]
+        named += [("buffer", n, b) for n, b in root.named_buffers(remove_duplicate=False)]
+        for path, module in root.named_modules():  # a plain attribute is a buffer too
+            named += [("buffer", ".".join(filter(None, (path, *at))), t) for at, t in _plain_tensors(module)]
+        for kind, name, tensor in named:
+            self.of[id(tensor)] = (*self.of.get(id(tensor), ()), name)
+            self.kinds.setdefault(id(tensor), kind)
+        self.fakes = fakes
+        self.taken = {name for names in self.of.values() for name in names}
+
+    def apart(self, kind: str, name: str, prefix: str = "") -> str:
+        """A name for an input or output that no tensor of the model and no other input has in plans.
+
+        "input mask" where a buffer is called mask.
+        """
+        while prefix + name in self.taken:
+            name = f"{kind} {name}"
+        self.taken.add(prefix + name)
+        return name
+
+
+def _plain_tensors(module: torch.nn.Module) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Tensors that a module holds as plain attributes, in a list or a dict as well, and where they stand."""
+    for name, value in vars(module).items():
+        entries: Any = ()
+        if name in _REGISTERED:
+            continue
+        if isinstance(value, Tensor):
+            yield (name,), value
+        elif isinstance(value, (list, tuple)):
+            entries = enumerate(value)
+        elif isinstance(value, dict):
+            entries = value.items()
+        yield from (((name, str(at)), entry) for at, entry in entries if isinstance(entry, Tensor))

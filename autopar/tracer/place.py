@@ -1,0 +1,104 @@
+"""The place in the user's program: the module that runs, the checkpoint regions that are open, the line of source."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_NOT_THE_USERS = (
+    str(Path(inspect.getfile(torch)).parent),
+    str(Path(__file__).parent.parent),
+    str(Path(contextlib.__file__)),
+)
+
+
+class Place:
+    """The place that the captured program has reached."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self.thread = threading.get_ident()
+        self.is_running = False  # the model is
+        self.paths = {id(module): path for path, module in root.named_modules()}
+        self.modules: list[str] = []  # paths of those that are running, innermost last
+        self.regions: list[int] = []  # checkpoint regions that are open, innermost last
+        self.region_count = 0
+
+    @property
+    def module(self) -> str:
+        """The path of the innermost module that is running."""
+        return self.modules[-1] if self.modules else ""
+
+    def is_in_model(self) -> bool:
+        """Is it the captured model that runs here, and not another thread, or what stands around the model?"""
+        return self.is_running and threading.get_ident() == self.thread
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Modules are followed as they begin and end."""
+        hooks = torch.nn.modules.module
+
+        def enter(module: torch.nn.Module, _: Any) -> None:
+            if threading.get_ident() == self.thread:
+                self.modules.append(self.paths.get(id(module), self.module))
+
+        def leave(module: torch.nn.Module, *_: Any) -> None:
+            if threading.get_ident() == self.thread:
+                self.modules.pop()
+
+        handles = (
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        )
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
+            for handle in handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def within(self, path: str) -> Iterator[None]:
+        """Let ops that are recorded inside belong to that module."""
+        self.modules.append(path)
+        try:
+            yield
+        finally:
+            self.modules.pop()
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        """A checkpoint region of its own."""
+        self.regions.append(self.region_count)
+        self.region_count += 1
+        try:
+            yield
+        finally:
+            self.regions.pop()
+
+
+def source() -> str:
+    """The nearest line that is neither torch's nor autopar's: `model.py:84, in Attention.forward`."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not is_ours(code.co_filename):
+            name = getattr(code, "co_qualname", code.co_name)
+            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}, in {name}"
+        frame = frame.f_back
+    return ""
+
+
+@functools.cache
+def is_ours(filename: str) -> bool:
+    """Does the code of a file belong to torch, to autopar, or to nobody?"""
+    return filename.startswith(_NOT_THE_USERS) or filename.startswith("<")

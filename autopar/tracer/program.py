@@ -1,0 +1,92 @@
+"""The fx graph that a capture writes: inputs and attributes on top, then ops in the order in which they are called."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from autopar.graph.graph import Info, TensorType, info
+from autopar.tracer.place import Place, source
+
+
+class Program:
+    """The nodes written so far, each with its entry."""
+
+    def __init__(self, place: Place) -> None:
+        self.graph = fx.Graph()
+        self.place = place
+        self.top: fx.Node | None = None  # the last input or attribute: they stand together on top
+        self.counts: dict[str, int] = {}  # of each op of each module, how often it has come
+        self.origins: dict[int, fx.Node] = {}  # id(tensor) -> the node that it entered as
+
+    def add_input(self, tensor: Tensor, name: str) -> fx.Node:
+        """A placeholder for a tensor of the inputs."""
+        node = self.top = self.origins[id(tensor)] = self.graph.placeholder(identifier(name))
+        node.meta["info"] = Info(name, "input", (TensorType.of(tensor),))
+        return node
+
+    def add_attribute(self, tensor: Tensor, kind: str, names: tuple[str, ...]) -> fx.Node:
+        """A parameter or buffer, under all its names."""
+        after = self.graph.inserting_after(self.top) if self.top is not None else self.graph.inserting_before()
+        with after:
+            node = self.graph.create_node("get_attr", names[0], name=identifier(names[0]))
+        self.top = self.origins[id(tensor)] = node
+        node.meta["info"] = Info(names[0], kind, (TensorType.of(tensor),), names=names)
+        return node
+
+    def add_op(self, op: Any, arguments: Any, outputs: Sequence[TensorType | Tensor], draws: bool) -> fx.Node:
+        """An op on nodes, with its place in the program and in the source."""
+        name = identifier(f"{self.place.module}.{op.name}")
+        node = self.graph.create_node("call_function", op, (), arguments, name=name)
+        types = tuple(o if isinstance(o, TensorType) else TensorType.of(o) for o in outputs)
+        if not torch.is_grad_enabled():  # a view taken under no_grad says that it wants a gradient, and gives none
+            types = tuple(replace(t, requires_grad=False) for t in types)
+        node.meta["info"] = Info(
+            self._key(op.name),
+            "op",
+            types,
+            self.place.module,
+            source(),
+            random=0 if draws else -1,
+            checkpoint=tuple(self.place.regions),
+        )
+        return node
+
+    def split(self, node: fx.Node) -> list[fx.Node]:
+        """The parts of an op with several outputs."""
+        about, parts = info(node), []
+        for i, type_ in enumerate(about.outputs):
+            part = self.graph.create_node("call_function", operator.getitem, (node, i), name=f"{node.name}_{i}")
+            part.meta["info"] = replace(about, key=f"{about.key}[{i}]", kind="part", outputs=(type_,), random=-1)
+            parts.append(part)
+        return parts
+
+    def add_output(self, nodes: Sequence[fx.Node], tensors: Sequence[Tensor]) -> None:
+        """The output node, with gradients where both the tensors and their nodes have them."""
+        types = []
+        for tensor, node in zip(tensors, nodes, strict=True):
+            wants = tensor.requires_grad and info(node).outputs[0].requires_grad
+            types.append(replace(TensorType.of(tensor), requires_grad=wants))
+        output = self.graph.output(tuple(nodes))
+        output.meta["info"] = Info("out", "output", tuple(types))
+
+    def inputs(self) -> list[fx.Node]:
+        """The placeholders."""
+        return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    def _key(self, op: str) -> str:
+        """A node's name in plans: module path and op, numbered where the same op comes again there."""
+        base = f"{self.place.module}/{op}"
+        count = self.counts[base] = self.counts.get(base, -1) + 1
+        return f"{base}.{count}" if count else base
+
+
+def identifier(name: str) -> str:
+    """A name as one that Python allows."""
+    return "".join(c if c.isalnum() else "_" for c in name).strip("_") or "value"

@@ -1,0 +1,202 @@
+"""Refusals: models, inputs and outputs that a graph cannot hold, each a letter, before and after forward runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import itertools
+import os
+import traceback
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.letters import Letter, NotCaptured
+from autopar.tracer.place import is_ours
+from autopar.tracer.recorder import Recorder
+
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_RUN_WHAT_THE_MODEL_RUNS = ("_run", "_forward", "execute", "fake", "__torch_dispatch__", "__torch_function__")
+
+
+@contextlib.contextmanager
+def telling_whose_error() -> Iterator[None]:
+    """Errors of the model's own code, or of torch on its behalf, as letters with their place.
+
+    What is raised in autopar stays as it is.
+    """
+    try:
+        yield
+    except Letter:
+        raise
+    except Exception as e:
+        frames = traceback.extract_tb(e.__traceback__)
+        ours = [f.name for f in frames if f.filename.startswith(_HERE)]
+        if (
+            frames[-1].filename.startswith(_HERE) or ours[-1] not in _RUN_WHAT_THE_MODEL_RUNS
+        ):  # the last of us that it passed does something of ours
+            raise
+        at = next((f for f in reversed(frames) if not is_ours(f.filename)), None) or next(
+            (f for f in reversed(frames) if f.name == "forward"), frames[-1]
+        )
+        raise NotCaptured(
+            f"the model raises {type(e).__name__} on these inputs: {e}",
+            at=f"{os.path.basename(at.filename)}:{at.lineno}, in {at.name}",
+            advice=(
+                "inputs of the shapes and dtypes that it is called with; it was run on shapes alone: an op that "
+                "cannot be needs torch.library.register_fake"
+            ),
+        ) from e
+
+
+@contextlib.contextmanager
+def refusing_higher_order_ops(recorder: Recorder) -> Iterator[None]:
+    """torch.cond, flex_attention and their like hold graphs of their own."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError, SystemError) as e:
+        if (
+            recorder.last_letter is not None
+            and not isinstance(e, NotCaptured)
+            and ("TorchScript" in str(e) or "exception set" in str(e))
+        ):
+            raise recorder.last_letter from e  # TorchScript has swallowed it
+        if "HigherOrderOperator" not in str(e):
+            raise
+        frames = [f for f in traceback.extract_tb(e.__traceback__) if not is_ours(f.filename)]
+        at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+        raise NotCaptured(
+            "a higher-order op (torch.cond, flex_attention, a loop) is not captured",
+            at=at,
+            seen=str(e).partition("HigherOrderOperator")[2].split(" and ")[0].strip(),
+            advice="torch.where, scaled_dot_product_attention, or a Python loop",
+        ) from e
+
+
+def refuse_other_arguments(root: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    """Inputs that the model's forward does not take, or lacks."""
+    try:
+        signature = inspect.signature(root.forward)
+    except (TypeError, ValueError):  # a forward that does not tell
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as e:
+        raise NotCaptured(
+            f"{type(root).__name__}.forward does not take these inputs: {e}",
+            seen=f"forward{signature}",
+            advice="meta_inputs as the model is called: a dictionary of its arguments, or a tuple",
+        ) from e
+
+
+def refuse_hooks(root: torch.nn.Module, is_parallel: bool = False) -> None:
+    """Forward hooks run while tracing (hooks.py).
+
+    Backward hooks would be lost, but those of a parallel model itself and of the parameters that it trains.
+    """
+    held = [
+        n or "the model"
+        for n, m in root.named_modules()
+        if (m._backward_hooks or m._backward_pre_hooks) and not (is_parallel and m is root)
+    ]
+    held += [
+        n
+        for n, p in root.named_parameters()
+        if (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)) and not is_parallel
+    ]
+    if held:
+        raise NotCaptured(
+            f"backward hooks are set on {', '.join(held[:5])}, and would be lost",
+            advice="set them on the parallel model's parameters",
+        )
+
+
+def refuse_lazy(root: torch.nn.Module) -> None:
+    lazy = [
+        n
+        for n, p in [*root.named_parameters(), *root.named_buffers()]
+        if isinstance(p, torch.nn.parameter.UninitializedTensorMixin)
+    ]
+    if lazy:
+        raise NotCaptured(f"{lazy[0]} has no shape yet", advice="one eager call, which gives lazy modules their shapes")
+
+
+def refuse_shared_memory(root: torch.nn.Module) -> None:
+    """Two parameters, or a parameter and a buffer, on one memory.
+
+    They are one to eager's optimizer and two to a plan.
+    """
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    trained = {p.untyped_storage()._cdata for p in root.parameters()}
+    for name, parameter in [
+        *root.named_parameters(),
+        *((n, b) for n, b in root.named_buffers() if b.untyped_storage()._cdata in trained),
+    ]:
+        reach = (
+            sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+            if parameter.numel()
+            else 0
+        )
+        spans.setdefault(parameter.untyped_storage()._cdata, []).append(
+            (parameter.storage_offset(), parameter.storage_offset() + reach, name)
+        )
+    for shared in spans.values():
+        shared.sort()
+        for (_, end, one), (start, _, other) in itertools.pairwise(shared):
+            if start < end:
+                raise NotCaptured(
+                    f"{one} and {other} are two on the same memory", advice="one Parameter under both names"
+                )
+
+
+def refuse_opaque(leaves: list[Any]) -> None:
+    """An output that holds tensors where nobody can find them."""
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) and any(isinstance(v, Tensor) for v in getattr(leaf, "__dict__", {}).values()):
+            raise NotCaptured(
+                f"the output {type(leaf).__name__} holds tensors, and cannot be taken apart",
+                advice="a dict, tuple or dataclass, or torch.utils._pytree.register_pytree_node",
+            )
+
+
+def refuse_survivors(made: list[weakref.ref[Tensor]]) -> None:
+    """A tensor of the capture in a cache of the model's, where the next call would find it.
+
+    It is still held when nothing else of the capture is.
+    """
+    if not any(ref() is not None for ref in made):
+        return
+    gc.collect()
+    survivors = [tensor for ref in made if (tensor := ref()) is not None]
+    holders = gc.get_referrers(*survivors) if survivors else []  # each look goes through every object there is
+    for holder in holders:
+        if isinstance(holder, functools._lru_cache_wrapper):
+            holder.cache_clear()  # the next call fills it again
+    dicts = [holder for holder in holders if isinstance(holder, dict)]
+    for owner in gc.get_referrers(*dicts) if dicts else []:
+        if isinstance(owner, (type, types.ModuleType)):
+            for name, value in vars(owner).items():
+                if any(value is tensor for tensor in survivors):
+                    raise NotCaptured(
+                        f"forward keeps a tensor as {owner.__name__}.{name}, where the next call would find that "
+                        "of the capture",
+                        advice="a buffer, or setting it outside forward",
+                    )
+
+
+def refuse_detached(recorder: Recorder) -> None:
+    """Once a TorchScript function has run with gradients, torch's own autodiff runs it on detached values."""
+    for node in recorder.detached_below:
+        if not node._erased:
+            raise NotCaptured(
+                "TorchScript detaches a value: its own autodiff does so once a function has run, and the gradient "
+                "would be lost",
+                at=node.meta["info"].source,
+                advice="the Python function, or tracing before it has run",
+            )

@@ -1,0 +1,55 @@
+"""Rewriting of a graph: the nodes of some ops, and new nodes beside them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from autopar.graph.graph import Graph, Info, TensorType, fresh_key, info, run, type_of
+from autopar.ops.entry import OPS
+
+
+def emit(near: fx.Node, op: str, out: TensorType | None = None, **arguments: Any) -> fx.Node:
+    """A new op node before `near`, with its place in the source.
+
+    Its type is `out`, or what running it on meta tensors says.
+    """
+    about, graph = info(near), near.graph
+    name = f"{about.module}_{op}".replace(".", "_").strip("_") or op
+    node = graph.create_node("call_function", OPS[op], (), arguments, name=name)
+    if out is None:
+        types = {n: type_of(n) for n in node.all_input_nodes}
+        on_meta = {n: torch.empty(t.shape, dtype=t.torch_dtype, device="meta") for n, t in types.items()}
+        out = TensorType.of(run(node, on_meta))
+    had_gradient = about.kind != "op" or about.outputs[0].requires_grad or op == "identity"
+    is_read_with_gradient = any(type_of(n).requires_grad for n in node.all_input_nodes)
+    flows = out.may_have_gradient and had_gradient and is_read_with_gradient
+    node.meta["info"] = Info(
+        fresh_key(graph, f"{about.module}/{op}"),
+        "op",
+        (replace(out, requires_grad=flows),),
+        about.module,
+        about.source,
+        checkpoint=about.checkpoint,
+    )
+    return node
+
+
+@contextlib.contextmanager
+def rewriting(graph: Graph, *ops: str) -> Iterator[list[fx.Node]]:
+    """The nodes of these ops; those that lose their last user are gone afterwards."""
+    nodes: list[fx.Node] = []
+    for op in ops:
+        if op in OPS:
+            nodes += graph.fx.find_nodes(op="call_function", target=OPS[op], sort=len(ops) == 1)
+    if len(ops) > 1:
+        nodes.sort()  # nodes compare by their place
+    yield nodes
+    for node in reversed(nodes):
+        if not node.users and info(node).random < 0:
+            graph.fx.erase_node(node)
