@@ -25,28 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.letters import NotServed
+from autopar.ops.entry import facts_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 # by the bytes of the coarsest dtype that is computed in: sums over another length are added in another order
 _ROUNDING = {8: 1e-10, 4: 3e-4, 2: 0.05}
 _NOISE = 1e-2  # a gradient less than this share of all is rounding, a key's bias say
-_SHOWN_AS_IT_IS = frozenset(
-    {
-        "identity",
-        "to",
-        "view",
-        "narrow",
-        "pad",
-        "transpose",
-        "permute",
-        "contiguous",
-        "select",
-        "split",
-        "unsqueeze",
-        "squeeze",
-        "clone",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +169,7 @@ def _comes_from(value: Any, source: Any) -> bool:
 def _shows(value: Any, source: Any) -> bool:
     """Is it the source, in other places?"""
     while value is not source:
-        if value.op != "call_function" or op_name(value) not in _SHOWN_AS_IT_IS:
+        if value.op != "call_function" or not facts_of(op_name(value)).moved:
             return False
         value = value.all_input_nodes[0]
     return True

@@ -233,10 +233,11 @@ op(
     rule="..., ... -> ...",
     form=chosen,
     draws=True,
+    overwrites=True,
 )
 for name, first in dict(uniform=0.0, normal=0.0, exponential=None, log_normal=1.0, cauchy=0.0, random=0).items():
-    op(f"{name}_like", drawn(f"{name}_", first), "input:T, a=None, b=None", rule=ONE, **DRAWN)
-op("geometric_like", drawn("geometric_"), "input:T, a", rule=ONE, **DRAWN)
+    op(f"{name}_like", drawn(f"{name}_", first), "input:T, a=None, b=None", rule=ONE, overwrites=True, **DRAWN)
+op("geometric_like", drawn("geometric_"), "input:T, a", rule=ONE, overwrites=True, **DRAWN)
 for name in ("rand", "randn"):
     op(
         name,

@@ -148,6 +148,12 @@ class Facts:
     part_work: Callable[[Call, Any, str], tuple[int, int]] | None = None
     flops: tuple[float, str] | None = None  # a product: for each point of its factors, but those of this pattern
     free: bool = False  # it shows its operand's memory: no time
+    same: bool = False  # of a parameter alone, its result is the parameter: a cast, or the numbers in another shape
+    moved: bool = False  # its result shows numbers of its operand as they are, at other places
+    truth: bool = False  # its result is yes or no, whatever its operand is
+    overwrites: bool = False  # its result has the shape of its operand, whose numbers do not matter
+    one_dtype: bool = False  # its operands are all of one dtype
+    loss: bool = False  # it has a reduction, which the graph takes out
     joint: bool = False  # one kernel gives the gradients of all of its operands, where a product has one for each
     spreads: bool = False  # the gradient of an operand that is broadcast is a sum of its own
     timed: Callable[[Mapping[str, Any]], str] | None = None  # the name of its time, where the call tells of another

@@ -90,6 +90,7 @@ op(
     (torch.full_like, "input, fill_value, *, dtype=None, **how"),
     rule="... -> ...",
     keeps="",
+    overwrites=True,
 )
 for name in ("zeros", "ones", "empty"):
     keeps = "" if name != "empty" else None

@@ -91,18 +91,38 @@ def margin_loss(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 OLD = "size_average=None, reduce=None, reduction='mean'"  # two names that torch still takes, and what they became
-op("mse_loss", F.mse_loss, f"input:T, target:T, {OLD}, weight:T=None", rule=pointwise_loss, keeps="input target")
-op("l1_loss", F.l1_loss, f"input:T, target:T, {OLD}, weight:T=None", rule=pointwise_loss)
-op("smooth_l1_loss", F.smooth_l1_loss, f"input:T, target:T, {OLD}, beta=1.0", rule=pointwise_loss)
-op("huber_loss", F.huber_loss, "input:T, target:T, reduction='mean', delta=1.0, weight:T=None", rule=pointwise_loss)
-op("soft_margin_loss", F.soft_margin_loss, f"input:T, target:T, {OLD}", rule=pointwise_loss)
-op("kl_div", F.kl_div, f"input:T, target:T, {OLD}, log_target=False", rule=pointwise_loss)
-op("binary_cross_entropy", F.binary_cross_entropy, f"input:T, target:T, weight:T=None, {OLD}", rule=pointwise_loss)
+op(
+    "mse_loss",
+    F.mse_loss,
+    f"input:T, target:T, {OLD}, weight:T=None",
+    rule=pointwise_loss,
+    loss=True,
+    keeps="input target",
+)
+op("l1_loss", F.l1_loss, f"input:T, target:T, {OLD}, weight:T=None", rule=pointwise_loss, loss=True)
+op("smooth_l1_loss", F.smooth_l1_loss, f"input:T, target:T, {OLD}, beta=1.0", rule=pointwise_loss, loss=True)
+op(
+    "huber_loss",
+    F.huber_loss,
+    "input:T, target:T, reduction='mean', delta=1.0, weight:T=None",
+    rule=pointwise_loss,
+    loss=True,
+)
+op("soft_margin_loss", F.soft_margin_loss, f"input:T, target:T, {OLD}", rule=pointwise_loss, loss=True)
+op("kl_div", F.kl_div, f"input:T, target:T, {OLD}, log_target=False", rule=pointwise_loss, loss=True)
+op(
+    "binary_cross_entropy",
+    F.binary_cross_entropy,
+    f"input:T, target:T, weight:T=None, {OLD}",
+    rule=pointwise_loss,
+    loss=True,
+)
 op(
     "binary_cross_entropy_with_logits",
     F.binary_cross_entropy_with_logits,
     f"input:T, target:T, weight:T=None, {OLD}, pos_weight:T=None",
     rule=pointwise_loss,
+    loss=True,
 )
 op(
     "cross_entropy",
@@ -129,8 +149,9 @@ op(
     F.multi_margin_loss,
     f"input:T, target:T, p=1, margin=1.0, weight:T=None, {OLD}",
     rule=margin_loss,
+    loss=True,
 )
-op("multilabel_margin_loss", F.multilabel_margin_loss, f"input:T, target:T, {OLD}", rule=margin_loss)
+op("multilabel_margin_loss", F.multilabel_margin_loss, f"input:T, target:T, {OLD}", rule=margin_loss, loss=True)
 op(
     "ctc_loss",
     ctc_losses,

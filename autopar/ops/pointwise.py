@@ -99,9 +99,9 @@ def cast(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
     return (OPS["to"], {"input": args[0], "dtype": result.dtype}) if isinstance(result, Tensor) else None
 
 
-op("identity", identity, "input:T", rule=ONE, linear="x", keeps="", free=True)
+op("identity", identity, "input:T", rule=ONE, linear="x", keeps="", free=True, same=True, moved=True)
 op("detach", torch.detach, "input:T", T.detach, rule=ONE, linear="x", keeps="")
-op("to", to, "input:T, dtype", rule=to_rule, keeps="")
+op("to", to, "input:T, dtype", rule=to_rule, keeps="", same=True, moved=True)
 
 # arithmetic
 op(
@@ -167,9 +167,11 @@ each("deg2rad rad2deg", rule=ONE, linear="x")
 # functions of one number
 each("exp sqrt rsqrt tanh sigmoid reciprocal", rule=ONE, keeps="out")
 each("log cos sin square erf log1p", rule=ONE, keeps="input")
-each("floor ceil trunc sign isfinite isnan logical_not", rule=ONE, keeps="")
+each("floor ceil trunc sign", rule=ONE, keeps="")
+each("isfinite isnan logical_not", rule=ONE, keeps="", truth=True)
+each("isinf", rule=ONE, truth=True)
 each(
-    "tan erfc log2 log10 expm1 exp2 acos asin atan cosh sinh atanh isinf acosh asinh angle digamma lgamma erfinv frac "
+    "tan erfc log2 log10 expm1 exp2 acos asin atan cosh sinh atanh acosh asinh angle digamma lgamma erfinv frac "
     "i0 isneginf isposinf sinc signbit sgn",
     rule=ONE,
 )
@@ -201,14 +203,14 @@ for name in (
 
 # comparisons, bits and truth
 for name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    op(name, getattr(torch, name), PAIR, getattr(T, name), getattr(T, f"__{name}__"), rule=TWO, keeps="")
+    op(name, getattr(torch, name), PAIR, getattr(T, name), getattr(T, f"__{name}__"), rule=TWO, keeps="", truth=True)
 op("bitwise_and", torch.bitwise_and, PAIR, T.bitwise_and, T.__and__, T.__rand__, rule=TWO, keeps="")
 op("bitwise_or", torch.bitwise_or, PAIR, T.bitwise_or, T.__or__, T.__ror__, rule=TWO, keeps="")
 op("bitwise_xor", torch.bitwise_xor, PAIR, T.bitwise_xor, T.__xor__, T.__rxor__, rule=TWO)
 op("bitwise_not", torch.bitwise_not, "input:T", T.bitwise_not, T.__invert__, rule=ONE, keeps="")
 each("bitwise_left_shift bitwise_right_shift", PAIR, rule=TWO)
-each("logical_and logical_or", PAIR, rule=TWO, keeps="")
-each("logical_xor", PAIR, rule=TWO)
+each("logical_and logical_or", PAIR, rule=TWO, keeps="", truth=True)
+each("logical_xor", PAIR, rule=TWO, truth=True)
 each("isclose", f"{PAIR}, rtol=1e-05, atol=1e-08, equal_nan=False", rule=TWO)
 
 # one or the other

@@ -145,6 +145,7 @@ op(
     linear="x+z, y+z",
     keeps="input:weight weight:input",
     flops=LOOPS,
+    one_dtype=True,
 )
 op(
     "mm",
@@ -155,6 +156,7 @@ op(
     linear="x, y",
     keeps="input:mat2 mat2:input",
     flops=LOOPS,
+    one_dtype=True,
 )
 op(
     "matmul",
@@ -167,6 +169,7 @@ op(
     rule=matmul,
     keeps="input:other other:input",
     flops=LOOPS,
+    one_dtype=True,
 )
 op(
     "addmm",
@@ -176,6 +179,7 @@ op(
     rule=addmm,
     keeps="mat1:mat2 mat2:mat1",
     flops=LOOPS,
+    one_dtype=True,
 )
 op(
     "baddbmm",
@@ -185,12 +189,13 @@ op(
     rule=batched,
     keeps="batch1:batch2 batch2:batch1",
     flops=LOOPS,
+    one_dtype=True,
 )
 each("addbmm", "input:T, batch1:T, batch2:T, *, beta=1, alpha=1", rule=batched)
 each("addmv", "input:T, mat:T, vec:T, *, beta=1, alpha=1", rule=addmv)
 each("addr", "input:T, vec1:T, vec2:T, *, beta=1, alpha=1", rule=addr)
-op("mv", torch.mv, "input:T, vec:T", T.mv, rule="m k, k -> m", linear="x, y", flops=LOOPS)
-op("dot", torch.dot, "input:T, tensor:T", T.dot, rule="k, k -> ", linear="x, y", flops=LOOPS)
+op("mv", torch.mv, "input:T, vec:T", T.mv, rule="m k, k -> m", linear="x, y", flops=LOOPS, one_dtype=True)
+op("dot", torch.dot, "input:T, tensor:T", T.dot, rule="k, k -> ", linear="x, y", flops=LOOPS, one_dtype=True)
 op("outer", torch.outer, "input:T, vec2:T", T.outer, rule="m, n -> m n", linear="x, y", flops=LOOPS)
 op(
     "einsum",
@@ -209,6 +214,7 @@ op(
     rule="... i, ... j, n i j, n -> ... n",
     linear="x+u, y+u, z+u",
     flops=LOOPS,
+    one_dtype=True,
 )
 op(
     "grouped_mm",
@@ -236,6 +242,7 @@ each(
     keeps="input weight",
     form=grouped,
     flops=(2, r"s\d+"),
+    one_dtype=True,
 )
 each(
     "conv_transpose1d conv_transpose2d conv_transpose3d",
@@ -243,4 +250,5 @@ each(
     rule=transposed_convolution,
     keeps="input weight",
     flops=(2, r"t\d+"),
+    one_dtype=True,
 )

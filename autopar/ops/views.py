@@ -327,6 +327,8 @@ op(
     rule=view_rule,
     keeps="",
     free=True,
+    same=True,
+    moved=True,
 )
 op(
     "expand",
@@ -340,6 +342,7 @@ op(
     serves="*",
     keeps="",
     free=True,
+    same=True,
 )
 op(
     "transpose",
@@ -353,10 +356,31 @@ op(
     rule=transpose,
     keeps="",
     free=True,
+    same=True,
+    moved=True,
 )
-op("permute", torch.permute, "input:T, dims", (T.permute, "input, *dims"), rule=transpose, keeps="", free=True)
-op("t", torch.t, "input:T", T.t, rule=transpose, keeps="", free=True)
-op("contiguous", contiguous, "input:T", (T.contiguous, "input, memory_format=None"), rule=ONE, linear="x", keeps="")
+op(
+    "permute",
+    torch.permute,
+    "input:T, dims",
+    (T.permute, "input, *dims"),
+    rule=transpose,
+    keeps="",
+    free=True,
+    same=True,
+    moved=True,
+)
+op("t", torch.t, "input:T", T.t, rule=transpose, keeps="", free=True, same=True)
+op(
+    "contiguous",
+    contiguous,
+    "input:T",
+    (T.contiguous, "input, memory_format=None"),
+    rule=ONE,
+    linear="x",
+    keeps="",
+    moved=True,
+)
 op(
     "clone",
     torch.clone,
@@ -365,6 +389,7 @@ op(
     (T.clone, "input, *, memory_format=None"),
     rule=ONE,
     linear="x",
+    moved=True,
 )
 op(
     "split",
@@ -386,10 +411,21 @@ op(
     rule=split_rule,
     keeps="",
     free=True,
+    moved=True,
 )
 op("unbind", torch.unbind, "input:T, dim=0", T.unbind, rule=unbind, keeps="")
-op("narrow", narrow, "input:T, dim, start, length", T.narrow, torch.narrow, rule=ranges, keeps="", free=True)
-op("select", torch.select, "input:T, dim, index", T.select, rule=ranges, keeps="", free=True)
+op(
+    "narrow",
+    narrow,
+    "input:T, dim, start, length",
+    T.narrow,
+    torch.narrow,
+    rule=ranges,
+    keeps="",
+    free=True,
+    moved=True,
+)
+op("select", torch.select, "input:T, dim, index", T.select, rule=ranges, keeps="", free=True, moved=True)
 op("unfold", unfold, "input:T, dimension, size, step", T.unfold, rule=unfold_rule)
 
 # together, and into one another
@@ -410,6 +446,6 @@ each("repeat_interleave", "input:T, repeats:T, dim=None, *, output_size=None", r
 each("rot90", "input:T, k=1, dims=[0, 1]", rule=rot90)
 each("roll", "input:T, shifts, dims=None", rule=along_and_linear, keeps="")
 op("flip", torch.flip, "input:T, dims", (T.flip, "input, *dims"), rule=along_and_linear, keeps="")
-op("pad", F.pad, "input:T, pad, mode='constant', value=None", rule=ranges, keeps="")
+op("pad", F.pad, "input:T, pad, mode='constant', value=None", rule=ranges, keeps="", moved=True)
 op("im2col", F.unfold, "input:T, kernel_size, dilation=1, padding=0, stride=1", rule=columns)
 op("col2im", F.fold, "input:T, output_size, kernel_size, dilation=1, padding=0, stride=1", rule=columns)

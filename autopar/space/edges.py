@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,9 +119,25 @@ class EdgeBuilder:
         giver, taker = source.site, target.site
         marks = giver.regathered, giver.scattered
         key = (id(giver.choices), source.place, id(taker.choices), target.place, cargo, marks)
-        if key not in self._edges:
-            self._edges[key] = self._new_edge(source, target, cargo)
-        return replace(self._edges[key], source=source.index, target=target.index)
+        like = self._edges.get(key)
+        if like is None:
+            like = self._edges[key] = self._new_edge(source, target, cargo)
+        # no `replace`: there is an edge for every operand of a model
+        return Edge(
+            source.index,
+            target.index,
+            target.place,
+            like.given,
+            like.taken,
+            like.given_by,
+            like.taken_by,
+            like.seconds,
+            like.shape,
+            like.itemsize,
+            like.has_gradient,
+            like.back,
+            like.reduced_in,
+        )
 
     def _new_edge(self, source: _End, target: _End, cargo: _Cargo) -> Edge:
         marks = source.site.regathered, source.site.scattered

@@ -62,6 +62,7 @@ class Lifetimes:
         self.is_view = {n: owner[self.memory[n]] is not n for n in graph.nodes}
         self.whole = {m: type_of(n).nbytes for m, n in owner.items() if info(n).outputs}  # bytes of each memory
         self.users = {n: readers(n) for n in graph.nodes}
+        self.outputs = {n: _outputs(n) for n in graph.nodes}  # of an op, the values that it gives
         self.keeps: dict[fx.Node, set[fx.Node]] = {}  # the values that an op keeps for its backward,
         self.besides: dict[fx.Node, int] = {}  # and the bytes of what it makes besides
         for op in clock.ops:
@@ -126,22 +127,17 @@ class Lifetimes:
 
     def _first_read(self, user: fx.Node) -> int:
         if user in self.clock.at and user in self.parameters.owners and len(self.users[user]) == 1:
-            return min(map(self.first_use, self.outputs(user)), default=self.clock.at[user])
+            return min(map(self.first_use, self.outputs[user]), default=self.clock.at[user])
         return self.clock.forward(user)
 
     def _place(self, value: fx.Node) -> int:
         """The place of the op that makes a value; 0 of what was there before."""
         return self.clock.at.get(_producer(value), 0)
 
-    def outputs(self, op: fx.Node) -> list[fx.Node]:
-        """The values of an op."""
-        parts = [u for u in op.users if info(u).kind == "part"]
-        return parts or [op]
-
     def views(self, op: fx.Node, value: fx.Node) -> list[fx.Node]:
         """The values of an op, if they lie on the memory of this operand."""
-        outputs = self.outputs(op)
-        passes = all(self.is_view[w] for w in outputs) and value in op._input_nodes
+        outputs = self.outputs[op]
+        passes = value in op._input_nodes and all(self.is_view[w] for w in outputs)
         return outputs if passes else []
 
     def has_several_uses(self, value: fx.Node) -> bool:
@@ -151,6 +147,11 @@ class Lifetimes:
 def readers(value: fx.Node) -> list[fx.Node]:
     """The ops that read a value, and the output node where it leaves."""
     return [u for u in value.users if info(u).kind in ("op", "output")]
+
+
+def _outputs(op: fx.Node) -> list[fx.Node]:
+    parts = [u for u in op.users if info(u).kind == "part"]
+    return parts or [op]
 
 
 def _producer(value: fx.Node) -> fx.Node:

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name, type_of
-
-HANDED_ON = frozenset(
-    {"identity", "to", "t", "transpose", "permute", "view", "expand"}
-)  # of a parameter alone, these are the parameter
+from autopar.ops.entry import facts_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +36,7 @@ def _owners(graph: Graph) -> dict[fx.Node, fx.Node]:
     for node in graph.nodes:
         if info(node).kind == "parameter":
             found[node] = node
-        elif info(node).kind == "op" and op_name(node) in HANDED_ON:
+        elif info(node).kind == "op" and facts_of(op_name(node)).same:
             operands = node._input_nodes
             if operands and all(n in found for n in operands):
                 found[node] = found[next(iter(operands))]

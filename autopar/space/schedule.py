@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import info, op_name, type_of
 from autopar.graph.layers import innermost_block
-from autopar.space.parameter_values import HANDED_ON
+from autopar.ops.entry import facts_of
 from autopar.space.windows import BUCKET, buckets
 
 Span = tuple[int, int]  # first and last op
@@ -101,7 +101,7 @@ def _readers(ops: Sequence[fx.Node]) -> dict[fx.Node, list[int]]:
                 while pending:
                     users = [u for u in pending.pop().users if u in at]
                     found[value] += [at[u] for u in users]
-                    pending += [u for u in users if op_name(u) in HANDED_ON]
+                    pending += [u for u in users if facts_of(op_name(u)).same]
     return found
 
 

@@ -93,7 +93,7 @@ class SitePieces:
                 self._put("transients", op, by_choice, time, time)
 
     def _ports(self, op: fx.Node) -> list[tuple[int, fx.Node]]:
-        outputs = self.lifetimes.outputs(op)
+        outputs = self.lifetimes.outputs[op]
         return [(value.args[1] if info(value).kind == "part" else 0, value) for value in outputs]
 
     def _value(self, op: fx.Node, port: int, value: fx.Node) -> None:

@@ -40,6 +40,7 @@ from autopar.tracer.refusals import (
     refuse_other_arguments,
     refuse_shared_memory,
     refuse_survivors,
+    refuse_trained_values_under_a_mask,
     refusing_higher_order_ops,
     telling_whose_error,
 )
@@ -108,6 +109,7 @@ def _capture(call: ModelCall, assume: Assume) -> tuple[Graph, list[weakref.ref[T
         graph = canonicalise(graph)
         graph = dataclasses.replace(graph, unread=unread_by(graph, call.root), idle=tuple(recorder.hooks.idle))
         refuse_detached(recorder)
+        refuse_trained_values_under_a_mask(graph)
         recorder.assumptions.refuse_unasked()
         return graph, made, recorder.hooks.refuse_kept
 

@@ -10,20 +10,8 @@ import torch
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name, type_of
+from autopar.ops.entry import FACTS
 from autopar.tracer.rewriting import emit, rewriting
-
-LOSSES = (
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "soft_margin_loss",
-    "multi_margin_loss",
-    "multilabel_margin_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
-)
 
 
 def losses_are_means(graph: Graph) -> None:
@@ -32,7 +20,7 @@ def losses_are_means(graph: Graph) -> None:
     before    loss = mse_loss(x, y)
     after     e = mse_loss(x, y, reduction="none");  loss = mean(e)
     """
-    with rewriting(graph, *LOSSES) as nodes:
+    with rewriting(graph, *(name for name, facts in FACTS.items() if facts.loss)) as nodes:
         for node in nodes:
             reduction = node.kwargs.get("reduction", "mean")
             if reduction == "none" or _is_old(node) or _is_mean_over_weights(node):

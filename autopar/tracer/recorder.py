@@ -22,7 +22,7 @@ from torch import Tensor
 
 from autopar.graph.graph import Assume, TensorType, info
 from autopar.letters import NotCaptured
-from autopar.ops.entry import SPELLINGS, WRITES, Apply
+from autopar.ops.entry import SPELLINGS, WRITES, Apply, facts_of
 from autopar.ops.lookup import lookup
 from autopar.runtime.private import FakeTensor, without_torch_functions
 from autopar.tracer.assumptions import Assumptions
@@ -96,12 +96,6 @@ REFUSED = {
         ("the model leaves torch with a tensor's memory", "torch functions"),
     ),
 }
-TRUTHS = frozenset("eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite".split())
-OVERWRITES = frozenset(
-    "full_like bernoulli uniform_like normal_like exponential_like log_normal_like cauchy_like "
-    "geometric_like random_like".split()
-)
-DRAWN = OVERWRITES - {"full_like"}
 TURNED = frozenset(
     {_T.swapaxes_, _T.swapdims_, _T.transpose_, _T.t_, _T.squeeze_, _T.unsqueeze_}
 )  # another shape in place, the same numbers
@@ -146,19 +140,6 @@ IN_PLACE = frozenset(
         "setitem",
         "idiv",
     )
-)
-_OF_ONE_DTYPE = frozenset(
-    {
-        "linear",
-        "mm",
-        "matmul",
-        "addmm",
-        "baddbmm",
-        "bilinear",
-        "mv",
-        "dot",
-        *(f"conv{t}{d}d" for t in ("", "_transpose") for d in (1, 2, 3)),
-    }
 )
 
 
@@ -373,7 +354,7 @@ def _refuse_hidden_write(recorder: Recorder, function: Callable[..., Any], args:
 
 def _refuse_mixed_dtypes(recorder: Recorder, op: Any, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
     """Operands of several dtypes where torch refuses them on real tensors, but not on fakes."""
-    if op.name not in _OF_ONE_DTYPE:
+    if not facts_of(op.name).one_dtype:
         return
     floating = [t for t in tensors_in((arguments,), {}) if t.is_floating_point()]
     dtypes = {str(t.dtype).removeprefix("torch.") for t in floating}

@@ -15,8 +15,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.letters import Letter, NotCaptured
 from autopar.tracer.place import is_ours
 from autopar.tracer.recorder import Recorder
@@ -188,6 +191,26 @@ def refuse_survivors(made: list[weakref.ref[Tensor]]) -> None:
                         "of the capture",
                         advice="a buffer, or setting it outside forward",
                     )
+
+
+def refuse_trained_values_under_a_mask(graph: Graph) -> None:
+    """x[mask] = values that are trained: their gradient is x.grad[mask], whose shape only the mask says."""
+    for node in graph.nodes:
+        places = _WRITTEN_AT.get(op_name(node)) if info(node).kind == "op" else None
+        if places is None or not type_of(node).requires_grad:
+            continue
+        index, values = (node.kwargs[name] for name in places)
+        masks = [i for i in pytree.tree_leaves(index) if isinstance(i, fx.Node) and type_of(i).dtype == "bool"]
+        if masks and isinstance(values, fx.Node) and type_of(values).requires_grad:
+            raise NotCaptured(
+                "the gradient of values that are written where a mask is true has a shape that only the mask says",
+                at=info(node).source,
+                seen=f"{type_of(masks[0])}, values {type_of(values)}",
+                advice="x.masked_scatter(mask, values), or torch.where(mask, values of the shape of x, x)",
+            )
+
+
+_WRITTEN_AT = {"setitem": ("index", "value"), "index_put": ("indices", "values")}
 
 
 def refuse_detached(recorder: Recorder) -> None:

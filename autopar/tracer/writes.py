@@ -10,10 +10,10 @@ import torch.fx as fx
 from torch import Tensor
 
 from autopar.graph.graph import TensorType
-from autopar.ops.entry import OPS
+from autopar.ops.entry import OPS, facts_of
 from autopar.ops.lookup import functional, lookup
 from autopar.tracer.call import name_of, tensors_in
-from autopar.tracer.recorder import DRAWN, OVERWRITES, TRUTHS, Recorder
+from autopar.tracer.recorder import Recorder
 
 
 def into(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -52,7 +52,7 @@ def in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
         node = recorder.emit(made, arguments, (after,), recorder.call.drew is not None)
         if may_promote:
             node = _cast_back(recorder, node, recorder.type_of_run(made, arguments), after)
-        if after.requires_grad and made.name in OVERWRITES and torch.is_grad_enabled():
+        if after.requires_grad and facts_of(made.name).overwrites and torch.is_grad_enabled():
             node = _with_zero_gradient(recorder, node, old, after)
     recorder.values.write(target, node)
     return result
@@ -97,7 +97,8 @@ def _refuse_ambiguous(
                 args,
                 "a copy of what it reads: .clone()",
             )
-    if made is not None and made.name in DRAWN and not target.is_contiguous():
+    facts = facts_of(made.name) if made is not None else None
+    if facts and facts.overwrites and facts.draws and not target.is_contiguous():
         raise recorder.letter(
             f"{name_of(function)} fills a view with draws, whose order depends on its memory",
             args,
@@ -108,7 +109,7 @@ def _refuse_ambiguous(
 def _may_promote(made: Any, arguments: dict[str, Any], target: Tensor) -> bool:
     """May the op give another dtype than the target's?"""
     has_several_dtypes = len({t.dtype for t in tensors_in((), arguments)}) > 1
-    return has_several_dtypes or not target.is_floating_point() or made.name in TRUTHS
+    return has_several_dtypes or not target.is_floating_point() or facts_of(made.name).truth
 
 
 def _cast_back(recorder: Recorder, node: fx.Node, made: TensorType, wanted: TensorType) -> fx.Node:

@@ -283,3 +283,17 @@ def test_a_write_that_cannot_be_a_value_is_a_letter(function, match):
 def test_a_shape_that_values_say_is_a_letter_that_names_another_call(function, advice):
     with pytest.raises(NotCaptured, match=rf"(?s)shape of .* depends on the values.*try .*{advice}"):
         traced(lambda m, x: function(x @ m.weight))
+
+
+def put(x, mask, values):
+    made = x.clone()
+    made[mask] = values
+    return made
+
+
+@pytest.mark.parametrize("write", [put, lambda x, mask, values: x.index_put((mask,), values)])
+def test_trained_values_under_a_mask_are_a_letter(write):
+    """Their gradient is that of the places where the mask is true, as many as there are."""
+    with pytest.raises(NotCaptured, match=r"(?s)only the mask says.*masked_scatter"):
+        traced(lambda m, x: write(x, x[:, 0] > 0, m.weight[:3] * 1))
+    traced(lambda m, x: x.masked_scatter(x[:, :1] > 0, m.weight[:3] * 1))
