@@ -1,3 +1,5 @@
+"""`python -m autopar` is the command `autopar`."""
+
 import sys
 
 from autopar.cli import main

@@ -102,7 +102,7 @@ def calibrate(
 
 
 def fit(kind: str, n: int, times: dict[int, float]) -> tuple[float, float]:
-    """The latency in seconds, and bytes/s, with which a collective's formula comes nearest to measured times.
+    """Latency in seconds and bytes/s with which a collective's formula is nearest to measured times.
 
     By relative differences.
     """

@@ -11,7 +11,7 @@ import torch.fx as fx
 from autopar.graph.graph import call_of, info
 from autopar.letters import NotServed
 from autopar.ops.entry import SHAPE, SIZES, facts_of
-from autopar.ops.local import Call, Here, local_output
+from autopar.ops.local import Here, OpCall, local_output
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, values
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OpOnDevice:
     """One device, and the choice by which a call runs there."""
 
     mesh: DeviceMesh
@@ -54,7 +54,7 @@ def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Calla
     return (facts.form(here, call, kwargs) if facts.form else None) or (op, kwargs)
 
 
-def _local_sizes(here: Here, call: Call) -> tuple[int, ...]:
+def _local_sizes(here: Here, call: OpCall) -> tuple[int, ...]:
     dim = call.arguments.get("dim", 0)
     return tuple(local_output(here, call, i)[dim] for i in range(len(call.outputs)))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from autopar.codegen.forms import Place, form_of
+from autopar.codegen.forms import OpOnDevice, form_of
 from autopar.codegen.parts import WHOLE, Rows, from_rows, sharding_of_rows
 from autopar.graph.graph import Graph, Info, TensorType, info, op_name, type_of
 from autopar.letters import BadPlan
@@ -151,9 +151,9 @@ class Localiser:
             self.env[part] = self.fx.create_node("call_function", operator.getitem, taken, name=part.name)
             self.env[part].meta["info"] = info(part)
 
-    def place(self, node: fx.Node) -> Place:
+    def place(self, node: fx.Node) -> OpOnDevice:
         """This device, and how the op runs on it."""
-        return Place(self.mesh, tuple(self.coordinate), self.key, self._decision(info(node).key).choice)
+        return OpOnDevice(self.mesh, tuple(self.coordinate), self.key, self._decision(info(node).key).choice)
 
     def _converted(self, source: fx.Node, target: str, operand: int, module: str) -> fx.Node:
         """`source` as its consumer wants it."""

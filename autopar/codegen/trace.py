@@ -116,7 +116,7 @@ def _lay_out(segments: Sequence[Segment], lies: dict[fx.Node, Lies], device: str
 def _traces(
     segments: Sequence[Segment], lies: Mapping[fx.Node, Lies], arriving: dict[fx.Node, Lies], device: str
 ) -> list[Traced]:
-    """The trace of each segment, found from the last to the first: it depends on the gradients that arrive.
+    """The trace of each segment, from the last to the first: it depends on the gradients that arrive.
 
     `arriving` says how the gradients of the outputs lie, and learns of the others.
     """

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from autopar.ops.entry import Op
-from autopar.ops.local import Call
+from autopar.ops.local import OpCall
 
 SHORT = {
     "float64": "f64",
@@ -116,10 +116,10 @@ def typed(arguments: Any) -> Any:
     return arguments
 
 
-def call_of(node: fx.Node) -> Call:
+def call_of(node: fx.Node) -> OpCall:
     """The call of an op, as its entry is asked about it."""
     about = info(node)
-    return Call(op_name(node), typed(node.kwargs), about.outputs, about.random, about.source)
+    return OpCall(op_name(node), typed(node.kwargs), about.outputs, about.random, about.source)
 
 
 def op_name(node: fx.Node) -> str:

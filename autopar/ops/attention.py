@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from autopar.letters import NotServed
 from autopar.ops.entry import Line, op
-from autopar.ops.local import Call, Form, Here, cuts, start_here
+from autopar.ops.local import Form, Here, OpCall, cuts, start_here
 from autopar.ops.spelling import parse
 from autopar.runtime import forms
 from autopar.runtime.attention import causal_attention_part
@@ -31,7 +31,7 @@ def attention(arguments: Mapping[str, Any]) -> Rule:
     return parse(f"... {q} d!, ... k! d!, ... k! e!, ... {q} k! -> ... {q} e!", linear="z")
 
 
-def part_of_attention(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def part_of_attention(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """Opened attention that drops by position, or causal attention of this device's queries."""
     lies, causal = here.lies(0), call.arguments.get("is_causal")
     rank = len(call.arguments["query"].shape)
@@ -61,7 +61,7 @@ def part_of_attention(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
     }
 
 
-def kept(call: Call, kind: str) -> Line:
+def kept(call: OpCall, kind: str) -> Line:
     """Operands and rows that the backward keeps, by kernel.
 
     Flash keeps one number a row; so does the memory-efficient kernel, and the mask that only it takes. Torch's plain
@@ -94,12 +94,12 @@ def timed(arguments: Mapping[str, Any]) -> str:
     return "scaled_dot_product_attention" + (" masked" if is_masked else "")
 
 
-def work(call: Call) -> tuple[str, str]:
+def work(call: OpCall) -> tuple[str, str]:
     """With dropout, bits beside the weights, and in backward two gradients of the weights."""
     return ("pairs*(11 + itemsize)", "2*pairs*itemsize") if call.arguments.get("dropout_p", 0.0) else ("0", "0")
 
 
-def work_of_part(call: Call, held: Sequence[tuple[int, ...]], kind: str) -> tuple[int, int]:
+def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str) -> tuple[int, int]:
     """Temporary bytes of the two calls of a part: on the keys before it and on its own.
 
     Forward weighs their outputs, in the dtype of accumulation. In backward each call gives a gradient of the queries;

@@ -12,8 +12,9 @@ from torch.distributions.dirichlet import _Dirichlet
 
 from autopar.ops.entry import FILLED, OPS, Apply, Op, T, op, translates
 from autopar.ops.factories import filled, with_dtype
-from autopar.ops.local import Call, Form, Here, local_output, places, places_of_output
+from autopar.ops.local import Form, Here, OpCall, local_output, places, places_of_output
 from autopar.runtime import forms
+from autopar.runtime.private import standard_gamma
 
 
 def drawn(name: str, first: float | None = None) -> Callable[..., Tensor]:
@@ -56,7 +57,7 @@ def dirichlet(input: Tensor) -> Tensor:
     return _Dirichlet.apply(input)
 
 
-def dropped(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def dropped(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """A mask by position."""
     return forms.dropout_by_position, {
         "input": kwargs["input"],
@@ -65,7 +66,7 @@ def dropped(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
     }
 
 
-def channels_dropped(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def channels_dropped(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """One draw a channel. Without a batch dim, where torch has rules of its own, channels come first."""
     shape, name = call.outputs[0].shape, call.op
     leading = 1 if (name, len(shape)) in (("dropout1d", 2), ("dropout3d", 4)) else 2
@@ -79,7 +80,7 @@ def channels_dropped(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
     }
 
 
-def filled_with_draws(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def filled_with_draws(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """A new tensor of draws from the distribution that the op's name says."""
     made, kind = call.outputs[0], call.op.removesuffix("_like")
     numbers = {_NUMBERS.get(k, k): v for k, v in kwargs.items() if k in ("a", "b") or k in _NUMBERS}
@@ -92,7 +93,7 @@ def filled_with_draws(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
     }
 
 
-def normal(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def normal(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """Normal draws with a mean and a deviation for each element."""
     return forms.normal_by_position, {
         **kwargs,
@@ -102,7 +103,7 @@ def normal(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
     }
 
 
-def permutation(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def permutation(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """The whole permutation on every device."""
     return forms.permutation_by_position, {
         "n": kwargs["n"],
@@ -115,19 +116,19 @@ def permutation(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
 def of_each(form: Callable[..., Any]) -> Callable[..., Form]:
     """A form that draws for each element of its operand."""
 
-    def made(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+    def made(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
         numbers = {k: v for k, v in kwargs.items() if k not in ("training", "inplace")}
         return form, {**numbers, **places_of_output(here, call)}
 
     return made
 
 
-def chosen(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def chosen(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """Ones by position."""
     return forms.bernoulli_by_position, {**kwargs, **places_of_output(here, call)}
 
 
-def picked(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def picked(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """Choices by position of the row."""
     return forms.multinomial_by_position, {
         **kwargs,
@@ -299,9 +300,9 @@ op(
 )
 op(
     "standard_gamma",
-    torch._standard_gamma,
+    standard_gamma,
     "input:T",
-    (torch._standard_gamma, "input, generator=None"),
+    (standard_gamma, "input, generator=None"),
     rule=ONE,
     form=of_each(forms.gamma_by_position),
     draws=True,

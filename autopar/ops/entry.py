@@ -28,10 +28,10 @@ from autopar.letters import BadRule
 from autopar.sharding.notation import Rule, parse
 
 if TYPE_CHECKING:
-    from autopar.ops.local import Call, Form, Here
+    from autopar.ops.local import Form, Here, OpCall
 
 RuleFunction = Callable[[Mapping[str, Any]], "Rule | None"]
-FormFunction = Callable[["Here", "Call", dict[str, Any]], "Form"]
+FormFunction = Callable[["Here", "OpCall", dict[str, Any]], "Form"]
 
 
 class SHAPE:
@@ -142,10 +142,12 @@ class Facts:
     serves: str = ""  # the marks of rules that its local form or its local shape serves
     form: FormFunction | None = None  # what computes it on a part, where the op itself will not do
     draws: bool = False  # at random, by the position in the whole tensor: its form
-    keeps: Line | Callable[[Call, str], Line] | None = None  # for its backward, by kind of device; None: everything
-    work: Callable[[Call], tuple[str, str]] | tuple[str, str] | None = None  # bytes for the while, forward and backward
+    keeps: Line | Callable[[OpCall, str], Line] | None = None  # for its backward, by kind of device; None: everything
+    work: Callable[[OpCall], tuple[str, str]] | tuple[str, str] | None = (
+        None  # bytes for the while, forward and backward
+    )
     # the same, beside, of its local form on a device that holds so much of each operand
-    part_work: Callable[[Call, Any, str], tuple[int, int]] | None = None
+    part_work: Callable[[OpCall, Any, str], tuple[int, int]] | None = None
     flops: tuple[float, str] | None = None  # a product: for each point of its factors, but those of this pattern
     free: bool = False  # it shows its operand's memory: no time
     same: bool = False  # of a parameter alone, its result is the parameter: a cast, or the numbers in another shape
@@ -222,7 +224,7 @@ def describe(
     name: str,
     rule: str | RuleFunction | None = None,
     linear: str = "",
-    keeps: str | Callable[[Call, str], Line] | None = None,
+    keeps: str | Callable[[OpCall, str], Line] | None = None,
     makes: Mapping[str, str] | None = None,
     serves: str = "",
     **facts: Any,

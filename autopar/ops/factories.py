@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.entry import Op, T, op
-from autopar.ops.local import Call, Form, Here, cuts, local_output
+from autopar.ops.local import Form, Here, OpCall, cuts, local_output
 from autopar.ops.spelling import parse
 from autopar.runtime import forms
 from autopar.sharding.notation import Rule
@@ -42,7 +42,7 @@ def arange(arguments: Mapping[str, Any]) -> Rule:
     return parse("nothing -> a*")
 
 
-def part_of_count(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def part_of_count(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """The device's part of a count that is cut."""
     made, lies = call.outputs[0], here.leaves()
     if 0 not in lies.cuts:

@@ -1,6 +1,6 @@
 """Local forms: what computes an op on one device's part, where the op itself would compute something else.
 
-A form is a function of where the device stands (`Here`), the call in the whole (`Call`), and the arguments on the
+A form is a function of where the device stands (`Here`), the call in the whole (`OpCall`), and the arguments on the
 device. It gives the function and its arguments there, or None where the op itself will do.
 """
 
@@ -17,7 +17,7 @@ Form = tuple[Callable[..., Any], dict[str, Any]] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpCall:
     """One call in the whole: arguments by name, with types in the places of tensors."""
 
     op: str
@@ -50,7 +50,7 @@ class Here(Protocol):
         ...
 
 
-def local_output(here: Here, call: Call, output: int = 0) -> tuple[int, ...]:
+def local_output(here: Here, call: OpCall, output: int = 0) -> tuple[int, ...]:
     """The shape of an output on the device."""
     return local_shape(call.outputs[output].shape, here.leaves(output), here.mesh, here.coordinate)
 
@@ -74,7 +74,7 @@ def start_here(here: Here, shape: tuple[int, ...], sharding: Sharding, dim: int)
     return start
 
 
-def places(here: Here, call: Call, sharding: Sharding, shape: tuple[int, ...]) -> dict[str, Any]:
+def places(here: Here, call: OpCall, sharding: Sharding, shape: tuple[int, ...]) -> dict[str, Any]:
     """Key of the step, number of the op, and where this device's part lies in a tensor of this shape."""
     return {
         "key": here.random_key,
@@ -84,6 +84,6 @@ def places(here: Here, call: Call, sharding: Sharding, shape: tuple[int, ...]) -
     }
 
 
-def places_of_output(here: Here, call: Call) -> dict[str, Any]:
+def places_of_output(here: Here, call: OpCall) -> dict[str, Any]:
     """The same for the first output."""
     return places(here, call, here.leaves(), call.outputs[0].shape)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ops.entry import FILLED, OPS, SHAPE, SIZES, SPELLINGS, TRANSLATED, Apply, Op, facts_of, same
+from autopar.runtime.private import ATEN_OPS, FUNCTIONS_OF_C, OpOverload
 
 _T = Tensor
 _LAYOUT = frozenset(
@@ -33,7 +34,7 @@ def lookup(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any = None
 ) -> tuple[Op, dict[str, Any]]:
     """The canonical op of one call, and its arguments by name; shapes and dtypes are those of the result."""
-    if function not in TRANSLATED and isinstance(function, torch._ops.OpOverload):
+    if function not in TRANSLATED and isinstance(function, OpOverload):
         function = _of_aten(function)
     if getattr(function, "__name__", "") == "__get__":
         return _attribute(function.__self__.__name__, args[0])  # type: ignore[attr-defined]
@@ -61,7 +62,7 @@ def functional(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Op | None, dict[str, Any]]:
     """The pure form of a call that writes to its first argument. None: the new value is `source` itself."""
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         name, pure = function._schema.name.split("::")[1], None
         packet = getattr(torch.ops.aten, name[:-1], None)
         if packet is not None and function._overloadname in packet.overloads():
@@ -238,7 +239,7 @@ def own_name(function: Callable[..., Any]) -> str:
     """`cumsum`, `nn.functional.gumbel_softmax`, `ops.mylib.foo.default`, `function models.Scale`."""
     if isinstance(function, Apply):
         return function.__name__
-    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(function, ATEN_OPS):
         return f"ops.{str(function).replace('::', '.')}"
     return next(
         (name for name, known in torch_functions().items() if known is function),
@@ -257,8 +258,7 @@ def torch_functions() -> dict[str, Callable[..., Any]]:
         "linalg.": torch.linalg,
         "fft.": torch.fft,
         "special.": torch.special,
-        "nn.": torch._C._nn,
-        "C.": torch._C._VariableFunctions,
+        **FUNCTIONS_OF_C,
     }
     overridable = {
         f for functions in torch.overrides.get_overridable_functions().values() for f in functions if callable(f)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.ops.entry import op
-from autopar.ops.local import Call, Form, Here, cuts
+from autopar.ops.local import Form, Here, OpCall, cuts
 from autopar.ops.spelling import parse
 from autopar.runtime import forms
 from autopar.runtime.ctc import ctc_losses
@@ -51,7 +51,7 @@ def cross_entropy(arguments: Mapping[str, Any]) -> Rule | None:
     return parse(f"n c~ {rest}, n {rest}, c~ -> ")
 
 
-def classes_of_part(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def classes_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """The loss over this device's part of the classes, where they are cut."""
     lies = here.lies(0)
     if 1 not in lies.cuts:

@@ -6,14 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 
 from autopar.ops.entry import op
-from autopar.ops.local import Call, Form, Here
+from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.products import grouped
 from autopar.ops.spelling import parse
-from autopar.runtime import forms
+from autopar.runtime import forms, private
 from autopar.sharding.notation import Rule
 
 
@@ -83,7 +82,7 @@ def _spatial(rank: int, first: int, letter: str) -> str:
     return " ".join(f"{letter}{i}!" for i in range(rank - first))
 
 
-def statistics_of_all(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def statistics_of_all(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """Statistics of the whole batch by exchanged sums, where the batch or positions are cut."""
     lies = here.lies(0)
     axes = [here.mesh.axes[a] for d, order in lies.cuts.items() if d != 1 for a in order]
@@ -143,4 +142,4 @@ op(
     writes="running_mean, running_var if use_input_stats",
     rule=instance_norm,
 )
-op("weight_norm", torch._weight_norm, "v:T, g:T, dim=0", rule=weight_norm)
+op("weight_norm", private.weight_norm, "v:T, g:T, dim=0", rule=weight_norm)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopar.ops.entry import OPS, T, each, op, spell, translates
 from autopar.ops.spelling import letters_of, parse
+from autopar.runtime.private import TO_COPY
 from autopar.sharding.notation import Rule
 
 
@@ -92,7 +93,7 @@ PAIR = "input:T, other:T"
 
 @translates(
     *(T.to, T.float, T.double, T.half, T.bfloat16, T.type_as, T.type, T.long, T.int, T.bool, T.short, T.char, T.byte),
-    *(T.cpu, torch.ops.aten._to_copy.default),
+    *(T.cpu, TO_COPY),
 )
 def cast(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
     """A cast by any name is one to the dtype of its result."""

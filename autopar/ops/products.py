@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ops.entry import OPS, Op, T, each, op
-from autopar.ops.local import Call, Form, Here
+from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.spelling import NAMES, parse
+from autopar.runtime.private import grouped_mm
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import local_shape
 
@@ -114,7 +115,7 @@ def _convolved(given: Any, weight: Any) -> tuple[str, str, str, str]:
     return "n" if len(given.shape) == spatial + 2 else "", here, kernel, there
 
 
-def grouped(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def grouped(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """The op with fewer groups, where groups of channels are cut."""
     name = "groups" if "groups" in call.arguments else "num_groups"
     groups = call.arguments.get(name, 1)
@@ -220,7 +221,7 @@ op(
     "grouped_mm",
     F.grouped_mm,
     "mat_a:T, mat_b:T, *, offs:T=None, bias:T=None, out_dtype=None",
-    (torch._grouped_mm, "mat_a, mat_b, offs=None, bias=None, out_dtype=None"),
+    (grouped_mm, "mat_a, mat_b, offs=None, bias=None, out_dtype=None"),
     rule="s! k, e! k n, e!, e! n -> s! n",
     linear="x+u, y+u",
     keeps="mat_a mat_b offs",

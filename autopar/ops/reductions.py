@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ops.entry import OPS, Op, T, each, op, translates
-from autopar.ops.local import Call, Form, Here
+from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.spelling import dims_of, letters_of, parse, reduced, same_dims
 from autopar.runtime import forms
 from autopar.sharding.notation import Rule
@@ -126,7 +126,7 @@ def diff(arguments: Mapping[str, Any]) -> Rule:
     return parse(f"{', '.join(rows[:3])} -> {rows[3]}", linear="x+y+z" if "float" in arguments["input"].dtype else "")
 
 
-def parts(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def parts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """The reduction of a part, exchanged, where a reduced dim is cut."""
     lies, rank, dim = here.lies(0), len(call.arguments["input"].shape), kwargs.get("dim")
     gone = set(range(rank)) if dim is None else {d % rank for d in ((dim,) if isinstance(dim, int) else dim)}

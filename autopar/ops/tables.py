@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ops.entry import T, each, op
-from autopar.ops.local import Call, Form, Here, cuts
+from autopar.ops.local import Form, Here, OpCall, cuts
 from autopar.ops.spelling import NAMES, letters_of, parse, whole_dims
 from autopar.runtime import forms
 from autopar.sharding.notation import Rule
@@ -49,7 +49,7 @@ def embedding(arguments: Mapping[str, Any]) -> Rule | None:
     return parse(f"{tokens}, v~ d -> {tokens} d", linear="y")
 
 
-def rows_of_part(here: Here, call: Call, kwargs: dict[str, Any]) -> Form:
+def rows_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """A look-up in this device's part of the vocabulary, where it is cut."""
     lies = here.lies(1)
     if 0 not in lies.cuts:

@@ -204,7 +204,7 @@ def _attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
 def _attend_backward(
     call: AttentionCall, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One call's share of the gradients of query, key and value; output and log-sum-exps are of whole rows."""
+    """One call's share of the gradients of query, key and value, from whole rows' log-sum-exps."""
     if call.kernel in GROUPED:
         return fused_attention_backward(call, gradient, query, key, value, out, log_sum)
     groups, key, value = key.shape[1], _by_head(key, query), _by_head(value, query)

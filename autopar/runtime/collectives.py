@@ -306,7 +306,7 @@ BEGIN: dict[str, Callable[..., Pending]] = {
     "autopar::convert", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )  # so tagged, it is never computed while tracing, though its operand is a constant
 def convert(x: Tensor, forward: str, backward: str, shape: list[int], dtype: str = "") -> Tensor:
-    """A change of sharding by its steps, `forward` and those of its gradient, and the `shape` that it leaves.
+    """A change of sharding by `forward` steps, those of its gradient, and the `shape` that it leaves.
 
     With a `dtype` it is also a cast, which comes before the steps, forward and backward.
     """

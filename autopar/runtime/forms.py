@@ -205,7 +205,7 @@ def dropout_by_position(
 def channel_dropout_by_position(
     input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5
 ) -> Tensor:
-    """Dropout of whole channels: a draw for each place in the leading dims, which `shape` and `cuts` are of."""
+    """Dropout of whole channels: a draw for each place in the leading dims, those of `shape`."""
     keep = kept(key, op, p, shape, cuts, input.shape[: len(shape)])
     keep = keep.view(*keep.shape, *[1] * (input.dim() - len(shape)))
     return torch.where(keep, input if p >= 1.0 else input * (1.0 / (1.0 - p)), 0)

@@ -224,7 +224,7 @@ def before_pickling(look: Callable[[DTensor], None]) -> None:
 
 
 def answer_checkpoints(is_asked: Callable[[DTensor], bool], answers: Mapping[str, Callable[..., Any]]) -> None:
-    """Let these answer for tensors of a parallel model for which `is_asked`, by the names of DTensor's methods."""
+    """Let these methods of DTensor answer for tensors of a parallel model for which `is_asked`."""
     for name, answer in answers.items():
         STANDING.put(DTensor, name, functools.partial(_answered, is_asked, answer))
 
@@ -242,7 +242,7 @@ def _answered(is_asked: Callable[[DTensor], bool], answer: Callable[..., Any], t
 
 @contextlib.contextmanager
 def seen_on_meta(does: Callable[[Tensor], None]) -> Iterator[None]:
-    """Let `does` say what orthogonal_ and sparse_ do to tensors on meta, in this thread: torch's do nothing there."""
+    """Let `does` stand for orthogonal_ and sparse_ on meta, in this thread: torch's do nothing there."""
     thread = threading.get_ident()
 
     def make(theirs: Any) -> Any:
@@ -378,7 +378,7 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def function_apply(replacing: Replacing) -> contextlib.AbstractContextManager[None]:
-    """Replace `torch.autograd.Function.apply`: no mode of torch sees its call, and its backward would be lost."""
+    """Replace `torch.autograd.Function.apply`, whose call no mode of torch sees."""
     original = vars(torch.autograd.Function)["apply"].__func__
     return patched(torch.autograd.Function, "apply", classmethod(replacing(original)))
 
@@ -389,7 +389,7 @@ def clear_autocast_cache(replacing: Replacing) -> contextlib.AbstractContextMana
 
 
 def checkpoint_generator(replacing: Replacing) -> contextlib.AbstractContextManager[None]:
-    """Replace the generator around the body of a non-reentrant checkpoint: its ops are to be told from others.
+    """Replace the generator around the body of a non-reentrant checkpoint, to know its ops.
 
     Private: `torch.utils.checkpoint._checkpoint_without_reentrant_generator`, torch 2.11 to 2.13.
     """
@@ -445,7 +445,7 @@ def outside_randomness(replacing: ReplacingByName) -> Iterator[None]:
 
 
 def transformers_look_at_masks() -> contextlib.AbstractContextManager[None]:
-    """Let transformers' mask code believe that nobody traces, so that it looks at masks, and drops those of ones.
+    """Let transformers' mask code believe that nobody traces: it then drops masks of ones.
 
     Private: `transformers.masking_utils.is_tracing`, transformers 5.
     """

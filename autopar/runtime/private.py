@@ -42,6 +42,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -60,6 +61,13 @@ ASSERTIONS = (torch._assert, torch._assert_async)
 ATEN_OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 standard_gamma = torch._standard_gamma
+weight_norm = torch._weight_norm
+grouped_mm = torch._grouped_mm
+# homes of functions that torch's own Python code calls
+FUNCTIONS_OF_C = {
+    "nn.": torch._C._nn,
+    "C.": torch._C._VariableFunctions,
+}
 without_torch_functions = torch._C.DisableTorchFunction  # a context in which no function mode sees anything
 without_modes = _disable_current_modes  # a context in which no mode sees anything
 is_transform_active = torch._C._are_functorch_transforms_active  # vmap, grad, jvp
@@ -135,7 +143,7 @@ def job_store() -> Any:
 
 
 def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """The fused kernel of torch that runs attention without mask or dropout on tensors like these; none: "".
+    """The fused kernel of attention without mask or dropout for tensors like these, or "".
 
     They have batch and heads, and one width. Only "cpu" and "flash" take grouped heads as they are.
     """
@@ -222,10 +230,6 @@ def __getattr__(name: str) -> Any:
         import torch.distributed._local_tensor as local_tensor
 
         return getattr(local_tensor, name)
-    if name == "StridedShard":
-        from torch.distributed.tensor.placement_types import _StridedShard
-
-        return _StridedShard
     if name == "FakeStore":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -235,8 +239,6 @@ def __getattr__(name: str) -> Any:
 
 def function_of(custom_op: str) -> Any:
     """The Python function behind a custom op, by its name; None for one written in C++."""
-    from torch._library.custom_ops import OPDEFS
-
     return getattr(OPDEFS.get(custom_op), "_init_fn", None)
 
 

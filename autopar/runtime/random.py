@@ -59,7 +59,7 @@ def key_of(seed: int, step: int) -> int:
 
 
 def kept(key: Tensor, op: int, p: float, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
-    """A mask of the elements that survive in this device's part, of shape `local`, of a tensor of shape `shape`."""
+    """A mask of the elements that survive in this device's part of a tensor."""
     if p >= 1.0:
         return torch.zeros(tuple(local), dtype=torch.bool, device=key.device)
     threshold = int(p * 2**32) - 2**31

@@ -160,7 +160,7 @@ class Cluster:
 
 
 def _in_a_node(size: int, stride: int, node: int) -> int:
-    """The devices of a group that share a node, where ranks are so far apart; 1 where they do in no regular way."""
+    """Devices of a group on one node, where ranks are so far apart; 1 where there is no rule."""
     if node % (stride * size) == 0:
         return size
     if node % stride == 0 and size % (node // stride) == 0:

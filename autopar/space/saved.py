@@ -86,7 +86,7 @@ def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
 
 
 def kept_by(node: fx.Node, kind: str, emitted: bool = False) -> tuple[list[fx.Node], int]:
-    """The values that one op keeps for its backward on a kind of device, and the bytes of what it makes besides.
+    """Values that one op keeps for its backward on a kind of device, and bytes of what it makes besides.
 
     As torch runs it, or as it is emitted.
     """

@@ -52,7 +52,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Link:
+class ChainLink:
     """One op of a chain, its arguments with a `Ref` for each tensor."""
 
     op: Op
@@ -65,7 +65,7 @@ class Link:
 class Chain:
     """The ops that a composite function runs, in order, and which of their tensors it gives back."""
 
-    links: tuple[Link, ...]
+    links: tuple[ChainLink, ...]
     results: tuple[Ref, ...]
 
 
@@ -162,7 +162,7 @@ class Translation:
     def __init__(self, seen: _Dispatched, given: list[Tensor]) -> None:
         self.seen = seen
         self.given = given
-        self.links: list[Link] = []
+        self.links: list[ChainLink] = []
         self.where = {id(t): Ref(-1, i) for i, t in enumerate(given)}  # id(tensor) -> its place in the chain
         self.flows = {id(t): t.requires_grad for t in given}  # id(tensor) -> does a gradient flow through it?
 
@@ -192,7 +192,7 @@ class Translation:
         referred = pytree.tree_map_only(Tensor, lambda t: self.where[id(t)], arguments)
         for at, t in enumerate(outputs):
             self.where[id(t)], self.flows[id(t)] = Ref(len(self.links), at), types[at].requires_grad
-        self.links.append(Link(op, referred, tuple(types), not isinstance(call.made, Tensor)))
+        self.links.append(ChainLink(op, referred, tuple(types), not isinstance(call.made, Tensor)))
 
     def _write(self, call: Dispatch) -> tuple[Op, dict[str, Any]]:
         target = call.args[0]

@@ -21,7 +21,7 @@ _NOT_THE_USERS = (
 )
 
 
-class Place:
+class Whereabouts:
     """The place that the captured program has reached."""
 
     def __init__(self, root: torch.nn.Module) -> None:

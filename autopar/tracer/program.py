@@ -12,13 +12,13 @@ import torch.fx as fx
 from torch import Tensor
 
 from autopar.graph.graph import Info, TensorType, info
-from autopar.tracer.place import Place, source
+from autopar.tracer.place import Whereabouts, source
 
 
-class Program:
+class Recording:
     """The nodes written so far, each with its entry."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Whereabouts) -> None:
         self.graph = fx.Graph()
         self.place = place
         self.top: fx.Node | None = None  # the last input or attribute: they stand together on top

@@ -32,8 +32,8 @@ from autopar.tracer.casts import Casts
 from autopar.tracer.changes import Changes
 from autopar.tracer.hooks import Hooks
 from autopar.tracer.names import Names
-from autopar.tracer.place import Place, source
-from autopar.tracer.program import Program
+from autopar.tracer.place import Whereabouts, source
+from autopar.tracer.program import Recording
 from autopar.tracer.values import Values
 
 _T = Tensor
@@ -149,8 +149,8 @@ class Recorder:
     def __init__(self, root: torch.nn.Module, assume: Assume) -> None:
         self.root = root
         self.assumptions = Assumptions(assume)
-        self.place = Place(root)
-        self.program = Program(self.place)
+        self.place = Whereabouts(root)
+        self.program = Recording(self.place)
         self.names = Names()
         self.call = RunningCall()
         self.values = Values(self)
