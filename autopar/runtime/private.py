@@ -47,6 +47,7 @@ from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager as in_kernel_invocation_manager
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -105,7 +106,7 @@ class ThreadedRanks:
     """A world whose ranks are threads."""
 
     def __enter__(self) -> ThreadedRanks:
-        from torch.testing._internal.distributed import multi_threaded_pg as threaded
+        from torch.testing._internal.distributed import multi_threaded_pg as threaded  # slow, and tests' alone
 
         self._threaded = threaded
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
@@ -151,8 +152,6 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
         return "cpu" if query.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) else ""
     if query.device.type != "cuda":
         return ""
-    from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
-
     grouped = query.shape[1] != key.shape[1]
     if can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, grouped)):
         return "flash"
@@ -225,7 +224,7 @@ def call_of(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> Any:  # for start-up time: few programs need these, and they import much of torch
     if name in ("LocalTensor", "LocalTensorMode"):
         import torch.distributed._local_tensor as local_tensor
 

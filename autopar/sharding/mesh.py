@@ -99,9 +99,7 @@ class DeviceMesh:
 
     def to_torch(self, device_type: str) -> torch.distributed.device_mesh.DeviceMesh:
         """torch's own mesh over the same ranks; needs a process group of exactly this size."""
-        # here, for start-up time: meshes are planned for without torch
-        import torch
-        from torch.distributed import device_mesh
+        import torch.distributed.device_mesh  # here, for start-up time: meshes are planned for without torch
 
         ranks = torch.distributed.get_world_size()
         if ranks != self.size:
@@ -117,8 +115,8 @@ class DeviceMesh:
             )
         if self.ranks:
             places = torch.tensor(self.ranks).view(self.shape)
-            return device_mesh.DeviceMesh(device_type, places, mesh_dim_names=self.axes)
-        return device_mesh.init_device_mesh(device_type, self.shape, mesh_dim_names=self.axes)
+            return torch.distributed.device_mesh.DeviceMesh(device_type, places, mesh_dim_names=self.axes)
+        return torch.distributed.device_mesh.init_device_mesh(device_type, self.shape, mesh_dim_names=self.axes)
 
     @staticmethod
     def of(given: Any) -> DeviceMesh:

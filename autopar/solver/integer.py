@@ -40,7 +40,7 @@ class Answer:
     ended: bool
 
 
-class Program:
+class IntegerProgram:
     """The space as an integer program: its variables, and the rows that hold whatever is asked of it."""
 
     def __init__(self, space: Space, backend: Any, fold: bool) -> None:
@@ -147,7 +147,7 @@ def optimise(space: Space, backend: Any, budget: float = math.inf, times: Sequen
 
     A time joins the memory rows where a plan holds more than the budget.
     """
-    program = Program(space, backend, fold=math.isinf(budget) and not space.windows)
+    program = IntegerProgram(space, backend, fold=math.isinf(budget) and not space.windows)
     program.hide()
     program.pose(program.terms)
     counted: set[int] = set()
@@ -171,7 +171,7 @@ def optimise(space: Space, backend: Any, budget: float = math.inf, times: Sequen
 
 def smallest(space: Space, backend: Any, unit: float) -> Answer:
     """The choices whose peak is least; where the search ended, the value is what no peak goes under."""
-    program = Program(space, backend, fold=False)
+    program = IntegerProgram(space, backend, fold=False)
     peak = pulp.LpVariable("peak", lowBound=0)
     program.pose([(peak, 1)])
     counted: set[int] = set()

@@ -22,7 +22,7 @@ import numpy as np
 from autopar.graph.layers import around_number
 from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Outcome, Point
-from autopar.solver.integer import Program, backend_of
+from autopar.solver.integer import IntegerProgram, backend_of
 from autopar.space.space import Edge, Site, Space
 from autopar.space.windows import Window
 
@@ -68,7 +68,7 @@ def alike(
 
     def at(height: float) -> Point | None:
         folded = _Folded.of(counted, points, {t: p * height for t, p in prices.items() if p > 0})
-        program = Program(folded.space, backend, fold=False)
+        program = IntegerProgram(folded.space, backend, fold=False)
         program.hide()
         program.pose(program.terms)
         try:

@@ -27,7 +27,7 @@ class Unequal(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class Comparison:
     name: str
     error: float  # norm of the difference over the scale
     allowed: float
@@ -45,10 +45,10 @@ class Equality:
     """The outcome of one comparison."""
 
     what: str
-    rows: tuple[Compared, ...]
+    rows: tuple[Comparison, ...]
 
     @property
-    def failures(self) -> list[Compared]:
+    def failures(self) -> list[Comparison]:
         return [row for row in self.rows if row.failed]
 
     @property
@@ -72,7 +72,7 @@ class Equality:
             (
                 *_names(actual, expected),
                 *(
-                    Compared(n, distance(actual[n], e) / scales[n], tolerance)
+                    Comparison(n, distance(actual[n], e) / scales[n], tolerance)
                     for n, e in expected.items()
                     if n in actual
                 ),
@@ -93,11 +93,11 @@ class Equality:
             if n not in actual:
                 continue
             error, own = distance(actual[n], e) / scales[n], distance(eager[n], e) / scales[n]
-            row = Compared(n, error, 2 * own + 1e-6)
+            row = Comparison(n, error, 2 * own + 1e-6)
             if row.failed and permuted:
                 runs = [eager, *permuted]
                 spread = max(distance(a[n], b[n]) for i, a in enumerate(runs) for b in runs[i + 1 :]) / scales[n]
-                row = Compared(n, distance(actual[n], eager[n]) / scales[n], 2 * spread + 1e-6)
+                row = Comparison(n, distance(actual[n], eager[n]) / scales[n], 2 * spread + 1e-6)
             rows.append(row)
         return Equality(what, (*_names(actual, expected), *rows))
 
@@ -116,9 +116,9 @@ def scales_of(tensors: Tensors) -> dict[str, float]:
     return {n: max(v, 1e-3 * typical, torch.finfo(torch.float64).tiny) for n, v in norms.items()}
 
 
-def _names(actual: Tensors, expected: Tensors) -> list[Compared]:
+def _names(actual: Tensors, expected: Tensors) -> list[Comparison]:
     """A tensor that one side lacks has failed."""
     return [
-        Compared(f"{n} ({'missing' if n in expected else 'unexpected'})", float("nan"), 0.0)
+        Comparison(f"{n} ({'missing' if n in expected else 'unexpected'})", float("nan"), 0.0)
         for n in sorted(set(actual) ^ set(expected))
     ]

@@ -443,13 +443,13 @@ def test_thirteen_attentions_with_thirteen_masks_need_no_large_program(monkeypat
     The program of all choices, of 120,000 pairs, kept CBC busy for minutes.
     """
     sizes = []
-    build = integer.Program.__init__
+    build = integer.IntegerProgram.__init__
 
     def noted(self, *how, **more):
         build(self, *how, **more)
         sizes.append(sum(map(len, self.y)))
 
-    monkeypatch.setattr(integer.Program, "__init__", noted)
+    monkeypatch.setattr(integer.IntegerProgram, "__init__", noted)
     model, batch = causal_masks()
     plan = autopar.plan(model, batch, mesh=(2, 2), cluster=eager_links())
     assert plan.gap < 0.005 and max(sizes, default=0) <= 20_000
