@@ -56,9 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _calibrate(asked: argparse.Namespace) -> int:
-    from autopar.calibrate import command  # here, for start-up time: help and mistakes need no torch
+    # here, for start-up time: help and mistakes need no torch
+    from autopar.calibrate.command import measure
+    from autopar.runtime.world import start_world
+    from autopar.testing.ranks import on_processes
 
-    measurement = command.Measurement(asked.mesh, asked.largest, asked.pairs, not asked.without_ops, asked.out)
-    if text := command.run(measurement, asked.ranks):
+    given = (asked.mesh, asked.largest, asked.pairs, asked.out, not asked.without_ops)
+    if asked.ranks is not None and "RANK" not in os.environ:
+        text = on_processes(asked.ranks, measure, *given, timeout_s=1800.0)[0]
+    else:
+        start_world()
+        text = measure(int(os.environ.get("RANK", "0")), *given)
+    if text:
         print(text)
     return 0

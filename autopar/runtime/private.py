@@ -48,9 +48,11 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager as in_kernel_invocation_manager
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+StridedShard = _StridedShard
 TRACING = threading.RLock()  # one capture or joint trace at a time in a process
 
 TO_COPY = torch.ops.aten._to_copy.default  # x.to(dtype), below autograd
