@@ -469,6 +469,33 @@ def test_a_contradiction_is_a_letter_before_anything_is_lowered(what):
         )
 
 
+class ReadTwice(nn.Module):
+    """A weight that two ops read: its gradients of both are added before they are reduced."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x, y):
+        return F.mse_loss(self.linear(x) + self.linear.weight.sum(), y)
+
+
+def test_a_gradient_that_would_be_reduced_in_the_computing_dtype_is_a_letter():
+    model, batch = ReadTwice(), {"x": torch.randn(8, 8), "y": torch.randn(8, 8)}
+    plan = autopar.plan(model, batch, mesh=2, parallel="dp", precision=Precision("bfloat16", "float32"))
+    data = json.loads(json.dumps(plan.to_dict()))
+    Plan.from_dict(data).validate(model, batch)
+    # summed at each reader behind the cast, where it was summed once before the cast
+    for name in ("linear/to", "linear/to:shared"):
+        data["decisions"][name]["choice"] = ["R -> R"]
+    once = next(c for c in data["conversions"] if c["target"] == "linear/to")
+    data["conversions"].remove(once)
+    for target, operand in (("linear/linear", 1), ("/sum", 0)):
+        data["conversions"].append(once | {"source": "linear/to:shared", "target": target, "operand": operand})
+    with pytest.raises(BadPlan, match=r"reduces the gradient from linear/to:shared to operand .* in bfloat16"):
+        Plan.from_dict(data).validate(model, batch)
+
+
 @pytest.mark.parametrize("what", NO_PLAN)
 def test_what_contradicts_itself_is_no_plan(what):
     change, words = NO_PLAN[what]
