@@ -19,7 +19,7 @@ from autopar.calibrate.workloads import WORKLOADS, traced
 from autopar.cli import main
 from autopar.runtime.collectives import STEPS
 from autopar.sharding.cluster import Measured, Timed
-from autopar.sharding.costs import OPTIMIZERS, measured_seconds, step_seconds
+from autopar.sharding.costs import OPTIMIZERS, collective_seconds, measured_seconds
 from autopar.solver import solve
 from autopar.solver.chosen import plan_of
 from autopar.space.constraints import Preset
@@ -105,7 +105,7 @@ def test_the_command_writes_a_profile_that_plans_use(tmp_path, capsys):
     (gather,) = (m for m in cluster.measured if m.kind == "all_gather")
     (few, soon), (many, late) = gather.times[0], gather.times[-1]
     of_bytes = [
-        step_seconds("all_gather", cluster.levels(DeviceMesh(2), 0, "all_gather"), n, cluster.device)
+        collective_seconds("all_gather", cluster.levels(DeviceMesh(2), 0, "all_gather"), n)
         for n in (1, few, many, 10 * many)
     ]
     assert of_bytes == pytest.approx([soon, soon, late, 10 * late])

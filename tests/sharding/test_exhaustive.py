@@ -105,6 +105,9 @@ class World:
             def group(d, axis=axis, n=n):
                 return [(*d[:axis], i, *d[axis + 1 :]) for i in range(n)]
 
+            def turned_s(dim, whole, n):  # what is packed by another dim than the first is copied
+                return device.launch_s + 2 * whole * (1 + 1 / n) / device.memory_bytes_per_s if dim else 0.0
+
             def result(made, new, seconds):
                 return self.key([made[d] for d in self.devices], new), seconds
 
@@ -113,7 +116,7 @@ class World:
                 yield result(contents, partial - {axis}, 2 * gather_s(whole))
                 for dim, blocks in self.runs(contents):
                     if (made := self.cut(contents, axis, n, dim, blocks)) is not None:
-                        yield result(made, partial - {axis}, gather_s(whole))
+                        yield result(made, partial - {axis}, gather_s(whole) + turned_s(dim, whole, n))
                 continue
             same = all(np.array_equal(contents[d], contents[group(d)[0]]) for d in self.devices)
             if same:
@@ -127,7 +130,7 @@ class World:
                 if gathered is None:
                     continue
                 total = max(c.size for c in gathered.values()) * itemsize
-                yield result(gathered, partial, gather_s(total))
+                yield result(gathered, partial, gather_s(total) + turned_s(dim, total, n))
                 for to, to_blocks in self.runs(gathered):
                     if to != dim and (made := self.cut(gathered, axis, n, to, to_blocks)) is not None:
                         yield result(made, partial, exchange_s(total / n))

@@ -43,7 +43,9 @@ def test_what_hides_is_reduced_once_and_scattered():
         if plan.decisions[c.source].kind == "parameter" or re.search(r"/(t|to|identity)\b|:shared$", c.source)
     }
     ways = [tuple(s.kind for s in c.backward) for c in plan.conversions if c.source in owners and c.backward]
-    assert len(ways) == 76 and set(ways) == {("reduce_scatter",)}
+    # a gradient that is scattered along another dim than the first is turned where it is least
+    assert len(ways) == 76 and set(ways) <= {("reduce_scatter",), ("reduce_scatter", "all_to_all")}
+    assert ways.count(("reduce_scatter",)) >= 75
 
 
 def test_layers_do_not_fall_apart():
