@@ -21,7 +21,7 @@ from autopar.letters import BadPlan, BadSharding, Letter
 from autopar.sharding.strategies import Choice, Strategy, gradients, values
 from autopar.testing import on_threads
 from autopar.tracer import ColoTracer
-from tests.frame.fuzz import random_plan
+from tests.fuzz.fuzz import random_plan
 from tests.models import eager_links
 from tests.training import whole
 

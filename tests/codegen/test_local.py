@@ -10,7 +10,7 @@ import torch
 import autopar
 from autopar.letters import BadInput, Disagreement, NotServed
 from autopar.testing import Equality
-from tests.frame.test_gpt2 import InFloat64, gpt2
+from tests.equality.test_gpt2 import InFloat64, gpt2
 from tests.models import eager_links, mlp_case
 from tests.training import OPTIMIZERS, whole
 

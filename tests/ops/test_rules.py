@@ -47,7 +47,10 @@ def tupled(result):
 
 
 def strategies_of(op, arguments):
-    """Strategies with the cut of each, but cuts behind a mask: tests/frame/test_forms.py runs their local forms."""
+    """Strategies of a call and the sizes of its dims.
+
+    Cuts behind a mask are left to tests/equality/test_local_forms.py.
+    """
 
     def typed(v):
         return (

@@ -16,7 +16,7 @@ from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
-from tests.frame.test_found import Of
+from tests.equality.test_functions import Of
 from tests.models import eager_links
 from tests.training import whole
 

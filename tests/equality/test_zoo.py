@@ -12,7 +12,7 @@ import torch
 
 import autopar
 from autopar.testing import Equality
-from tests.frame.test_found import random_plan
+from tests.equality.test_functions import random_plan
 from tests.tracer.test_export import without_dropout
 from tests.training import whole
 from tests.zoo.replay import as_call

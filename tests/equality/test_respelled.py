@@ -13,7 +13,7 @@ import autopar
 from autopar.letters import Letter
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
-from tests.frame.test_found import Of, random_plan
+from tests.equality.test_functions import Of, random_plan
 from tests.training import whole
 
 TARGETS, READ, WANTED = (

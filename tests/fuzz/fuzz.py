@@ -2,10 +2,10 @@
 
 Losses, outputs, gradients, parameters and buffers.
 
-- `python -m tests.frame.fuzz 2000 [first]`: as many modules, from that seed on. It prints what was drawn, and each seed
+- `python -m tests.fuzz.fuzz 2000 [first]`: as many modules, from that seed on. It prints what was drawn, and each seed
   that came out otherwise.
-- `python -m tests.frame.fuzz 2000 [first] torch`: the same, and half of the steps are calls of any function of torch.
-- `python -m tests.frame.fuzz mutants`: which of the first 200 seeds notices each broken compiler of tests/mutants.py.
+- `python -m tests.fuzz.fuzz 2000 [first] torch`: the same, and half of the steps are calls of any function of torch.
+- `python -m tests.fuzz.fuzz mutants`: which of the first 200 seeds notices each broken compiler of tests/mutants.py.
 
 A module is a list of steps, each drawn from STEPS and made on what the steps before it made; what a step cannot be made
 on, it refuses by None.
@@ -36,7 +36,7 @@ from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
 from autopar.testing import Equality, Unequal, on_threads
 from autopar.tracer import ColoTracer
-from tests.frame.functions import of_torch
+from tests.fuzz.functions import of_torch
 from tests.models import eager_links
 from tests.mutants import GPT2_MUTANTS, MUTANTS
 from tests.oracle import ByPosition

@@ -26,7 +26,7 @@ import autopar
 from autopar.runtime import forms
 from autopar.runtime.random import key_of, uniform
 from autopar.testing import Equality
-from tests.frame.test_found import Of, random_plan
+from tests.equality.test_functions import Of, random_plan
 from tests.oracle import ByPosition
 from tests.training import whole
 

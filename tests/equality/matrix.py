@@ -2,8 +2,7 @@
 
 Three steps, in float64, against eager.
 
-python -m tests.frame.matrix [model ...]        the whole matrix, a row a model and mesh, a column a plan; the cell is
-the largest error
+python -m tests.equality.matrix [model ...]        a row a model and mesh, a column a plan, a cell the largest error
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import nn
 import autopar
 from autopar.codegen import joint
 from autopar.testing import Equality, Unequal
-from tests.frame import test_gpt2 as gpt2
+from tests.equality import test_gpt2 as gpt2
 from tests.models import eager_links, mlp_case, mlp_pins
 from tests.mutants import GPT2_MUTANTS, MUTANTS
 from tests.training import train, whole

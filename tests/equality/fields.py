@@ -1,6 +1,6 @@
 """Models of many fields under free, preset and random plans on meshes in turn, in float64, against eager.
 
-python -m tests.frame.fields [word ...]        every plan of every model, or of those named with a word
+python -m tests.equality.fields [word ...]        every plan of every model, or of those named with a word
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.letters import BadPreset
 from autopar.solver import Plan
 from autopar.testing import Equality, on_threads
 from autopar.tracer import ColoTracer
-from tests.frame.fuzz import random_plan
+from tests.fuzz.fuzz import random_plan
 from tests.models import eager_links
 from tests.oracle import ByPosition, bits
 from tests.training import whole

@@ -18,7 +18,7 @@ import autopar
 from autopar import DeviceMesh
 from autopar.testing import Equality, on_threads
 from autopar.tracer import ColoTracer
-from tests.frame.fuzz import random_plan
+from tests.fuzz.fuzz import random_plan
 from tests.models import eager_links
 from tests.training import whole
 
