@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.testing import Equality
-from tests.equality.test_functions import random_plan
+from tests.random_plans import random_plan
 from tests.training import whole
 
 

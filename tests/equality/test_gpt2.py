@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 
-import numpy as np
 import pytest
 import torch
 
 import autopar
-from autopar.runtime.random import bits, mix
 from autopar.testing import Equality
+from tests.equality.gpt2 import check, gpt2, pins, planned, train_parallel
 from tests.models import eager_links
-from tests.oracle import ByPosition, InFloat64, PermutedSums, kept, murmur_finalizer
-from tests.training import OPTIMIZERS, whole
-
-transformers = pytest.importorskip("transformers")
+from tests.oracle import InFloat64
+from tests.training import whole
 
 MESHES = [
     autopar.DeviceMesh((1,), ("tp",)),
@@ -26,145 +21,6 @@ MESHES = [
     autopar.DeviceMesh((2, 2), ("dp", "tp")),
 ]
 KINDS = ["free", "dp", "megatron", "sharded"]
-STEPS = 3
-
-
-def gpt2(dropout: float, dtype: str = "float64", layers: int = 2):
-    """A tiny GPT-2; 101 tokens are cut unevenly, as 50257 are. Targets are ignored in unequal numbers in every row."""
-    config = transformers.GPT2Config(
-        n_layer=layers,
-        n_embd=32,
-        n_head=4,
-        vocab_size=101,
-        n_positions=32,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.GPT2LMHeadModel(config)
-        for p in model.parameters():
-            p.data += 0.05 * torch.randn_like(p)
-        ids = torch.randint(0, 101, (4, 16))
-    labels = ids.clone()
-    labels[0, :11], labels[1, 3:5], labels[3, 1:] = -100, -100, -100
-    return model.to(getattr(torch, dtype)), {"input_ids": ids, "labels": labels}
-
-
-def pins(kind, mesh):
-    inner, outer = mesh.axes[-1], mesh.axes[:-1]
-    everywhere = ", ".join(f"S(0)@{a}" for a in mesh.axes)
-    rows = ", ".join(f"S(0)@{a}" for a in outer) or "R"
-    heads = "blocks=(32, 32, 32)"
-    return {
-        "free": {},
-        "dp": {"input_ids": everywhere, "labels": everywhere, "*.weight": "R", "*.bias": "R"},
-        "megatron": {
-            "input_ids": rows,
-            "labels": rows,
-            "*wte.weight": f"S(0)@{inner}",
-            "*wpe.weight": "R",
-            "*.ln_*": "R",
-            "*.c_attn.weight": f"S(1, {heads})@{inner}",
-            "*.c_attn.bias": f"S(0, {heads})@{inner}",
-            "*.attn.c_proj.weight": f"S(0)@{inner}",
-            "*.c_fc.weight": f"S(1)@{inner}",
-            "*.c_fc.bias": f"S(0)@{inner}",
-            "*.mlp.c_proj.weight": f"S(0)@{inner}",
-            "*.c_proj.bias": f"R; P(sum)@{inner}",
-        },
-        "sharded": {"input_ids": everywhere, "labels": everywhere, "*": f"{everywhere}; R; regathered"},
-    }[kind]
-
-
-def modes(dtype):
-    return InFloat64() if dtype == "float64" else contextlib.nullcontext()
-
-
-_PLANS = {}
-
-
-def planned(kind, mesh, dropout, dtype):
-    key = kind, mesh, dropout, dtype
-    if key not in _PLANS:
-        model, batch = gpt2(dropout, dtype)
-        with modes(dtype):
-            _PLANS[key] = autopar.plan(
-                model, batch, mesh=mesh, cluster=eager_links(), constraints=pins(kind, mesh) if mesh.size > 1 else None
-            )
-    return _PLANS[key]
-
-
-def train(model, batch, optimizer, next_step=lambda: None):
-    parameters = dict(model.named_parameters())
-    stepper = OPTIMIZERS[optimizer](parameters.values())
-    losses, gradients = {}, {}
-    for step in range(STEPS):
-        stepper.zero_grad()
-        next_step()
-        loss = model(**batch).loss
-        loss.backward()
-        losses[f"loss.{step}"] = loss.detach()
-        if step == 0:
-            gradients = {n: whole(p.grad).detach().clone() for n, p in parameters.items()}
-        stepper.step()
-    return losses, gradients, {n: whole(p).detach().clone() for n, p in parameters.items()}
-
-
-def train_parallel(rank, model, batch, plan, optimizer, dtype):
-    with modes(dtype):
-        parallel = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
-        parallel.random_state.seed = 1234567
-        return train(parallel, batch, optimizer)
-
-
-def eager(dropout, optimizer, dtype, permuted=None):
-    model, batch = gpt2(dropout, dtype)
-    with (
-        modes(dtype),
-        contextlib.nullcontext() if permuted is None else PermutedSums(permuted),
-        ByPosition(1234567) as random,
-    ):
-        return train(model, batch, optimizer, random.next_step)
-
-
-@functools.cache
-def _cached(dropout, optimizer, dtype, permuted, steps):
-    return eager(dropout, optimizer, dtype, permuted)
-
-
-def _eager(dropout, optimizer, dtype, permuted=None):
-    return _cached(dropout, optimizer, dtype, permuted, STEPS)
-
-
-def check(what, actual, dropout, optimizer, dtype):
-    expected = _eager(dropout, optimizer, "float64")
-    if dtype == "float64":
-        for part, tolerance, a, e in zip(("losses", "gradients", "parameters"), (1e-9, 1e-9, 1e-8), actual, expected):
-            if (
-                part == "parameters" and optimizer == "adamw"
-            ):  # key biases have no gradient but rounding noise, of which AdamW makes steps
-                a, e = ({n: _without_key_bias(n, t) for n, t in side.items()} for side in (a, e))
-            Equality.in_float64(f"{what}: {part}", a, e, tolerance).check()
-        return
-    own = _eager(dropout, optimizer, "float32")
-    permuted = [_eager(dropout, optimizer, "float32", seed)[2] for seed in range(5)] if optimizer == "adamw" else []
-    for i, part in enumerate(("losses", "gradients", "parameters")):
-        Equality.in_float32(
-            f"{what}: {part}", actual[i], own[i], expected[i], permuted if part == "parameters" else ()
-        ).check()
-
-
-def _without_key_bias(name, tensor):
-    if not name.endswith("c_attn.bias"):
-        return tensor
-    q, _, v = tensor.chunk(3)
-    return torch.cat([q, v])
-
-
 RUNS = [
     (dropout, optimizer, dtype)
     for dropout in (0.0, 0.1)
@@ -253,33 +109,6 @@ def test_a_mean_over_targets_counts_them_on_all_ranks(threads):
 
     for result in threads(4, body):
         Equality.in_float64("unequal numbers of targets", result, expected, 1e-9).check()
-
-
-def test_the_bits_are_murmurs():
-    """Published: MurmurHash3_x86_32 of nothing with seed 1 is 0x514E28B7, with seed 0xFFFFFFFF 0x81F16F39."""
-    assert mix(torch.tensor([1, -1], dtype=torch.int32)).tolist() == [0x514E28B7, 0x81F16F39 - 2**32]
-    assert [hex(int(murmur_finalizer(s))) for s in (1, 0xFFFFFFFF)] == ["0x514e28b7", "0x81f16f39"]
-
-
-@pytest.mark.parametrize("shape", [(3, 5, 7), (11,), (), (1, 64)])
-@pytest.mark.parametrize("seed, step, op", [(0, 0, 0), (2**63 - 1, 3, 41), (1234567, 2**40, 7)])
-def test_bits_equal_numpys(shape, seed, step, op):
-    from autopar.runtime.random import key_of
-
-    found = bits(torch.tensor(key_of(seed, step)), op, shape, [()] * len(shape), shape)
-    for p in (0.0, 0.1, 0.5, 0.9):
-        assert np.array_equal((found >= int(p * 2**32) - 2**31).numpy(), kept(seed, step, op, p, shape))
-
-
-def test_the_bits_look_random():
-    found = bits(torch.tensor(12345), 0, (1000, 1000), [(), ()], (1000, 1000))
-    ones = torch.stack([(found >> i) & 1 for i in range(32)]).double()
-    assert ((ones.mean((1, 2)) - 0.5).abs() < 5 * 0.5 / 1000).all()
-    for axis in (1, 2):  # no correlation with the neighbour
-        a, b = ones.narrow(axis, 0, 999) - 0.5, ones.narrow(axis, 1, 999) - 0.5
-        assert ((a * b).mean((1, 2)).abs() < 5 * 0.25 / 1000).all()
-    others = bits(torch.tensor(12345), 1, (1000, 1000), [(), ()], (1000, 1000))
-    assert (found == others).double().mean() < 1e-5
 
 
 def test_the_seed_comes_from_torch(threads):
