@@ -62,7 +62,7 @@ AS_TORCH = {"SparseAdam": "does not support dense gradients"}  # on one device, 
 
 
 def averaged(parameters: list[Any], decay: float | None) -> list[torch.Tensor]:
-    """What AveragedModel has of them after two updates."""
+    """Averages that AveragedModel holds after two updates."""
     model = nn.ParameterList(parameters)
     average = None if decay is None else torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
     mean = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average)
