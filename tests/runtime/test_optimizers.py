@@ -153,10 +153,7 @@ def parameters_after(parameters: dict[str, Any], form: str, before: Callable[[],
 
 
 def on_ranks(rank, model, x, dtype):
-    """Of every form what parameters become, and what one device makes of the same parameters and gradients.
-
-    Or the letter.
-    """
+    """Parameters after a step of every form, beside those of one device with the same gradients; or the letter."""
     mine = autopar.autoparallelize(
         copy.deepcopy(model).to(dtype), (x.to(dtype),), mesh=2, cluster=eager_links(), constraints=STORED
     )
