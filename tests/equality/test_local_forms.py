@@ -127,3 +127,15 @@ def test_the_largest_is_exact_though_several_are_it(threads):
         3, lambda rank: autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)(**batch).detach()
     ):
         assert torch.equal(result, torch.full((6,), 12.0).double())
+
+
+@pytest.mark.parametrize("function", [torch.logsumexp, torch.amax, torch.amin, torch.sum, torch.softmax])
+def test_of_one_number_nothing_is_cut(function, threads):
+    """torch takes dim 0 of a tensor without dims."""
+    model, batch = (
+        FunctionModel(lambda m, x: function((x @ m.weight).mean(), 0), 6, 12),
+        {"x": torch.randn(6, 6).double()},
+    )
+    expected = copy.deepcopy(model)(**batch).detach()
+    loss = threads(2, lambda rank: autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2)(**batch).detach())
+    assert all(torch.allclose(of_rank, expected) for of_rank in loss)
