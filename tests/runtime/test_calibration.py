@@ -132,7 +132,7 @@ def busy(seconds):
 
 
 def alone(rank):
-    """What the timer says of a call of four milliseconds, and how crowded it was."""
+    """Times of calls of one and four milliseconds, and how crowded the machine was."""
     timer = calibration.Alone("cpu", 5)
     times = [timer(lambda s=s: busy(s)(torch.ones(4))) for s in (1e-3, 4e-3)]
     return times, timer.crowding
@@ -313,7 +313,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
 
 
 def test_a_gradient_takes_the_way_that_it_is_priced_by():
-    """Where small messages are dear, a gradient alone would be scattered and gathered.
+    """A gradient alone would be scattered and gathered where small messages are dear.
 
     With others in a bucket it is reduced at once.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import numpy as np
@@ -61,8 +62,6 @@ def test_ranks_in_another_order_train_alike(threads):
     expected = model(**batch)
 
     def body(rank):
-        import copy
-
         mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
         return mine(**batch).detach()
 
