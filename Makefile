@@ -38,7 +38,7 @@ demo: $(VENV)/.demo            ## plan a model on a 2x2 mesh, train it on four p
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test            ## every test but the nightly ones
-	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST)
 
 lint: $(VENV)/.dev             ## format, lint, types, and the order of folders
 	$(BIN)/ruff format --check .
@@ -50,7 +50,7 @@ check: lint                    ## lint, and the tests that start no processes
 	$(BIN)/python -m pytest -m "not nightly and not machines"
 
 nightly: $(VENV)/.test         ## the long tests
-	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest -m nightly --timeout 3600 --numprocesses $(WORKERS) --dist worksteal
+	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest -m nightly --timeout 3600 --numprocesses $(WORKERS) --dist worksteal $(PYTEST)
 
 nightly-oldest:                ## the tests on the oldest torch we support; the index may have a GPU build only (gigabytes)
 	$(MAKE) test TORCH=2.11.0 VENV=.venv-2.11
