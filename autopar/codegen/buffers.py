@@ -58,4 +58,8 @@ def own(graph: fx.Graph, gradients: Sequence[fx.Node | None], others: Iterable[f
 
 def numbers_of(steps: Sequence[fx.Node]) -> list[list[object]]:
     """Dims, sizes and blocks of several gathers or scatters, as their common message takes them."""
-    return [[n.args[k] if len(n.args) > k else () for n in steps] for k in (2, 3, 4)]
+
+    def column(k: int) -> list[object]:
+        return [n.args[k] if len(n.args) > k else () for n in steps]
+
+    return [column(k) for k in (2, 3, 4)]

@@ -93,7 +93,7 @@ class Localiser:
 
     def run(self) -> LocalProgram:
         """The whole program: placeholders, ops, outputs."""
-        tops = {kind: [n for n in self.graph.nodes if info(n).kind == kind] for kind in _TOPS}
+        tops = {kind: self._of_kind(kind) for kind in _TOPS}
         for nodes in tops.values():
             for node in nodes:
                 self._placeholder(node)
@@ -119,6 +119,9 @@ class Localiser:
             tuple(shardings),
             self.graph.is_random,
         )
+
+    def _of_kind(self, kind: str) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if info(n).kind == kind]
 
     def _decision(self, name: str) -> Decision:
         return self.plan.decisions[name]

@@ -210,12 +210,16 @@ def _segments(program: LocalProgram, ends: set[fx.Node]) -> list[Segment]:
         nodes = list(run_of)
         inside = set(nodes)
         reads = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
-        leaves = [n for n in nodes if n in ends or any(u not in inside and u.op != "output" for u in n.users)]
+        leaves = [n for n in nodes if n in ends or _is_read_outside(n, inside)]
         leaves = [n for n in leaves if not _is_several(n)]
         number: dict[fx.Node, Any] = {n: f"<{i}>" for i, n in enumerate((*reads, *nodes))}
         said = tuple(_said(n, number) for n in nodes)
         found.append(Segment(nodes, reads, leaves, (len(reads), said, tuple(number[n] for n in leaves))))
     return found
+
+
+def _is_read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
+    return any(user not in inside and user.op != "output" for user in node.users)
 
 
 def _said(node: fx.Node, number: Mapping[fx.Node, str]) -> tuple[Any, ...]:

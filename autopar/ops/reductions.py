@@ -120,10 +120,12 @@ def changed_along(arguments: Mapping[str, Any]) -> Rule:
 def diff(arguments: Mapping[str, Any]) -> Rule:
     """Neighbours are needed; what is put before or after is put there whole."""
     letters, gone = letters_of(arguments["input"]), arguments.get("dim", -1) % len(arguments["input"].shape)
-    rows = [
-        " ".join(f"{x}!" if i == gone else a for i, a in enumerate(letters)) for x in ("in", "before", "after", "out")
-    ]
-    return parse(f"{', '.join(rows[:3])} -> {rows[3]}", linear="x+y+z" if "float" in arguments["input"].dtype else "")
+
+    def row(name: str) -> str:
+        return " ".join([*letters[:gone], f"{name}!", *letters[gone + 1 :]])
+
+    linear = "x+y+z" if "float" in arguments["input"].dtype else ""
+    return parse(f"{row('in')}, {row('before')}, {row('after')} -> {row('out')}", linear=linear)
 
 
 def parts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -192,18 +192,17 @@ def scatter_rule(arguments: Mapping[str, Any]) -> Rule | None:
         i != dim and a == b and (source is None or source[i] == b)
         for i, (a, b) in enumerate(zip(given, index, strict=True))
     ]
-    # parts of what is added may be added apart
-    added = arguments["op"] == "scatter_add" and source is not None and source[dim] == index[dim]
-    rows = [
-        " ".join(
-            f"a{i}" if same else "e" if added and i == dim and x != "in" else f"{x}{i}!" for i, same in enumerate(agree)
-        )
-        for x in ("in", "at", "from")
-    ]
-    return parse(
-        f"{rows[0]}, {rows[1]}, {rows[2] if source is not None else ''} -> {rows[0]}",
-        linear="x+z" if source is not None else "",
-    )
+    into, at, added = (_where_sizes_agree(agree, name) for name in ("in", "at", "from"))
+    if source is None:
+        return parse(f"{' '.join(into)}, {' '.join(at)},  -> {' '.join(into)}")
+    if arguments["op"] == "scatter_add" and source[dim] == index[dim]:  # parts of what is added may be added apart
+        at[dim] = added[dim] = "e"
+    return parse(f"{' '.join(into)}, {' '.join(at)}, {' '.join(added)} -> {' '.join(into)}", linear="x+z")
+
+
+def _where_sizes_agree(agree: Sequence[bool], prefix: str) -> list[str]:
+    """The dims of a tensor, one letter where all tensors agree in size, whole and of its own elsewhere."""
+    return [f"a{i}" if same else f"{prefix}{i}!" for i, same in enumerate(agree)]
 
 
 def one_hot(arguments: Mapping[str, Any]) -> Rule:
@@ -245,8 +244,8 @@ def scatter_reduce(arguments: Mapping[str, Any]) -> Rule | None:
         return None
     dim = arguments["dim"] % len(given)
     agree = [i != dim and a == b == c for i, (a, b, c) in enumerate(zip(given, index, source, strict=True))]
-    rows = [" ".join(f"a{i}" if same else f"{x}{i}!" for i, same in enumerate(agree)) for x in ("in", "at", "from")]
-    return parse(f"{rows[0]}, {rows[1]}, {rows[2]} -> {rows[0]}")
+    into, at, added = (" ".join(_where_sizes_agree(agree, name)) for name in ("in", "at", "from"))
+    return parse(f"{into}, {at}, {added} -> {into}")
 
 
 def take(arguments: Mapping[str, Any]) -> Rule:

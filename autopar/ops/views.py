@@ -169,7 +169,9 @@ def ranges(arguments: Mapping[str, Any]) -> Rule:
         if before[i] != after[i] or any(shifts[2 * (len(before) - 1 - i) :][:2]) or i == taken
     ]
     linear = "" if arguments.get("value") or arguments.get("mode", "constant") != "constant" else "x"
-    left, right = ([f"{a}{side}!" if i in changed else a for i, a in enumerate(letters)] for side in ("_in", "_out"))
+    left, right = list(letters), list(letters)
+    for i in changed:
+        left[i], right[i] = f"{letters[i]}_in!", f"{letters[i]}_out!"
     return parse(" ".join(left) + " -> " + " ".join(right), linear=linear)
 
 

@@ -160,14 +160,18 @@ def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
                 operands = node._input_nodes  # each once, in order
                 key = (kinds[node], *(id(held[n][0][0]) for n in operands))
                 if key not in ran:
-                    ran[key] = [(like(t), at) for t, at in _run_alone(node, {n: held[n][0][0] for n in operands})]
+                    given = {n: held[n][0][0] for n in operands}
+                    ran[key] = [(like(t), at) for t, at in _run_alone(node, given)]
                 before = [held[n][0][1] for n in operands]
                 fresh: dict[int, int] = {}  # results may share a memory of their own
                 held[node] = [(t, before[at] if at >= 0 else fresh.setdefault(at, next(count))) for t, at in ran[key]]
-    single = {n for n in held if not any(info(u).kind == "part" for u in n.users)}
-    return {n: held[n][0][1] if n in single else next(count) for n in graph.nodes}, {
-        n for n in single if not held[n][0][0].is_contiguous()
-    }  # what has parts lies nowhere itself
+    single = {n for n in held if not _has_parts(n)}  # what has parts lies nowhere itself
+    memories = {n: held[n][0][1] if n in single else next(count) for n in graph.nodes}
+    return memories, {n for n in single if not held[n][0][0].is_contiguous()}
+
+
+def _has_parts(node: fx.Node) -> bool:
+    return any(info(user).kind == "part" for user in node.users)
 
 
 def _run_alone(node: fx.Node, given: dict[fx.Node, Any]) -> list[tuple[Any, int]]:
