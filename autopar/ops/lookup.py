@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.entry import FILLED, OPS, SHAPE, SIZES, SPELLINGS, TRANSLATED, Apply, Op, facts_of, same
+from autopar.ops.entry import FILLED, OPS, SHAPE, SIZES, SPELLINGS, TRANSLATED, Apply, OnACopy, Op, facts_of, same
 from autopar.runtime.private import ATEN_OPS, FUNCTIONS_OF_C, OpOverload
 
 _T = Tensor
@@ -81,7 +81,7 @@ def functional(
         return _filled(name, args, kwargs)
     pure = _pure_function(function, name)
     if pure is None:
-        return by_own_name(on_a_copy(function), args, kwargs)
+        return by_own_name(OnACopy(function), args, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
     if pure is function:  # inplace by position
         named = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -119,15 +119,6 @@ def _pure_function(function: Callable[..., Any], name: str) -> Callable[..., Any
     bare = name[3:-2] if name.startswith("__i") else name.rstrip("_")
     bare = _OPERATORS.get(bare, bare)
     return next(filter(callable, (getattr(home, bare, None) for home in (_T, torch, F))), None)
-
-
-@functools.cache
-def on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return function(input.clone(), *args, **kwargs)
-
-    call.__name__ = call.__qualname__ = f"{function.__name__} on a copy"
-    return call
 
 
 @functools.cache
@@ -232,28 +223,33 @@ def _arange(canonical: Op, named: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
 def by_own_name(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Op, dict[str, Any]]:
+    """A call that no entry covers, of an op that has the function's own name; with a stroke where an entry has it."""
     name = own_name(function)
-    kwargs = {
-        k: v for k, v in kwargs.items() if k != "device" and not (k == "out" and v is None)
-    }  # fakes say cpu; the program runs where the model is
-    while (
-        made := OPS.setdefault(name, Op(name, function))
-    ).call != function or made.signature is not None:  # the name is taken
+    if name in OPS:
         name += "'"
-    return made, made.bind(args, kwargs)
+    made = Op(name, function)
+    # fakes say cpu; the program runs where the model is
+    said = {k: v for k, v in kwargs.items() if k != "device" and not (k == "out" and v is None)}
+    return made, made.bind(args, said)
 
 
-@functools.cache
 def own_name(function: Callable[..., Any]) -> str:
     """`cumsum`, `nn.functional.gumbel_softmax`, `ops.mylib.foo.default`, `function models.Scale`."""
-    if isinstance(function, Apply):
+    if isinstance(function, (Apply, OnACopy)):
         return function.__name__
     if isinstance(function, ATEN_OPS):
         return f"ops.{str(function).replace('::', '.')}"
-    return next(
-        (name for name, known in torch_functions().items() if known is function),
-        getattr(function, "__qualname__", repr(function)),
-    )
+    known = _names_of_torch_functions().get(function)
+    return known if known is not None else getattr(function, "__qualname__", repr(function))
+
+
+@functools.cache
+def _names_of_torch_functions() -> dict[Callable[..., Any], str]:
+    """The first name of each function of torch."""
+    found: dict[Callable[..., Any], str] = {}
+    for name, function in torch_functions().items():
+        found.setdefault(function, name)
+    return found
 
 
 @functools.cache
