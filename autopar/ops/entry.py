@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.letters import BadRule
+from autopar.ops.inverses import WrittenView
 from autopar.sharding.notation import Rule, parse
 
 if TYPE_CHECKING:
@@ -163,6 +164,8 @@ class Facts:
     free: bool = False  # it shows its operand's memory: no time
     same: bool = False  # of a parameter alone, its result is the parameter: a cast, or the numbers in another shape
     moved: bool = False  # its result shows numbers of its operand as they are, at other places
+    # of a view: the op that carries a write to it back to what it is a view of
+    inverse: Callable[[WrittenView], Any] | None = None
     truth: bool = False  # its result is yes or no, whatever its operand is
     overwrites: bool = False  # its result has the shape of its operand, whose numbers do not matter
     one_dtype: bool = False  # its operands are all of one dtype
@@ -173,6 +176,10 @@ class Facts:
     # arguments as the op wants them, where what was said leaves something to torch
     settle: Callable[[Op, dict[str, Any], Any], tuple[Op, dict[str, Any]]] | None = None
     counts: str = ""  # the pattern of factors along which its local form counts positions
+    # how padding goes through it, where its rule does not say all: a key of `module/reach/transfers.py`
+    reach: str = ""
+    sized: bool = False  # its arguments may be sizes that follow the length of an input
+    neutral: float | None = None  # of a reduction: the number that changes nothing in it
 
 
 OPS: dict[str, Op] = {}

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.ops import inverses
 from autopar.ops.entry import T, each, op
 from autopar.ops.local import Form, Here, OpCall, cuts
 from autopar.ops.spelling import NAMES, letters_of, parse, whole_dims
@@ -363,7 +364,16 @@ op(
     "sparse=False, per_sample_weights:T=None, include_last_offset=False, padding_idx=None",
     rule=embedding_bag,
 )
-op("index", index, "input:T, index:T", T.__getitem__, rule=index_rule, keeps="index")
+op(
+    "index",
+    index,
+    "input:T, index:T",
+    T.__getitem__,
+    rule=index_rule,
+    keeps="index",
+    reach="looked up",
+    inverse=inverses.index,
+)
 op("setitem", setitem, "input:T, index:T, value:T", T.__setitem__, rule=setitem_rule, keeps="index")
 each("gather", "input:T, dim, index:T, *, sparse_grad=False", rule=gather, keeps="index")
 each("index_select", "input:T, dim, index:T", rule=index_select, keeps="index")

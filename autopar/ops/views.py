@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.ops import inverses
 from autopar.ops.entry import T, each, op, translates
 from autopar.ops.lookup import by_own_name
 from autopar.ops.reductions import along_and_linear
+from autopar.ops.refinement import view_rule
 from autopar.ops.spelling import NAMES, letters_of, parse, same_dims, whole_dims
 from autopar.sharding.notation import Rule
 
@@ -62,73 +61,6 @@ def unfold(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
 def copy(input: Tensor, source: Tensor) -> Tensor:
     """The source, in the shape and dtype of the input."""
     return source.expand(input.shape).to(input.dtype)
-
-
-def view_rule(arguments: Mapping[str, Any]) -> Rule:
-    """Dims of both shapes are products of the factors of their common refinement.
-
-    Where there is none, they stay whole.
-
-    In a first dim that is flattened, (batch, sequence, ...), the sequence may be cut inside each batch.
-    """
-    before, after = arguments["input"].shape, arguments["size"]
-    if math.prod(before) == 0:
-        left, right = whole_dims("a", len(before)), whole_dims("b", len(after))
-        return parse(" ".join(left) + " -> " + " ".join(right), linear="x")
-    left, right, names = list[str](), list[str](), 0
-    for group in _groups(before, after):
-        marks = sorted({1, *_products(group[0]), *_products(group[1])})
-        if all(y % x == 0 for x, y in itertools.pairwise(marks)):
-            left += _refined(group[0], marks, names, is_first=not left)
-            right += _refined(group[1], marks, names, is_first=not right)
-        else:
-            left += ["1" if n == 1 else f"w{names}_{k}!" for k, n in enumerate(group[0])]
-            right += ["1" if n == 1 else f"v{names}_{k}!" for k, n in enumerate(group[1])]
-        names += len(marks)
-    return parse(" ".join(left) + " -> " + " ".join(right), linear="x")
-
-
-def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """The smallest groups of dims of two shapes that hold the same numbers."""
-    i = j = 0
-    while i < len(before) or j < len(after):
-        a, b = i, j
-        left, right = before[i] if i < len(before) else 1, after[j] if j < len(after) else 1
-        i, j = min(i + 1, len(before)), min(j + 1, len(after))
-        while left != right:
-            if left < right:
-                left, i = left * before[i], i + 1
-            else:
-                right, j = right * after[j], j + 1
-        yield before[a:i], after[b:j]
-
-
-def _products(dims: Sequence[int]) -> Iterator[int]:
-    """The sizes of the last dim, of the last two, and so on."""
-    return itertools.accumulate(reversed(dims), operator.mul)
-
-
-def _refined(dims: Sequence[int], marks: Sequence[int], first: int, is_first: bool) -> list[str]:
-    """The dims of one side of a group as products of its factors, which lie between marks.
-
-    The second factor of the tensor's first dim may be cut inside each value of the first.
-    """
-    factors = {y: (f"f{first + k}", y // x) for k, (x, y) in enumerate(itertools.pairwise(marks))}
-    found = list[str]()
-    total = math.prod(dims)
-    for n in dims:
-        inner = total // n
-        inside = [factors[m] for m in reversed(marks) if inner < m <= total]
-        if n == 1:
-            found.append("1")
-        elif len(inside) == 1:
-            found.append(inside[0][0])
-        else:
-            words = [f"{factor}:{size}" for factor, size in inside]
-            words[1] += "+" if is_first and not found else ""
-            found.append(f"({' '.join(words)})")
-        total = inner
-    return found
 
 
 def transpose(arguments: Mapping[str, Any]) -> Rule:
@@ -346,6 +278,9 @@ op(
     free=True,
     same=True,
     moved=True,
+    reach="view",
+    sized=True,
+    inverse=inverses.view,
 )
 op(
     "expand",
@@ -360,6 +295,8 @@ op(
     keeps="",
     free=True,
     same=True,
+    reach="expanded",
+    sized=True,
 )
 op(
     "transpose",
@@ -375,6 +312,8 @@ op(
     free=True,
     same=True,
     moved=True,
+    reach="permuted",
+    inverse=inverses.transpose,
 )
 op(
     "permute",
@@ -386,8 +325,10 @@ op(
     free=True,
     same=True,
     moved=True,
+    reach="permuted",
+    inverse=inverses.permute,
 )
-op("t", torch.t, "input:T", T.t, rule=transpose, keeps="", free=True, same=True)
+op("t", torch.t, "input:T", T.t, rule=transpose, keeps="", free=True, same=True, reach="permuted", inverse=inverses.t)
 op(
     "contiguous",
     contiguous,
@@ -397,6 +338,7 @@ op(
     linear="x",
     keeps="",
     moved=True,
+    inverse=inverses.same,
 )
 op(
     "clone",
@@ -407,6 +349,7 @@ op(
     rule=ONE,
     linear="x",
     moved=True,
+    inverse=inverses.same,
 )
 op(
     "split",
@@ -429,8 +372,11 @@ op(
     keeps="",
     free=True,
     moved=True,
+    reach="split",
+    sized=True,
+    inverse=inverses.split,
 )
-op("unbind", torch.unbind, "input:T, dim=0", T.unbind, rule=unbind, keeps="")
+op("unbind", torch.unbind, "input:T, dim=0", T.unbind, rule=unbind, keeps="", inverse=inverses.unbind)
 op(
     "narrow",
     narrow,
@@ -441,20 +387,42 @@ op(
     keeps="",
     free=True,
     moved=True,
+    reach="narrow",
+    sized=True,
+    inverse=inverses.narrow,
 )
-op("select", torch.select, "input:T, dim, index", T.select, rule=ranges, keeps="", free=True, moved=True)
+op(
+    "select",
+    torch.select,
+    "input:T, dim, index",
+    T.select,
+    rule=ranges,
+    keeps="",
+    free=True,
+    moved=True,
+    reach="select",
+    sized=True,
+    inverse=inverses.select,
+)
 op("unfold", unfold, "input:T, dimension, size, step", T.unfold, rule=unfold_rule)
 
 # together, and into one another
-op("cat", torch.cat, "tensors:T, dim=0", torch.concat, torch.concatenate, rule=cat, keeps="")
-op("stack", torch.stack, "tensors:T, dim=0", rule=stack, keeps="")
+op("cat", torch.cat, "tensors:T, dim=0", torch.concat, torch.concatenate, rule=cat, keeps="", reach="end to end")
+op("stack", torch.stack, "tensors:T, dim=0", rule=stack, keeps="", reach="end to end")
 op("copy", copy, "input:T, source:T", rule=copy_rule, keeps="")
-each("slice_scatter", "input:T, src:T, dim=0, start=None, end=None, step=1", rule=put, keeps="")
-each("select_scatter", "input:T, src:T, dim, index", rule=put, keeps="")
-each("diagonal", "input:T, offset=0, dim1=0, dim2=1", rule=diagonal, keeps="")
+each(
+    "slice_scatter",
+    "input:T, src:T, dim=0, start=None, end=None, step=1",
+    rule=put,
+    keeps="",
+    reach="overwritten",
+    sized=True,
+)
+each("select_scatter", "input:T, src:T, dim, index", rule=put, keeps="", reach="overwritten")
+each("diagonal", "input:T, offset=0, dim1=0, dim2=1", rule=diagonal, keeps="", inverse=inverses.diagonal)
 each("diagonal_scatter", "input:T, src:T, offset=0, dim1=0, dim2=1", rule=diagonal)
 each("diag_embed", "input:T, offset=0, dim1=-2, dim2=-1", rule=diag_embed)
-each("tril triu", "input:T, diagonal=0", rule=triangle, keeps="")
+each("tril triu", "input:T, diagonal=0", rule=triangle, keeps="", reach="triangle")
 
 # again, and in another order
 op("repeat", repeat, "input:T, repeats", (T.repeat, "input, *repeats"), rule=repeat_rule, keeps="")
@@ -463,6 +431,6 @@ each("repeat_interleave", "input:T, repeats:T, dim=None, *, output_size=None", r
 each("rot90", "input:T, k=1, dims=[0, 1]", rule=rot90)
 each("roll", "input:T, shifts, dims=None", rule=along_and_linear, keeps="")
 op("flip", torch.flip, "input:T, dims", (T.flip, "input, *dims"), rule=along_and_linear, keeps="")
-op("pad", F.pad, "input:T, pad, mode='constant', value=None", rule=ranges, keeps="", moved=True)
+op("pad", F.pad, "input:T, pad, mode='constant', value=None", rule=ranges, keeps="", moved=True, reach="pad")
 op("im2col", F.unfold, "input:T, kernel_size, dilation=1, padding=0, stride=1", rule=columns)
 op("col2im", F.fold, "input:T, output_size, kernel_size, dilation=1, padding=0, stride=1", rule=columns)
