@@ -242,4 +242,6 @@ def fold_single_ends(space: Space) -> tuple[list[np.ndarray], list[Edge]]:
 
 
 def infeasible(space: Space, why: str) -> Infeasible:
-    return Infeasible(f"no plan satisfies the constraints on mesh {space.mesh}", seen=why, advice="pin fewer things")
+    return Infeasible(
+        f"no plan satisfies the constraints on mesh {space.setting.mesh}", seen=why, advice="pin fewer things"
+    )

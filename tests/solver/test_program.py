@@ -87,7 +87,7 @@ def spaces(draw):
                     True,
                 )
             )
-    return Space(MESH, manager.cluster, tuple(sites), tuple(edges), manager, "none")
+    return Space(Setting(MESH, manager.cluster), tuple(sites), tuple(edges), manager, "none")
 
 
 def by_trying_everything(space):
