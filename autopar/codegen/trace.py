@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.codegen.joint_graph import JointGraph
 from autopar.codegen.local import LocalProgram
+from autopar.graph import walks
 from autopar.graph.graph import info, run
 from autopar.graph.layers import innermost_block
 from autopar.runtime.forms import literal
@@ -269,12 +270,7 @@ def _traced(segment: Segment, reads: Sequence[Lies], tangents: Sequence[Lies | N
     nodes, flat = [n for n in made.graph.nodes if n.op == "placeholder"], list(made.graph.output_node().args[0])
     found, count = dict(zip(held, flat[len(segment.leaves) :], strict=False)), len(reads)
     traced = Traced(nodes[:count], nodes[count:], flat[: len(segment.leaves)], [found.get(i) for i in range(count)])
-    needed, pending = set[fx.Node](), list(traced.outputs)
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
+    needed = walks.ancestors(traced.outputs)
     for node in made.graph.nodes:
         if node.op == "call_function":
             # a part of what forward makes: it would hold the others until backward

@@ -223,7 +223,7 @@ def _arange(canonical: Op, named: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
 def by_own_name(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Op, dict[str, Any]]:
-    """A call that no entry covers, of an op that has the function's own name; with a stroke where an entry has it."""
+    """The op of a call that no entry covers: it has the function's own name, apart from those of entries."""
     name = own_name(function)
     if name in OPS:
         name += "'"

@@ -119,7 +119,7 @@ class IndexLetters(NamedTuple):
 
 
 def _looked_into(tensor: Any, index: Any, mark: str) -> IndexLetters | None:
-    """The letters of x[:, i, j, ...], whose index holds tensors among ranges; None where it holds anything else.
+    """The letters of x[:, i, j, ...], whose index holds tensors among ranges; None for any other.
 
     Tensors are broadcast together; their dims stand where they do when they are neighbours, and in front when they are
     not. A number beside them is one of them. A mask stands alone, for all of its dims.
@@ -170,7 +170,7 @@ def _is_mask(entry: Any) -> bool:
 
 
 def _dims_taken(entry: Any) -> int:
-    """How many dims of a tensor an entry of its index is for."""
+    """The number of dims of a tensor that an entry of its index is for."""
     if _is_mask(entry):
         return len(entry.shape)
     return 0 if entry is None or entry is ... else 1
