@@ -11,6 +11,19 @@ from torch import nn
 from autopar import Cluster, DeviceMesh
 
 
+class FunctionModel(nn.Module):
+    """A function of the model and its input, with a weight, and buffers for running statistics."""
+
+    def __init__(self, function, *shape) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(*shape).double())
+        self.register_buffer("mean", torch.zeros(shape[-1]).double())
+        self.register_buffer("var", torch.ones(shape[-1]).double())
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -95,6 +108,26 @@ def mlp_case(width: int = 16, batch: int = 8, seed: int = 0):
         for p in model.parameters():
             p.data += 0.1 * torch.randn_like(p)
         return model, {"x": torch.randn(batch, width).double(), "y": torch.randn(batch, width).double()}
+
+
+def batch_of(rows: int, width: int = 16, seed: int = 1) -> dict[str, torch.Tensor]:
+    """A batch of so many rows for `mlp_case`, the same on every rank."""
+    made = torch.Generator().manual_seed(seed)
+    return {k: torch.randn(rows, width, generator=made, dtype=torch.float64) for k in ("x", "y")}
+
+
+def on_meta(build):
+    """A model that is built without values."""
+    with torch.device("meta"):
+        return build()
+
+
+def still(model: nn.Module) -> nn.Module:
+    """The model without its dropout."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
 
 
 def mean_square(outputs, inputs):

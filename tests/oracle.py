@@ -123,7 +123,7 @@ class ByPosition(TorchFunctionMode):
         return made
 
     def categories(self, weights, draws):
-        """Of each row so many, with replacement."""
+        """Places drawn from each row by its weights, with replacement."""
         edges = weights.double().numpy().cumsum(-1)
         places = self.uniform((*weights.shape[:-1], draws)).numpy() * edges[..., -1:]
         return torch.from_numpy((edges[..., None, :] <= places[..., :, None]).sum(-1))

@@ -81,6 +81,17 @@ def train(model, batch, optimizer: str, loss: str = "inside", steps: int = STEPS
     return losses, gradients, {n: whole(p).detach().clone() for n, p in parameters.items()}
 
 
+def results(model, loss):
+    """The loss and the gradients that it leaves, which are then forgotten."""
+    loss.backward()
+    found = {
+        "loss": loss.detach(),
+        **{n: whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None},
+    }
+    model.zero_grad()
+    return found
+
+
 def train_parallel(rank, model, batch, plan, runs):
     """Every (optimizer, loss, dtype) of `runs` under one plan for each dtype."""
     results = []

@@ -131,8 +131,7 @@ def diff(arguments: Mapping[str, Any]) -> Rule:
 
 def parts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """The reduction of a part, exchanged, where a reduced dim is cut."""
-    lies, rank, dim = here.lies(0), len(call.arguments["input"].shape), kwargs.get("dim")
-    gone = set(range(rank)) if dim is None else {d % rank for d in ((dim,) if isinstance(dim, int) else dim)}
+    lies, gone = here.lies(0), dims_of(call.arguments)
     axes = [here.mesh.axes[a] for d, order in lies.cuts.items() if d in gone for a in order]
     if not axes:
         return None

@@ -26,10 +26,10 @@ import numpy as np
 
 from autopar.letters import BadSharding
 from autopar.sharding.cluster import Cluster
-from autopar.sharding.costs import LOCAL, measured_seconds, step_seconds
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import P, Placement, R, S, Sharding
+from autopar.sharding.prices import Prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class ShapeConsistencyManager:
 
     def __init__(self, mesh: DeviceMesh, cluster: Cluster, most_bytes: float = math.inf, bucket: float = 0.0) -> None:
         self.mesh = mesh
-        self.cluster = cluster
+        self.prices = Prices(cluster)
         self.most_bytes = most_bytes
         self.bucket = bucket
         axes = range(len(mesh.shape))
@@ -215,32 +215,8 @@ class ShapeConsistencyManager:
             else before
         )
         assert gathered is not None, (step, before)
-        nbytes, levels = self._bytes(gathered, itemsize), self._levels[step.kind][step.axis]
-        if self.cluster.timed:
-            return self._measured_seconds(step, nbytes, levels)
-        return step_seconds(step.kind, levels, nbytes, self.cluster.device)
-
-    def _measured_seconds(self, step: Step, nbytes: float, levels: Sequence[tuple[int, Any]]) -> float:
-        """The same on a machine whose ops were measured."""
-        n = self.mesh.shape[step.axis]
-        if step.kind in LOCAL:
-            return self._copied("clone", nbytes / (n if step.kind == "slice" else 1))
-        turned = (
-            self._copied("copy turned", nbytes * (1 + 1 / n))
-            if step.kind in ("all_gather", "reduce_scatter") and step.dim > 0
-            else 0.0
-        )  # packed by its first dim, and turned back
-        if self.bucket and step.kind in ("all_reduce", "reduce_scatter"):
-            return turned + step_seconds(step.kind, levels, self.bucket, self.cluster.device) * nbytes / self.bucket
-        return turned + step_seconds(step.kind, levels, nbytes, self.cluster.device)
-
-    def _copied(self, how: str, nbytes: float) -> float:
-        timed = self.cluster.times_of(how, "float32")
-        return (
-            float(measured_seconds(timed.forward, nbytes / 4))
-            if timed
-            else 2 * nbytes / self.cluster.device.memory_bytes_per_s
-        )
+        levels = self._levels[step.kind][step.axis]
+        return self.prices.step(step.kind, step.dim, levels, self._bytes(gathered, itemsize), self.bucket)
 
     def _bytes(self, layout: Layout, itemsize: int) -> int:
         """Bytes on the fullest device, the one at coordinate 0."""

@@ -27,8 +27,7 @@ FORMULAS: dict[str, sp.Expr] = {
     "reduce_scatter": latency + (n - 1) / n * whole / wire,
     "all_reduce": 2 * latency + 2 * (n - 1) / n * whole / wire,
     "all_to_all": latency + (n - 1) / n * whole / n / wire,  # each device holds whole / n and keeps 1 / n of it
-    "slice": launch + 2 * whole / n / bandwidth,
-    "lodge": launch + 2 * whole / bandwidth,
+    "copy": launch + 2 * bytes_ / bandwidth,
 }
 
 LOCAL = frozenset({"slice", "lodge"})  # steps that move nothing between devices
@@ -75,19 +74,17 @@ def measured_seconds(curve: Sequence[tuple[float, float]], amount: Any) -> Any:
     return np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))
 
 
-def step_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: float, device: Any) -> float:
-    """One step of a conversion on an axis whose devices are joined by these levels, innermost first.
+def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: float) -> float:
+    """A collective on an axis whose devices are joined by these levels, innermost first.
 
     `bytes_` of the tensor as it is when the axis does not cut it.
 
     A collective that spans nodes is one within each node and one between them: a gather brings each device its share
     from the other nodes, then the shares are gathered inside.
     """
-    if (curve := getattr(levels[0][1], "times", ())) and kind not in LOCAL:  # one level, measured
+    if curve := getattr(levels[0][1], "times", ()):  # one level, measured
         return float(measured_seconds(curve, bytes_))
     count = math.prod(n for n, _ in levels)
-    if kind in LOCAL:
-        return float(seconds(kind, n=count, whole=bytes_, launch=device.launch_s, bandwidth=device.memory_bytes_per_s))
     total, inside, outside = 0.0, 1, count
     for n, link in levels:
         outside //= n

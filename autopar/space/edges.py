@@ -72,10 +72,9 @@ class EdgeBuilder:
         self.schedule = schedule
         self.habits = habits
         self.conversions = ShapeConsistencyManager(setting.mesh, setting.cluster)
-        self.reductions = self.conversions
-        if setting.cluster.timed:  # gradients travel in buckets
-            trained = sum(t.nbytes for t in map(type_of, graph.parameters.values()) if t.requires_grad)
-            self.reductions = ShapeConsistencyManager(setting.mesh, setting.cluster, bucket=min(BUCKET, trained))
+        trained = sum(t.nbytes for t in map(type_of, graph.parameters.values()) if t.requires_grad)
+        # gradients travel in buckets
+        self.reductions = ShapeConsistencyManager(setting.mesh, setting.cluster, bucket=min(BUCKET, trained))
         self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = {}
         self._tables: dict[Any, _Table] = {}
         self._ways: dict[int, _Table] = {}  # by the id of the seconds

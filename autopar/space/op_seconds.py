@@ -1,4 +1,4 @@
-"""`OpSeconds`: seconds of an op's choices on the fullest device, as FLOPs and bytes say or as they were measured."""
+"""`OpSeconds`: the kernels that an op runs under each of its choices, and their seconds on the fullest device."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, info, op_name
-from autopar.ops.entry import facts_of, timed_name
-from autopar.sharding.cluster import Timed
-from autopar.sharding.costs import measured_seconds, seconds, step_seconds
+from autopar.ops.entry import Line, facts_of, timed_name
+from autopar.sharding.costs import collective_seconds
 from autopar.sharding.notation import Binding
 from autopar.sharding.placement import largest_local_shape, part
+from autopar.sharding.prices import SUM, SUM_OVER_ROWS, TURNED, Kernel, Prices
 from autopar.sharding.strategies import Choice, values
 from autopar.space.saved import memories
 from autopar.space.setting import Setting
@@ -45,34 +46,91 @@ class Chosen:
         return [t for t in self.operands if t.requires_grad]
 
 
+class Kernels(NamedTuple):
+    """The kernels of an op's call, whatever the machine."""
+
+    forward: Sequence[Kernel] = ()
+    backward: Sequence[tuple[int, Kernel]] = ()  # how often, and of which kernel the one that gives a gradient
+    beside: Sequence[tuple[int, Kernel]] = ()  # other kernels of the backward, and how often they run
+
+
 class OpSeconds:
     """Prices of ops on a machine."""
 
     def __init__(self, graph: Graph, setting: Setting) -> None:
         self.mesh = setting.mesh
         self.cluster = setting.cluster
-        self.copied = _copies(graph) if setting.cluster.timed else frozenset()
+        self.prices = Prices(setting.cluster)
+        self.copied = _copies(graph)
 
     def compute(self, chosen: Chosen) -> Ways:
         """Seconds of computing."""
-        dtype = chosen.outputs[0].dtype
-        is_timed = self.cluster.times_of("add", dtype if "float" in dtype else "float32") is not None
-        facts = facts_of(chosen.op)
-        if facts.free and not is_timed:
+        kernels = self.kernels(chosen)
+        if not any(kernels):
             return ()
+        forward, backward = np.zeros(len(chosen.choices)), np.zeros(len(chosen.choices))
+        for kernel in kernels.forward:
+            forward += self.prices.forward(kernel)
+        for count, kernel in kernels.backward:
+            backward += count * self.prices.backward(kernel)
+        for count, kernel in kernels.beside:
+            backward += count * self.prices.forward(kernel)
+        return forward, backward
+
+    def kernels(self, chosen: Chosen) -> Kernels:
+        """What an op runs, forward and back, on the fullest device."""
+        facts, trained = facts_of(chosen.op), len(chosen.trained)
+        if chosen.op == "identity":  # the gradients of its uses are added
+            added = (len(chosen.node.users) - 1) if trained else 0
+            return Kernels(beside=[(added, self._beside(chosen, SUM, 3))]) if added else Kernels()
+        if chosen.node in self.copied:
+            return Kernels([self._beside(chosen, TURNED, 2)])
+        kernel = self._own(chosen)
+        if facts.free and not self.prices.is_measured(kernel):
+            return Kernels()
+        if facts.joint or not (facts.flops or facts.spreads):
+            return Kernels([kernel], [(min(trained, 1), kernel)])
+        if facts.flops:  # a product gives the gradient of each matrix, a sum that of a bias
+            summed = sum(len(t.shape) <= 1 for t in chosen.trained)
+            given = trained - summed
+        else:  # the gradient of an operand that was broadcast is a sum of its own
+            whole = math.prod(chosen.outputs[0].shape)
+            summed = sum(math.prod(t.shape) < whole for t in chosen.trained)
+            given = trained
+        sums = [(summed, self._beside(chosen, SUM_OVER_ROWS, 1))] if summed else []
+        return Kernels([kernel], [(given, kernel)], sums)
+
+    def _own(self, chosen: Chosen) -> Kernel:
+        """The kernel that computes the op."""
+        op, facts = chosen.op, facts_of(chosen.op)
         per_point, points, moved = self._amounts(chosen)
-        if is_timed:
-            return self._measured(chosen, per_point * points, moved)
-        device, trained = self.cluster.device, len(chosen.trained)
-        run = seconds(
-            "compute",
-            flops=per_point * points,
-            bytes=moved,
-            rate=device.rate(dtype),
-            bandwidth=device.memory_bytes_per_s,
-            launch=device.launch_s,
+        name = timed_name(op, chosen.node.kwargs)
+        keeps_nothing = isinstance(facts.keeps, Line) and not facts.keeps.values
+        return Kernel(
+            (name, op),
+            chosen.outputs[0].dtype,
+            per_point * points,
+            moved,
+            is_product=facts.flops is not None,
+            gradients=len(chosen.trained) if facts.joint else 1,
+            hands_on=facts.spreads and keeps_nothing,
+            as_cut=self._where_cut(chosen, name),
         )
-        return run, run * (trained if facts.flops else min(trained, 1))
+
+    def _beside(self, chosen: Chosen, name: str, tensors: int) -> Kernel:
+        """A kernel on numbers of the result's size, which reads and writes so many tensors."""
+        made = self._made(chosen)
+        result = chosen.outputs[0]
+        return Kernel((name,), result.dtype, made, tensors * made * result.itemsize)
+
+    def _where_cut(self, chosen: Chosen, name: str) -> tuple[str, np.ndarray] | None:
+        """The name of the time where an op that counts positions is cut, and which choices cut it so."""
+        op = chosen.op
+        if not facts_of(op).counts:
+            return None
+        # the last part of causal attention sees nearly all keys: it takes as long as without a mask
+        as_cut = op if name == f"{op} causal" else f"{op} cut"
+        return as_cut, np.array([_is_counted(op, c) for c in chosen.choices])
 
     def _amounts(self, chosen: Chosen) -> tuple[float, np.ndarray, np.ndarray]:
         """FLOPs for each point of the loops; points and bytes by choice."""
@@ -102,62 +160,6 @@ class OpSeconds:
                 local[factor] = part(local[factor], n, 0)[1]
         return local
 
-    def _times(self, name: str) -> Timed | None:
-        return self.cluster.times_of(name, "float32")
-
-    def _curve(self, name: str, amounts: np.ndarray) -> np.ndarray:
-        """Measured seconds of the forward of an op, or of a sum of two where nobody measured it."""
-        return measured_seconds(self._timed(name).forward, amounts)
-
-    def _timed(self, name: str) -> Timed:
-        found = self._times(name) or self._times("add")
-        assert found is not None  # or ops would not be priced by tables
-        return found
-
-    def _measured(self, chosen: Chosen, amounts: np.ndarray, moved: np.ndarray) -> Ways:
-        """Seconds as they were measured, by the amounts that choices leave to a device.
-
-        FLOPs of products, elements of the largest tensor of other ops.
-        """
-        op, trained, nothing = chosen.op, chosen.trained, np.zeros(len(chosen.choices))
-        if op == "identity":  # the gradients of its uses are added
-            back = (len(chosen.node.users) - 1) * self._curve("add", self._made(chosen)) if trained else nothing
-            return nothing, back
-        facts, name = facts_of(op), timed_name(op, chosen.node.kwargs)
-        found = self._times(name) or self._times(op)
-        if facts.free and found is None:  # a view, but where it cannot be one
-            is_copied = chosen.node in self.copied
-            return (self._curve("copy turned", self._made(chosen)), nothing) if is_copied else ()
-        if found is None:  # nobody measured it: it reads and writes as a sum of two does
-            run = self._curve("add", moved / 12)
-            return run, run if trained else nothing
-        forward, back = self._whole_or_cut(chosen, found, name, amounts)
-        if facts.flops and not facts.joint:
-            matrices: int = sum(len(t.shape) > 1 for t in trained)
-            biases: np.ndarray = (len(trained) - matrices) * self._curve("sum over rows", self._made(chosen))
-            return forward, matrices * back + biases
-        if facts.spreads and not name.endswith("number"):
-            broadcast = sum(math.prod(t.shape) < math.prod(chosen.outputs[0].shape) for t in trained)
-            sums: np.ndarray = broadcast * self._curve("sum over rows", self._made(chosen))
-            return forward, len(trained) * back + sums
-        return forward, back if trained else nothing
-
-    def _whole_or_cut(
-        self, chosen: Chosen, whole: Timed, name: str, amounts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of each way; an op that counts positions was measured where it is cut, too."""
-        op = chosen.op
-        forward, back = measured_seconds(whole.forward, amounts), measured_seconds(whole.backward, amounts)
-        # the last part of causal attention sees nearly all keys: it takes as long as without a mask
-        as_cut = op if name == f"{op} causal" else f"{op} cut"
-        if not facts_of(op).counts or not self._times(as_cut):
-            return forward, back
-        cut, is_cut = self._timed(as_cut), np.array([_is_counted(op, c) for c in chosen.choices])
-        return (
-            np.where(is_cut, measured_seconds(cut.forward, amounts), forward),
-            np.where(is_cut, measured_seconds(cut.backward, amounts), back),
-        )
-
     def _made(self, chosen: Chosen) -> np.ndarray:
         """Elements of the first output."""
         shape = chosen.outputs[0].shape
@@ -175,7 +177,7 @@ class OpSeconds:
         left = math.prod(n for f, n in binding.sizes.items() if f not in binding.inside) * outputs[0].itemsize
         exchanges = 2 * (1 + any(t.requires_grad for t in outputs))
         levels = [self.cluster.levels(self.mesh, a, "all_reduce") for a in range(len(self.mesh.shape))]
-        price = [exchanges * step_seconds("all_reduce", of_axis, left, self.cluster.device) for of_axis in levels]
+        price = [exchanges * collective_seconds("all_reduce", of_axis, left) for of_axis in levels]
         found = []
         for choice in chosen.choices:
             inside = [s.cut is not None and binding.is_inside(s.cut) for s in choice.strategies]

@@ -14,7 +14,6 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, info, op_name, type_of, typed
-from autopar.sharding.costs import measured_seconds, optimizer_figures
 from autopar.sharding.placement import R, Sharding, flow, largest_local_shape
 from autopar.sharding.strategies import (
     Choice,
@@ -114,17 +113,11 @@ class SiteBuilder:
         choices = self._cross(storage_strategies(type_.shape, even), _sizes(type_))
         choices = tuple(c for c in choices if torch_can_state(values(c.output())))
         held = [largest_local_shape(type_.shape, values(c.output()), self.setting.mesh) for c in choices]
-        step = self._step_seconds(type_, np.array([math.prod(local) for local in held]) * type_.itemsize)
+        local = np.array([math.prod(size) for size in held]) * type_.itemsize
+        step = np.zeros(len(choices))
+        if type_.requires_grad:
+            step = self.seconds.prices.optimizer(self.setting.optimizer, type_.dtype, type_.itemsize, local)
         return Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes)
-
-    def _step_seconds(self, type_: TensorType, local: np.ndarray) -> np.ndarray:
-        """Seconds of the optimizer's step, from the bytes of a parameter on a device."""
-        cluster, optimizer = self.setting.cluster, self.setting.optimizer
-        moved = optimizer_figures(optimizer, type_.itemsize)["moved"] if type_.requires_grad else 0
-        timed = cluster.times_of(f"optimizer {optimizer}", type_.dtype)
-        if timed and moved:
-            return measured_seconds(timed.forward, local / type_.itemsize)
-        return local * moved / cluster.device.memory_bytes_per_s
 
     def _with_policies(self, site: Site, type_: TensorType) -> Site:
         """A parameter, or its one cast: what is cut stands once for each policy."""
@@ -175,7 +168,7 @@ class SiteBuilder:
     def _op(self, node: fx.Node) -> Draft:
         about, operands = info(node), self.bindings.tensors[node]
         blocks = self.blocks.of_factors(node)
-        uses = len(node.users) if self.setting.cluster.timed and op_name(node) == "identity" else 0
+        uses = len(node.users) if op_name(node) == "identity" else 0
         key = (self.bindings.kinds[node], blocks, node in self.seconds.copied, uses)
         if key not in self._ops:
             self._ops[key] = self._new_op(node, dict(blocks))

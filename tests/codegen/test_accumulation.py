@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -12,8 +13,7 @@ import autopar
 from autopar import DeviceMesh, Precision
 from autopar.codegen.halves import COLLECTIVES
 from autopar.testing import Equality, on_threads
-from tests.codegen.test_situations import batch_of
-from tests.models import eager_links, mlp_case
+from tests.models import batch_of, eager_links, mlp_case
 from tests.training import whole
 
 MESHES = {
@@ -40,8 +40,6 @@ def steps(model, rows, quietly):
 
 
 def always(waits):
-    import contextlib
-
     return contextlib.nullcontext()
 
 
@@ -68,8 +66,6 @@ def test_gradients_that_wait_come_to_what_one_device_adds_up(parallel, rows):
                 cluster=eager_links(),
                 accumulation=accumulation,
             )
-            import contextlib
-
             return steps(mine, rows, lambda waits: mine.no_sync() if waits else contextlib.nullcontext())
 
         for gradients, parameters in on_threads(MESHES[parallel].size, body):
@@ -97,7 +93,7 @@ def test_nothing_is_reduced_while_gradients_wait():
 
 
 def test_zero_grad_forgets_what_waits():
-    """Of the model, of an optimizer of all parameters, and of one that has some of them.
+    """`zero_grad` of the model, of an optimizer of all parameters, and of one that has some of them.
 
     Their gradients begin anew, those of the others go on.
     """

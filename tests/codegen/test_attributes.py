@@ -336,3 +336,33 @@ def test_an_exchanged_module_is_a_letter():
         return True
 
     assert all(on_threads(2, body))
+
+
+def test_a_copy_has_modes_and_gradients_of_its_own():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    own = copy.deepcopy(model)
+    x = torch.arange(32, dtype=torch.float64).view(8, 4) / 10
+    own(x)
+    expected = copy.deepcopy(own).eval()(x)
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), (x,), mesh=2, cluster=eager_links())
+        mine(x)
+        with mine.no_sync():
+            mine(x).sum().backward()
+        statistics = mine[1].running_mean.clone()
+        other = copy.deepcopy(mine).eval()
+        other[1].running_mean.copy_(own[1].running_mean)
+        other[1].running_var.copy_(own[1].running_var)
+        found = other(x)
+        other.zero_grad()
+        assert (
+            torch.equal(mine[1].running_mean, statistics)
+            and mine._autopar.waiting.of
+            and not other._autopar.waiting.of
+            and mine.training
+        )
+        return whole(found.detach())
+
+    for found in on_threads(2, body):
+        torch.testing.assert_close(found, expected)

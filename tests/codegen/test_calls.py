@@ -240,7 +240,7 @@ def gradients_left(model, x):
 
 
 def several(model, waiting):
-    """What gradients each of the backwards leaves.
+    """Gradients that each of the backwards leaves.
 
     Alone, after another micro-batch, and after one that waits and one that is forgotten.
     """

@@ -21,8 +21,8 @@ from autopar.letters import BadPlan, BadSharding, Letter
 from autopar.sharding.strategies import Choice, Strategy, gradients, values
 from autopar.testing import on_threads
 from autopar.tracer import ColoTracer
-from tests.frame.fuzz import random_plan
 from tests.models import eager_links
+from tests.random_plans import random_plan_of
 from tests.training import whole
 
 FEW, MANY = 60, 1000  # random edits in `make test`, and in `make nightly`
@@ -92,7 +92,7 @@ def made(case):
     build, how = CASES[case]
     model, batch = build()
     if isinstance(how, int):
-        plan = random_plan(
+        plan = random_plan_of(
             ColoTracer().trace(copy.deepcopy(model), batch),
             GRID if "grid" in case else DeviceMesh(2),
             np.random.default_rng(how),
@@ -123,7 +123,7 @@ def differs(one, other):
 
 
 def outcome(case, text, folder):
-    """What becomes of a file: "right", "letter", or what is wrong with it."""
+    """The end of a file that is read and run: "right", "letter", or what is wrong with it."""
     model, batch, plan, expected = made(case)
     (folder / "plan.json").write_text(text)
     try:
@@ -574,7 +574,7 @@ def test_a_plan_that_was_saved_is_still_one(name, tmp_path):
 @pytest.mark.parametrize("seed", range(8))
 def test_any_plan_of_the_space_is_one(seed):
     model, batch = (small, rows, scan)[seed % 3]()
-    plan = random_plan(
+    plan = random_plan_of(
         ColoTracer().trace(model, batch), DeviceMesh((2, 2) if seed % 2 else (3,)), np.random.default_rng(seed)
     )
     Plan.from_dict(json.loads(json.dumps(plan.to_dict()))).validate(model, batch)

@@ -11,9 +11,8 @@ import torch
 import autopar
 from autopar.letters import NotServed
 from autopar.testing import Equality, on_processes, on_threads
-from tests.codegen.test_situations import batch_of, results
-from tests.models import eager_links, mlp_case
-from tests.training import whole
+from tests.models import batch_of, eager_links, mlp_case
+from tests.training import results, whole
 
 
 def run(rank, model, batch, backend, parallel):

@@ -10,8 +10,9 @@ import torch
 import autopar
 from autopar.letters import BadInput, Disagreement, NotServed
 from autopar.testing import Equality
-from tests.frame.test_gpt2 import InFloat64, gpt2
+from tests.equality.gpt2 import gpt2
 from tests.models import eager_links, mlp_case
+from tests.oracle import InFloat64
 from tests.training import OPTIMIZERS, whole
 
 DP, BOTH = autopar.DeviceMesh(4), autopar.DeviceMesh((2, 2), ("dp", "tp"))

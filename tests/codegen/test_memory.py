@@ -10,36 +10,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import autopar
 from autopar import Cluster
+from tests.language import gpt2, llama, zeros
 from tests.models import MLP
 
 
-def gpt2(batch=16):
-    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=512, n_positions=64)
-    ids = torch.zeros(batch, 64, dtype=torch.long)
-    return transformers.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids.clone()}
-
-
-def llama(layers=2, batch=16):
-    config = transformers.LlamaConfig(
-        num_hidden_layers=layers,
-        hidden_size=64,
-        intermediate_size=192,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        max_position_embeddings=64,
-    )
-    ids = torch.zeros(batch, 64, dtype=torch.long)
-    return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
-
-
 def peaks(model, batch, micro_batches):
-    """Of steps 1 and 3, as MemTracker counts them; the outputs are held until backward has ended."""
+    """Peaks of steps 1 and 3, as MemTracker counts them; the outputs are held until backward has ended."""
     optimizer = torch.optim.AdamW(model.parameters())
     tracker, found = MemTracker(), []
     tracker.track_external(model, optimizer, *batch.values())
@@ -57,22 +37,24 @@ def peaks(model, batch, micro_batches):
     return found[0], found[2]
 
 
+MODELS = {
+    "dropout, tied weights, two micro-batches": lambda: (gpt2(), zeros(16, 64)),
+    "regathered": lambda: (llama(inner=192, vocabulary=512), zeros(16, 64)),
+    "mostly parameters": lambda: (MLP(256, 4), {"x": torch.zeros(8, 256), "y": torch.zeros(8, 256)}),
+}
+
+
 @pytest.mark.parametrize(
-    "make, mesh, how",
+    "name, mesh, how",
     [
-        pytest.param(gpt2, (4,), {"parallel": "dp", "accumulation": 2}, id="dropout, tied weights, two micro-batches"),
-        pytest.param(llama, (4,), {"parallel": "zero3"}, id="regathered"),
-        pytest.param(
-            lambda: (MLP(256, 4), {"x": torch.zeros(8, 256), "y": torch.zeros(8, 256)}),
-            (2,),
-            {"parallel": "dp"},
-            id="mostly parameters",
-        ),
+        ("dropout, tied weights, two micro-batches", (4,), {"parallel": "dp", "accumulation": 2}),
+        ("regathered", (4,), {"parallel": "zero3"}),
+        ("mostly parameters", (2,), {"parallel": "dp"}),
     ],
 )
-def test_the_peak_is_what_one_rank_holds(make, mesh, how, fake_world):
+def test_the_peak_is_what_one_rank_holds(name, mesh, how, fake_world):
     torch.manual_seed(0)
-    model, batch = make()
+    model, batch = MODELS[name]()
     generic = Cluster.of("generic")
     plan = autopar.plan(
         model,

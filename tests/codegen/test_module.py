@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.letters import BadPlan, Consumed, Disagreement, NotServed
+from autopar.ops import declare
+from autopar.ops.entry import FACTS
 from autopar.testing import Equality, on_threads
 from tests.models import MLP, eager_links, mlp_case, mlp_pins
 from tests.training import whole
@@ -225,8 +227,6 @@ def test_an_op_without_a_rule_is_an_error_when_strict():
 
 
 def test_a_users_own_rule_is_used():
-    from autopar.ops.entry import FACTS
-
     try:
         autopar.rule("fft.fft", "b s! -> b s!")
         assert not autopar.plan(Waves(8, 8), {"x": torch.randn(8, 8)}, mesh=2, strict=True).without_rule
@@ -247,8 +247,6 @@ def test_a_users_own_rule_is_used():
     ],
 )
 def test_a_rule_is_of_an_op_by_any_of_its_names(op, name, monkeypatch):
-    from autopar.ops import declare
-
     monkeypatch.setattr(declare, "FACTS", {})
     autopar.rule(op, "b s -> b s")
     assert set(declare.FACTS) == {name}

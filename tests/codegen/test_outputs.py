@@ -1,4 +1,4 @@
-"""Gradients that arrive at outputs beside the loss: those that are named, from any loss that is computed outside."""
+"""Outputs beside the loss: gradients arrive at those that are named, from any loss that is computed outside."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import copy
 
 import pytest
 import torch
-import transformers
+import torch.nn.functional as F
+from torch import nn
 
 import autopar
 from autopar.letters import BadPlan, NotServed
 from autopar.sharding.strategies import values
 from autopar.testing import on_threads
 from autopar.tracer import ColoTracer, Graph
+from tests import language
+from tests.models import eager_links
 from tests.oracle import InFloat64
 from tests.training import whole
 
@@ -28,18 +31,7 @@ LOSSES = {
 
 def llama():
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=40,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=16,
-            initializer_range=0.3,
-        )
-    ).double()
+    return language.llama(1, 32, 48, 40, 16, initializer_range=0.3).double()
 
 
 @pytest.mark.parametrize(
@@ -103,3 +95,51 @@ def test_a_graph_knows_where_backward_begins():
         named.output_names[i] for i in named.differentiable
     ] == ["loss", "logits"]
     assert graph.digest != named.digest and Graph.from_json(named.to_json()).differentiable == named.differentiable
+
+
+def test_a_detached_twin_of_the_loss_is_an_output_too(threads):
+    class Twin(nn.Linear):
+        def forward(self, x):
+            loss = super().forward(x).pow(2).sum()
+            return {"loss": loss, "log": loss.detach(), "again": loss}
+
+    model, x = Twin(4, 4).double(), torch.randn(2, 4).double()
+    reference = copy.deepcopy(model)
+    reference(x)["loss"].backward()
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), (x,), mesh=2, cluster=eager_links())
+        result = mine(x)
+        result["loss"].backward()
+        assert (
+            not result["log"].requires_grad and result["log"].item() == result["again"].item() == result["loss"].item()
+        )
+        return whole(mine.weight.grad)
+
+    for gradient in threads(2, body):
+        torch.testing.assert_close(gradient, reference.weight.grad)
+
+
+class WithLogits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 16).double(), nn.Linear(16, 4).double()
+
+    def forward(self, x, y):
+        out = self.b(self.a(x))
+        return {"loss": F.mse_loss(out, y), "logits": out}
+
+
+@pytest.mark.parametrize("preset", ["dp", "zero3"])
+def test_a_gradient_at_another_output_than_the_loss_is_a_letter(preset):
+    model, x = WithLogits(), torch.arange(32, dtype=torch.float64).view(8, 4) / 10
+
+    def body(rank):
+        mine = autopar.autoparallelize(
+            copy.deepcopy(model), {"x": x, "y": x}, mesh=2, cluster=eager_links(), parallel=preset
+        )
+        out = mine(x, x)
+        with pytest.raises(NotServed, match="backward was lowered for the loss"):
+            (out["loss"] + out["logits"].full_tensor().square().mean()).backward()
+
+    on_threads(2, body)

@@ -22,32 +22,18 @@ from autopar.letters import Disagreement, NotServed
 from autopar.module.reach import check_reach
 from autopar.testing import on_threads
 from autopar.tracer import ColoTracer
+from tests import language
 from tests.models import eager_links
 from tests.oracle import InFloat64
 from tests.training import whole
 
-SMALL = dict(
-    vocab_size=40,
-    hidden_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    initializer_range=0.3,
-)
-
 
 def llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SMALL, intermediate_size=48, num_key_value_heads=2)
-    ).double()
+    return language.llama(1, 32, 48, 40, 64, initializer_range=0.3).double()
 
 
-def bert():
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            **SMALL, intermediate_size=48, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-        )
-    ).double()
+def bert(dropout=0.0):
+    return language.bert(1, 32, 48, 40, 64, dropout, initializer_range=0.3).double()
 
 
 def t5():
@@ -322,11 +308,7 @@ def test_training_and_eval_may_give_different_things():
 
 
 def test_dropout_is_left_out_where_both_ways_are_compared():
-    model = transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            **SMALL, intermediate_size=48, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2
-        )
-    ).double()
+    model = bert(dropout=0.2)
 
     def body(rank):
         with InFloat64():
@@ -612,7 +594,7 @@ def chain(names):
 
 
 def looked_at(seeds):
-    """How many chains of ops are served; each of those computes the same of any padded batch."""
+    """The number of chains of ops that are served; each of those computes the same of any padded batch."""
     served = 0
     for seed in seeds:
         rng = random.Random(seed)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.codegen import joint, lower
+from autopar.codegen import joint, joint_passes, local_passes, lower, schedule
 from autopar.letters import NotServed
 from autopar.passes import pass_names, run_passes
 from autopar.tracer import ColoTracer
@@ -61,7 +61,5 @@ def test_a_pass_that_breaks_a_graph_is_named():
 
 
 def test_every_pass_of_lowering_says_what_it_does_before_and_after():
-    from autopar.codegen import joint_passes, local_passes, schedule
-
     for one in (*local_passes.PASSES, *joint_passes.PASSES, *schedule.PASSES):
         assert "before    " in one.__doc__ and "after     " in one.__doc__, one.__name__

@@ -9,38 +9,29 @@ import copy
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import autopar
 from autopar import DeviceMesh
 from autopar.letters import BadInput, NotCaptured
+from autopar.module import state
 from autopar.request import Request
 from autopar.testing import Equality, on_threads
-from tests.models import MLP, eager_links, mlp_case
-from tests.training import whole
+from tests.language import gpt2
+from tests.models import MLP, batch_of, eager_links, mlp_case
+from tests.training import results, whole
 
 MESHES = [DeviceMesh((2,), ("dp",)), DeviceMesh((2, 2), ("dp", "tp"))]
+X = torch.arange(32, dtype=torch.float64).view(8, 4) / 10
 
 
-def results(model, loss):
-    """Loss and gradients, and gradients gone."""
-    loss.backward()
-    found = {
-        "loss": loss.detach(),
-        **{n: whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None},
-    }
-    model.zero_grad()
-    return found
-
-
-def batch_of(rows, width=16, seed=1):
-    made = torch.Generator().manual_seed(seed)
-    return {k: torch.randn(rows, width, generator=made, dtype=torch.float64) for k in ("x", "y")}
+def parallel(model, batch, **how):
+    """The model in parallel on two ranks that are threads, each with a copy of its own."""
+    return autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, cluster=eager_links(), **how)
 
 
 @pytest.mark.parametrize(
-    "parallel, mesh",
+    "preset, mesh",
     [
         pytest.param(p, m, marks=[] if (p in (None, "zero3")) == (len(m.shape) == 2) else pytest.mark.nightly)
         for p in (None, "dp", "zero3", "megatron")
@@ -48,14 +39,14 @@ def batch_of(rows, width=16, seed=1):
     ],
     ids=str,
 )
-def test_batches_of_other_sizes(parallel, mesh):
-    if parallel == "megatron" and len(mesh.shape) == 1:
+def test_batches_of_other_sizes(preset, mesh):
+    if preset == "megatron" and len(mesh.shape) == 1:
         mesh = DeviceMesh((2,), ("tp",))
     model, batch = mlp_case()
     expected = [results(model, model(**batch_of(rows))) for rows in (8, 3, 7, 1, 8)]
 
     def body(rank):
-        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=mesh, parallel=parallel, cluster=eager_links())
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=mesh, parallel=preset, cluster=eager_links())
         before = {n: p.placements for n, p in mine.named_parameters()}
         found = [results(mine, mine(**batch_of(rows))) for rows in (8, 3, 7, 1, 8)]
         assert {n: p.placements for n, p in mine.named_parameters()} == before and len(mine._autopar.programs) == 4
@@ -63,12 +54,7 @@ def test_batches_of_other_sizes(parallel, mesh):
 
     for rank in on_threads(mesh.size, body):
         for ours, theirs in zip(rank, expected, strict=True):
-            Equality.in_float64(f"{parallel} on {mesh}", ours, theirs, 1e-9).check()
-
-
-def gpt2(**how):
-    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=61, n_positions=32, **how)
-    return transformers.GPT2LMHeadModel(config).double()
+            Equality.in_float64(f"{preset} on {mesh}", ours, theirs, 1e-9).check()
 
 
 def ids(rows, length):
@@ -83,7 +69,7 @@ def test_train_eval_lengths_and_no_labels():
     Hugging Face is in float32.)
     """
     torch.manual_seed(3)
-    model = gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).train()
+    model = gpt2(width=32, vocabulary=61, length=32, dropout=0.0).double()
 
     def loop(model, put):
         put("train", results(model, model(**ids(4, 8)).loss))
@@ -247,8 +233,6 @@ def test_a_wrong_call_is_a_letter_before_any_collective(call, letter, match):
 
 
 def test_only_so_many_programs_are_kept(monkeypatch):
-    from autopar.module import state
-
     monkeypatch.setattr(state, "MOST_PROGRAMS", 3)
     model, batch = mlp_case()
 
@@ -258,3 +242,51 @@ def test_only_so_many_programs_are_kept(monkeypatch):
         return len(mine._autopar.programs), values[0] == values[-1]
 
     assert on_threads(2, body) == [(3, True)] * 2
+
+
+def test_a_call_under_inference_mode_first():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double().eval()
+    own = copy.deepcopy(model)
+    own(X).sum().backward()
+
+    def body(rank):
+        mine = parallel(model.train(), (X,)).eval()
+        with torch.inference_mode():
+            mine(X)
+        mine(X).sum().backward()
+        return [whole(p.grad) for p in mine.parameters()]
+
+    for found in on_threads(2, body):
+        for gradient, p in zip(found, own.parameters(), strict=True):
+            torch.testing.assert_close(gradient, p.grad)
+
+
+class Switched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(4, 4).double()
+
+    def forward(self, x, k):
+        h = self.l(x).square().mean()
+        if isinstance(k, set):
+            return h * (2 if "a" in k else 3)
+        return h if k is True else h * 5 if isinstance(k, float) else h * 3
+
+
+def test_constants_are_what_they_are_now():
+    model = Switched()
+
+    def body(rank):
+        mine = parallel(model, {"x": X, "k": True})
+        found = [mine(X, k).item() for k in (True, 1, 1.0)]
+        held = {"z"}
+        found.append(mine(X, held).item())
+        held.add("a")
+        found.append(mine(X, held).item())
+        for _ in range(3):
+            mine(X, float("nan"))
+        return found, len(mine._autopar.programs)
+
+    base = model(X, True).item()
+    for found, programs in on_threads(2, body):
+        assert found == pytest.approx([base, 3 * base, 5 * base, 3 * base, 2 * base]) and programs == 6

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.letters import BadInput, BadPlan, BadWeights, Consumed, Disagreement, NotCaptured, NotServed
 from autopar.testing import on_threads
-from tests.models import eager_links
+from tests.models import eager_links, on_meta
 
 
 class Net(nn.Module):
@@ -76,11 +76,6 @@ def checkpointed(**how):
     ).sum().backward()
 
 
-def on_meta(build):
-    with torch.device("meta"):
-        return build()
-
-
 def stepped_before():
     model = Net()
     stepper = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -104,13 +99,25 @@ def twice_differentiated():
     torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
+def twice_differentiated_by_its_input():
+    x = X.clone().requires_grad_()
+    model = make(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), parallel=None)
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def with_a_module_called_plan():
+    model = nn.Linear(4, 4)
+    model.plan = nn.Linear(4, 4)
+    return model
+
+
 def new_forward():
     model = make()
     model.forward = lambda x: x.sum()
 
 
 def prepared(model, mixed=False):
-    """What Accelerate's prepare and Fabric's setup do: with mixed precision a forward of their own, then DDP."""
+    """The model as Accelerate and Fabric wrap it: with mixed precision a forward of their own, then DDP."""
     if mixed:
         forward = model.forward.__func__
         model.forward = types.MethodType(torch.autocast("cpu", torch.bfloat16)(forward), model)
@@ -164,7 +171,7 @@ WRONG = {
     "an input is missing": (lambda: make()(), BadInput, "missing"),
     "one has another name": (lambda: make()(y=X), BadInput, "missing"),
     "one too many": (lambda: make()(X, 1.0, 2.0), BadInput, "too many"),
-    "the width is wrong": (lambda: make()(X[:, :3]), NotCaptured, "raises RuntimeError"),
+    "the width is wrong": (lambda: make()(X[:, :3]), NotCaptured, r"raises RuntimeError.*\n *at .*in forward"),
     "text for a tensor": (lambda: make()("text"), NotCaptured, "raises TypeError"),
     "an argument of which nothing can be said": (lambda: make()(X, scale=lambda: 1), BadInput, "cannot be said"),
     "parallel twice": (lambda: make(make()), Consumed, "parallel already"),
@@ -205,6 +212,7 @@ WRONG = {
     "outputs are a number": (lambda: make(outputs=3), NotServed, "not known"),
     "an argument that nobody knows": (lambda: make(devices=2), NotServed, "devices"),
     "a gradient of gradients": (twice_differentiated, NotServed, "gradient of gradients"),
+    "a gradient of an input's gradient": (twice_differentiated_by_its_input, NotServed, "gradient of gradients"),
     "a checkpoint around what draws": (lambda: checkpointed(use_reentrant=False), NotServed, "a second time"),
     "the older kind of it": (lambda: checkpointed(use_reentrant=True), NotServed, "a second time"),
     "a gradient beside the loss": (lambda: make()(X)["logits"].sum().backward(), NotServed, "lowered for the loss"),
@@ -214,6 +222,7 @@ WRONG = {
         "forward of its own",
     ),
     "an attribute of that name": (lambda: make(Named()), NotServed, "'plan'"),
+    "a module of that name": (lambda: make(with_a_module_called_plan()), NotServed, "attribute 'plan'"),
     "an optimizer of before": (stepped_before, Consumed, "optimizer"),
     "nothing says how it begins": (lambda: make(on_meta(Unmade)), NotServed, "weight"),
 }

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 import autopar
 from autopar.codegen import lower
 from autopar.tracer import ColoTracer
+from tests import language
 from tests.models import LlamaBlock, eager_links
 
 HERE = Path(__file__).parent
@@ -83,25 +85,12 @@ def llama():
 
 def gpt2():
     """A layer with fused queries, keys and values, a tied head and dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=96,
-        n_embd=32,
-        n_layer=1,
-        n_head=4,
-        n_positions=16,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return _made(lambda: GPT2LMHeadModel(config)).train(), _tokens()
+    how = dict(use_cache=False, bos_token_id=0, eos_token_id=0)
+    return _made(lambda: language.gpt2(1, 32, 96, 16, **how)), _tokens()
 
 
 def t5():
     """An encoder and a decoder that reads it."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
     config = T5Config(
         vocab_size=96,
         d_model=32,

@@ -28,7 +28,7 @@ from autopar.ops.entry import rule_of
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
 from autopar.tracer import ColoTracer
-from tests.ops.test_rules import prove
+from tests.ops.proof import prove
 
 TENSOR = "@tensor"
 GENERIC = Cluster.of("generic")
@@ -65,7 +65,7 @@ class Findings:
 
 
 def table():
-    """torch's table of operators."""
+    """torch's table of operators. Importing it takes seconds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db

@@ -345,7 +345,7 @@ SAMPLES |= {
             "log_normal_like cauchy_like random_like geometric_like normal normal_filled randint randperm poisson "
             "standard_gamma dirichlet rrelu"
         ).split()
-    },  # draws go by position: tests/frame/test_random.py runs them on ranks
+    },  # draws go by position: tests/equality/test_draws.py runs them on ranks
     "arange": [],  # counts from where its part begins: there too
     "pixel_shuffle": [dict(input=normal(5, 24, 6, 3), upscale_factor=2)],
     "diagonal_scatter": [dict(input=normal(6, 5, 4), src=normal(6, 4), dim1=1, dim2=2)],

@@ -17,6 +17,7 @@ from autopar.letters import BadRule
 from autopar.ops.entry import FACTS, OPS, SPELLINGS, op
 from autopar.ops.local import cuts
 from autopar.runtime.forms import embedding_part
+from autopar.sharding.notation import parse
 from autopar.space.saved import saved
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
@@ -125,8 +126,6 @@ def test_a_mark_without_a_form_is_an_error(described):
 
 
 def test_a_mark_that_a_function_gives_without_a_form_is_an_error(described):
-    from autopar.sharding.notation import parse
-
     described(rule=lambda arguments: parse("n, v~ d -> n d", "y"))
     with pytest.raises(BadRule, match="no local form for v~"):
         autopar.plan(Model(), BATCH, mesh=TWO, cluster=eager_links())

@@ -11,175 +11,21 @@ import pytest
 import torch
 
 import autopar
-from autopar.graph.graph import TensorType
 from autopar.letters import BadRule
-from autopar.ops.entry import FACTS, OPS, SHAPE, facts_of, rule_of
+from autopar.ops.declare import WHOLE
+from autopar.ops.entry import FACTS, OPS, facts_of
 from autopar.sharding.notation import parse
-from autopar.sharding.placement import R, every_part_holds_something, flow, part
+from autopar.sharding.placement import every_part_holds_something, flow
 from autopar.sharding.strategies import Strategy, strategies_on_one_axis
-from autopar.space.bindings import without_numbers
+from autopar.tracer import ColoTracer
+from tests.ops.proof import prove, strategies_of
 from tests.ops.samples import SAMPLES, is_plain, normal, samples
-
-
-def leaves(arguments):
-    """The tensors of a call by where they stand."""
-    return {
-        (k, i): t
-        for k, v in arguments.items()
-        for i, t in enumerate(v if isinstance(v, (list, tuple)) else [v])
-        if isinstance(t, torch.Tensor)
-    }
-
-
-def with_leaves(arguments, tensors):
-    def rebuilt(k, v):
-        return (
-            type(v)(tensors.get((k, i), e) for i, e in enumerate(v))
-            if isinstance(v, (list, tuple))
-            else tensors.get((k, 0), v)
-        )
-
-    return {k: rebuilt(k, v) for k, v in arguments.items()}
-
-
-def tupled(result):
-    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
-
-
-def strategies_of(op, arguments):
-    """Strategies with the cut of each, but cuts behind a mask: tests/frame/test_forms.py runs their local forms."""
-
-    def typed(v):
-        return (
-            type(v)(map(typed, v))
-            if isinstance(v, (list, tuple))
-            else TensorType.of(v)
-            if isinstance(v, torch.Tensor)
-            else v
-        )
-
-    typed_ = {k: typed(v) for k, v in arguments.items()}
-    outputs = tupled(OPS[op].run(arguments))
-    operands = OPS[op].operands(arguments)
-    types = tuple(TensorType.of(o) for o in outputs)
-    rule = rule_of(op, {**typed_, "outputs": types})
-    binding = rule.bind(
-        [None if o is None else tuple(o.shape) if isinstance(o, torch.Tensor) else () for o in operands],
-        [t.shape for t in types],
-    )
-
-    class Node:  # what tells a tensor from a number there
-        meta = {}
-
-    binding = without_numbers(binding, [Node() if isinstance(o, torch.Tensor) else o for o in operands])
-    wants = [isinstance(o, torch.Tensor) and o.requires_grad for o in operands]
-    return [
-        s
-        for s in strategies_on_one_axis(binding, wants, [o.requires_grad for o in outputs])
-        if not (s.cut and (rule.masked & set(s.cut.factors) or binding.is_inside(s.cut)))
-    ], binding.sizes
+from tests.tracer.cases import Of
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_every_op_of_the_vocabulary_has_a_rule(op):
     assert FACTS[op].rule is not None or op in ("mean", "tensor")  # one becomes a sum, the other is a literal
-
-
-def spread(tensor, placement, n):
-    """What n devices hold of a tensor."""
-    if placement.is_shard:
-        blocks = tensor.split(placement.blocks or tensor.shape[placement.dim], placement.dim)
-        return [
-            torch.cat([b.narrow(placement.dim, *part(b.shape[placement.dim], n, i)) for b in blocks], placement.dim)
-            for i in range(n)
-        ]
-    if placement.is_partial:
-        parts = [torch.randn(tensor.shape, dtype=torch.float64).to(tensor.dtype) for _ in range(n - 1)]
-        return [*parts, tensor - sum(parts)]
-    return [tensor] * n
-
-
-def gather(parts, placement, blocks_sizes=None):
-    """The tensor that devices hold parts of; copies must agree."""
-    if placement.is_shard and placement.blocks:
-        n = len(parts)
-        pieces = [p.split([b // n for b in placement.blocks], placement.dim) for p in parts]
-        return torch.cat([pieces[i][b] for b in range(len(placement.blocks)) for i in range(n)], placement.dim)
-    if placement.is_shard:
-        return torch.cat(parts, placement.dim)
-    if placement.is_partial:
-        return sum(parts)
-    for other in parts[1:]:
-        torch.testing.assert_close(other, parts[0], equal_nan=True)
-    return parts[0]
-
-
-def prove(op, arguments, strategy, n):
-    """Run one strategy on n devices and compare every output and gradient with the whole op."""
-    given = leaves(arguments)
-    whole = {k: t.detach().requires_grad_(t.requires_grad) for k, t in given.items()}
-    expected = tupled(OPS[op].run(with_leaves(arguments, whole)))
-    cotangents = [torch.randn(e.shape, dtype=torch.float64).to(e.dtype) for e in expected]
-    held = {k: spread(whole[k].detach(), f.value, n) for k, f in zip(given, strategy.operands)}
-    pulled = [spread(c, f.gradient, n) for c, f in zip(cotangents, strategy.outputs)]
-    local = [
-        spread(e.detach(), f.value if not f.value.is_partial else R, n) for e, f in zip(expected, strategy.outputs)
-    ]
-    trained = [k for k in given if whole[k].requires_grad]
-    outputs, gradients = [], []
-    for i in range(n):
-        mine = {k: held[k][i].clone().requires_grad_(k in trained) for k in given}
-        here = with_leaves(arguments, mine)
-        if shape := OPS[op].local(SHAPE):
-            here[shape] = tuple(local[0][i].shape)
-        if op == "split":
-            here["sections"] = tuple(part_[i].shape[arguments.get("dim", 0)] for part_ in local)
-        if op in ("conv1d", "conv2d", "conv3d") and arguments.get("groups", 1) > 1:
-            here["groups"] = (
-                here["input"].shape[here["input"].dim() - here["weight"].dim() + 1] // here["weight"].shape[1]
-            )
-        if op == "group_norm":
-            here["num_groups"] = max(1, arguments["num_groups"] * here["input"].shape[1] // arguments["input"].shape[1])
-        outputs.append(tupled(OPS[op].run(here)))
-        if expected[0].requires_grad:
-            gradients.append(
-                torch.autograd.grad(
-                    [o for o in outputs[-1] if o.requires_grad],
-                    [mine[k] for k in trained],
-                    [p[i] for p, o in zip(pulled, outputs[-1]) if o.requires_grad],
-                    materialize_grads=True,
-                )
-            )
-    coarsest = max(
-        (torch.finfo(t.dtype).eps for t in (*given.values(), *expected) if t.is_floating_point()), default=0.0
-    )
-    close = {"rtol": 100 * coarsest, "atol": 100 * coarsest} if coarsest > 1e-9 else {"rtol": 1e-7, "atol": 1e-7}
-    close["equal_nan"] = True
-    for j, (e, f) in enumerate(zip(expected, strategy.outputs)):
-        torch.testing.assert_close(
-            gather([o[j].detach() for o in outputs], f.value),
-            e.detach(),
-            **close,
-            msg=lambda m: f"{op} {strategy}: output\n{m}",
-        )
-    if gradients:
-        flows = dict(zip(given, strategy.operands))
-        for k, parts, e in zip(
-            trained,
-            zip(*gradients),
-            torch.autograd.grad(
-                [e for e in expected if e.requires_grad],
-                [whole[k] for k in trained],
-                [c for c, e in zip(cotangents, expected) if e.requires_grad],
-                materialize_grads=True,
-            ),
-        ):
-            torch.testing.assert_close(
-                gather(list(parts), flows[k].gradient),
-                e,
-                **close,
-                msg=lambda m, k=k: f"{op} {strategy}: gradient of {k}\n{m}",
-            )
 
 
 def run_all(op, count=None):
@@ -293,10 +139,7 @@ def test_more_operands_than_letters_are_one_sum():
 
 
 def test_a_users_rule_keeps_a_composite_whole():
-    """What its owner has said how to cut is not opened into what torch makes it of."""
-    from autopar.ops.declare import WHOLE
-    from autopar.tracer import ColoTracer
-    from tests.tracer.cases import Of
+    """An op with a rule of its owner is not opened into the ops that torch makes it of."""
 
     def ops():
         return [

@@ -15,8 +15,8 @@ from autopar.sharding.notation import parse
 from autopar.sharding.placement import every_part_holds_something
 from autopar.sharding.strategies import Strategy
 from autopar.space.discovery import Trial, universe
+from tests.ops.proof import leaves, local_arguments, strategies_of, with_leaves
 from tests.ops.samples import SAMPLES, is_plain, samples
-from tests.ops.test_rules import leaves, strategies_of, with_leaves
 
 DEVICES = (2, 3)
 UNSAFE = {"weight_norm": "its kernel reads beyond operands whose shapes do not go together"}
@@ -73,22 +73,14 @@ MISSING = [
 
 
 def call_of(op, arguments) -> Trial:
-    """The op on its tensor operands; where arguments name the output's shape, or groups, they are the local ones."""
+    """The op on its tensor operands; a shape or a number of groups that its arguments name is the local one."""
     given = leaves(arguments)
 
     def filled(tensors):
         return with_leaves(arguments, dict(zip(given, tensors, strict=True)))
 
     def local(tensors, shapes):
-        here = filled(tensors)
-        if shape := OPS[op].local(SHAPE):
-            here[shape] = tuple(shapes[0])
-        if op == "split":
-            here["sections"] = tuple(s[arguments.get("dim", 0)] for s in shapes)
-        if "weight" in arguments and arguments.get("groups", 1) > 1:
-            here["groups"] = here["input"].shape[1] // here["weight"].shape[1]
-        if op == "group_norm":
-            here["num_groups"] = max(1, arguments["num_groups"] * here["input"].shape[1] // arguments["input"].shape[1])
+        here = local_arguments(op, arguments, filled(tensors), shapes)
         return OPS[op].run(here)
 
     named = OPS[op].local(SHAPE) or op in ("split", "group_norm") or arguments.get("groups", 1) > 1
@@ -101,7 +93,7 @@ def values_of(strategy: Strategy) -> str:
 
 
 def compare(op, most=None):
-    """What the rule gives beyond the universe on some number of devices, and what it lacks on all of them."""
+    """Strategies that only the rule has on some number of devices, and those that it lacks on all."""
     wrong, missing = [], []
     for arguments in samples(op)[:most]:
         universes = [universe(call_of(op, arguments), (n,)) for n in DEVICES]

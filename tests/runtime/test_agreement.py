@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import autopar
 from autopar.letters import Letter
 from autopar.testing import Equality, on_processes
+from tests import language
 from tests.models import eager_links, mlp_case
 from tests.training import whole
 
@@ -164,19 +165,7 @@ def test_ranks_that_switch_together_go_on():
 
 def gpt2_case():
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_layer=1,
-            n_embd=16,
-            n_head=2,
-            vocab_size=40,
-            n_positions=16,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    ).double()
-    return model, {"input_ids": (ids := torch.randint(0, 40, (4, 8))), "labels": ids}
+    return language.gpt2(1, 16, 40, 16, dropout=0.0).double(), language.drawn(4, 8, 40)
 
 
 def trains_and_saves(rank, model, batch, folder):

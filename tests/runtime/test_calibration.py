@@ -19,7 +19,7 @@ from autopar.calibrate.workloads import WORKLOADS, traced
 from autopar.cli import main
 from autopar.runtime.collectives import STEPS
 from autopar.sharding.cluster import Measured, Timed
-from autopar.sharding.costs import OPTIMIZERS, measured_seconds, step_seconds
+from autopar.sharding.costs import OPTIMIZERS, collective_seconds, measured_seconds
 from autopar.solver import solve
 from autopar.solver.chosen import plan_of
 from autopar.space.constraints import Preset
@@ -105,7 +105,7 @@ def test_the_command_writes_a_profile_that_plans_use(tmp_path, capsys):
     (gather,) = (m for m in cluster.measured if m.kind == "all_gather")
     (few, soon), (many, late) = gather.times[0], gather.times[-1]
     of_bytes = [
-        step_seconds("all_gather", cluster.levels(DeviceMesh(2), 0, "all_gather"), n, cluster.device)
+        collective_seconds("all_gather", cluster.levels(DeviceMesh(2), 0, "all_gather"), n)
         for n in (1, few, many, 10 * many)
     ]
     assert of_bytes == pytest.approx([soon, soon, late, 10 * late])
@@ -132,7 +132,7 @@ def busy(seconds):
 
 
 def alone(rank):
-    """What the timer says of a call of four milliseconds, and how crowded it was."""
+    """Times of calls of one and four milliseconds, and how crowded the machine was."""
     timer = calibration.Alone("cpu", 5)
     times = [timer(lambda s=s: busy(s)(torch.ones(4))) for s in (1e-3, 4e-3)]
     return times, timer.crowding
@@ -313,7 +313,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
 
 
 def test_a_gradient_takes_the_way_that_it_is_priced_by():
-    """Where small messages are dear, a gradient alone would be scattered and gathered.
+    """A gradient alone would be scattered and gathered where small messages are dear.
 
     With others in a bucket it is reduced at once.
     """

@@ -8,11 +8,13 @@ import copy
 import os
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -22,26 +24,14 @@ from autopar.letters import BadWeights
 from autopar.module.checkpoint import rectangles
 from autopar.runtime.private import StridedShard
 from autopar.testing import on_processes, on_threads
+from tests import language
 from tests.models import eager_links
 from tests.training import whole
 
 
 def gpt2(dropout=0.1):
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_layer=2,
-            n_embd=32,
-            n_head=4,
-            vocab_size=61,
-            n_positions=16,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-        )
-    ).train()
-    ids = torch.randint(0, 61, (4, 8))
-    return model, {"input_ids": ids, "labels": ids}
+    return language.gpt2(width=32, vocabulary=61, length=16, dropout=dropout), language.drawn(4, 8, 61)
 
 
 PARALLEL = {
@@ -181,8 +171,6 @@ def test_weights_come_from_files_and_go_to_files(kind, parallel, tmp_path):
 
 
 def wrong_files(tmp_path, what):
-    import safetensors.torch
-
     path = tmp_path / "w.safetensors"
     tensors = {"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}
     if what == "not there":
@@ -214,3 +202,18 @@ def test_wrong_weights_are_a_letter(what, tmp_path):
             loss=lambda out, inputs: out.sum(),
             weights=str(wrong_files(tmp_path, what)),
         )
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_of_one_device_is_loaded(assign):
+    model, other = (nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double() for _ in range(2))
+    x = torch.arange(32, dtype=torch.float64).view(8, 4) / 10
+    other[2].weight = nn.Parameter(other[2].weight.detach())
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), (x,), mesh=2, parallel="zero3", cluster=eager_links())
+        mine.load_state_dict(copy.deepcopy(other).state_dict(), assign=assign)
+        return whole(mine(x).detach())
+
+    for found in on_threads(2, body):
+        torch.testing.assert_close(found, other(x).detach())

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.letters import Letter, Lost
-from tests.codegen.test_situations import batch_of
-from tests.models import eager_links, mlp_case
+from tests.models import batch_of, eager_links, mlp_case
 
 
 def faulty(rank, model, batch, fault):
@@ -64,7 +63,7 @@ def rank_of_three(rank, folder, fault):
 
 
 def outcome(fault, folder):
-    """What ranks 0 and 2 said; no process outlives the call."""
+    """Errors of ranks 0 and 2; no process outlives the call."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["autopar.testing.preload"])
     ranks = [context.Process(target=rank_of_three, args=(rank, str(folder), fault), daemon=True) for rank in range(3)]

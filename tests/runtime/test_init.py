@@ -7,48 +7,25 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
-import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import DeviceMesh
-from autopar.letters import NotServed
+from autopar.letters import Disagreement, NotServed
 from autopar.testing import on_processes, on_threads
-from tests.models import eager_links
+from tests import language
+from tests.models import eager_links, on_meta
 from tests.training import whole
 
-
-def text(kind, **how):
-    small = dict(vocab_size=61, **how)
-    if kind == "gpt2":
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=32, **small)
-        )
-    if kind == "bert":
-        return transformers.BertForMaskedLM(
-            transformers.BertConfig(
-                num_hidden_layers=1,
-                hidden_size=32,
-                num_attention_heads=4,
-                intermediate_size=64,
-                max_position_embeddings=32,
-                **small,
-            )
-        )
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            num_hidden_layers=2,
-            hidden_size=32,
-            intermediate_size=64,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            pad_token_id=3,
-            **small,
-        )
-    )
+TEXT = {
+    "gpt2": lambda: language.gpt2(width=32, vocabulary=61, length=32),
+    "bert": lambda: language.bert(1, 32, 64, 61, 32),
+    "llama": lambda: language.llama(2, 32, 64, 61, 32, pad_token_id=3),
+}
 
 
 class Net(nn.Module):
@@ -66,8 +43,7 @@ class Net(nn.Module):
 def batch_for(kind):
     if kind == "net":
         return (torch.randn(4, 3, 4, 4),)
-    ids = torch.randint(0, 61, (4, 8))
-    return {"input_ids": ids, "labels": ids}
+    return language.drawn(4, 8, 61)
 
 
 def by_hand(model):
@@ -108,8 +84,7 @@ def by_hand(model):
 def test_values_are_those_of_the_recipes_on_one_device(kind, parallel):
     if kind == "net" and parallel == "megatron":
         parallel = "dp"
-    with torch.device("meta"):
-        model = Net() if kind == "net" else text(kind)
+    model = on_meta(Net if kind == "net" else TEXT[kind])
     torch.manual_seed(7)
     expected = by_hand(copy.deepcopy(model))
     torch.manual_seed(7)
@@ -132,10 +107,8 @@ def test_values_are_those_of_the_recipes_on_one_device(kind, parallel):
 
 
 def test_draws_by_position_are_the_same_under_every_plan():
-    with torch.device("meta"):
-        models = {kind: text(kind) for kind in ("llama", "gpt2")}
-    for kind, model in models.items():
-        batch = batch_for(kind)
+    for kind in ("llama", "gpt2"):
+        model, batch = on_meta(TEXT[kind]), batch_for(kind)
 
         def body(rank, size, parallel, model=model, batch=batch):
             mine = autopar.autoparallelize(
@@ -166,7 +139,6 @@ def test_draws_by_position_are_the_same_under_every_plan():
 
 def peak_of(rank):
     """The largest tensor that a rank ever makes on its way from meta to shards."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Sizes(TorchDispatchMode):
         def __init__(self):
@@ -179,8 +151,7 @@ def peak_of(rank):
                 self.most = max(self.most, result.numel())
             return result
 
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(10)))
+    model = on_meta(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))))
     with Sizes() as sizes:
         mine = autopar.autoparallelize(
             model, (torch.zeros(4, 64),), mesh=2, parallel="zero3", loss=lambda out, inputs: out.sum()
@@ -228,7 +199,60 @@ class Held(nn.Linear):
     ],
 )
 def test_what_nothing_gives_values_is_a_letter(make, how, match):
-    with torch.device("meta"):
-        model = make()
+    model = on_meta(make)
     with pytest.raises(NotServed, match=match):
         autopar.autoparallelize(model, (torch.zeros(4, 4),), mesh=1, **how)
+
+
+class Elsewhere(nn.Linear):
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.weight.copy_(torch.from_numpy(np.random.default_rng().standard_normal((4, 4))))
+            self.bias.zero_()
+
+
+class Parent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4, bias=False)
+
+    def reset_parameters(self):
+        nn.init.orthogonal_(self.lin.weight)
+
+    def forward(self, x):
+        return self.lin(x)
+
+
+class Scaled(nn.Linear):
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.weight.normal_()
+            self.weight.div_(self.weight.norm())
+            self.bias.zero_()
+
+
+def diverges(rank):
+    try:
+        autopar.autoparallelize(on_meta(lambda: Elsewhere(4, 4)), (torch.zeros(4, 4),), mesh=2, parallel="dp")
+    except Disagreement as e:
+        return str(e)
+    return "nothing"
+
+
+def test_recipes_that_draw_elsewhere_or_in_wholes():
+    assert all("draws from elsewhere" in said for said in on_processes(2, diverges))
+
+    def orthogonal(rank):
+        mine = autopar.autoparallelize(on_meta(Parent), (torch.zeros(4, 4),), mesh=2, parallel="zero3")
+        w = whole(mine.lin.weight.detach())
+        return (w @ w.t() - torch.eye(4)).abs().max().item()
+
+    assert max(on_threads(2, orthogonal)) < 1e-5
+    for make in (Parent, lambda: Scaled(4, 4), lambda: Elsewhere(4, 4)):
+        with pytest.raises(NotServed, match="counter"):
+            on_threads(
+                2,
+                lambda rank, make=make: autopar.autoparallelize(
+                    on_meta(make), (torch.zeros(4, 4),), mesh=2, init="counter"
+                ),
+            )

@@ -13,8 +13,7 @@ from torch import nn
 import autopar
 from autopar import DeviceMesh
 from autopar.testing import Equality, on_processes
-from tests.codegen.test_situations import batch_of
-from tests.models import eager_links, mlp_case
+from tests.models import batch_of, eager_links, mlp_case
 from tests.training import whole
 
 FORMS = {

@@ -62,7 +62,7 @@ AS_TORCH = {"SparseAdam": "does not support dense gradients"}  # on one device, 
 
 
 def averaged(parameters: list[Any], decay: float | None) -> list[torch.Tensor]:
-    """What AveragedModel has of them after two updates."""
+    """Averages that AveragedModel holds after two updates."""
     model = nn.ParameterList(parameters)
     average = None if decay is None else torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
     mean = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average)
@@ -153,10 +153,7 @@ def parameters_after(parameters: dict[str, Any], form: str, before: Callable[[],
 
 
 def on_ranks(rank, model, x, dtype):
-    """Of every form what parameters become, and what one device makes of the same parameters and gradients.
-
-    Or the letter.
-    """
+    """Parameters after a step of every form, beside those of one device with the same gradients; or the letter."""
     mine = autopar.autoparallelize(
         copy.deepcopy(model).to(dtype), (x.to(dtype),), mesh=2, cluster=eager_links(), constraints=STORED
     )

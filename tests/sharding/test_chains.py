@@ -12,7 +12,7 @@ from autopar.graph.graph import TensorType
 from autopar.ops.entry import OPS, rule_of
 from autopar.sharding.placement import P, R, S
 from autopar.sharding.strategies import strategies_on_one_axis
-from tests.ops.test_rules import spread
+from tests.ops.proof import spread
 
 SIZES = (2, 3, 4, 6, 12)
 

@@ -14,6 +14,7 @@ import torch
 from autopar import Cluster, DeviceMesh, P, R, S
 from autopar.letters import BadSharding
 from autopar.runtime.collectives import STEPS, bind_axes
+from autopar.runtime.world import coordinate
 from autopar.sharding.convert import LocalStep, ShapeConsistencyManager, Step, localise
 from autopar.sharding.layout import Layout
 from autopar.sharding.placement import Sharding, part
@@ -30,7 +31,7 @@ def shardings(rank, mesh=MESH):
 
 
 def parts_of(tensor, sharding, seed):
-    """What every coordinate of the mesh holds, by chunk alone; sums are split at random."""
+    """Parts of every coordinate of the mesh, by chunk alone; sums are split at random."""
     held = {(): tensor}
     axes = list(sharding.order)
     by_axis = {}
@@ -54,8 +55,6 @@ def parts_of(tensor, sharding, seed):
 
 def run_all(rank, shape, work):
     """Run every path on this rank; what each leaves."""
-    from autopar.runtime.world import coordinate
-
     axes = bind_axes(MESH.to_torch("cpu"))
     here = coordinate(MESH)
     left = []
@@ -113,7 +112,7 @@ def test_no_hop_holds_more_than_it_may():
     free, tight = (ShapeConsistencyManager(MESH, Cluster.of("generic"), most_bytes=b) for b in (math.inf, most))
 
     def widest(steps, state):
-        """What a device holds at most between the ends."""
+        """The most elements that a device holds between the ends."""
         held = []
         for step in steps[:-1]:
             state = step.after(state, MESH)

@@ -15,7 +15,7 @@ import torch
 from autopar import Cluster, DeviceMesh
 from autopar.runtime.collectives import STEPS, bind_axes
 from autopar.sharding.convert import LocalStep, ShapeConsistencyManager, localise
-from tests.sharding.test_exhaustive import World, kept
+from tests.sharding.world import World, kept
 
 #         ranks, mesh, shape, blocks of dim 0, pairs
 WORLDS = [
@@ -31,7 +31,7 @@ WORLDS = [
 
 
 def parts(tensor, sharding, mesh, seed):
-    """What every device holds: rows as numpy picks them, and sums split at random."""
+    """Parts of every device: rows as numpy picks them, and sums split at random."""
     held = {}
     for where in itertools.product(*map(range, mesh.shape)):
         mine = tensor.numpy()
@@ -60,7 +60,7 @@ def parts(tensor, sharding, mesh, seed):
 
 
 def summed(held, axes, mesh):
-    """What the parts of sums amount to."""
+    """Values with the parts of sums added up."""
     for axis in axes:
         held = {
             where: sum(held[(*where[:axis], i, *where[axis + 1 :])] for i in range(mesh.shape[axis])) for where in held

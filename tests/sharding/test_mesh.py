@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import autopar
 from autopar import Cluster, DeviceMesh
 from autopar.letters import BadCluster, BadSharding
-from autopar.sharding.costs import step_seconds
+from autopar.sharding.costs import collective_seconds
 from autopar.sharding.topology import logical_mesh
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
@@ -61,8 +62,6 @@ def test_ranks_in_another_order_train_alike(threads):
     expected = model(**batch)
 
     def body(rank):
-        import copy
-
         mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
         return mine(**batch).detach()
 
@@ -102,13 +101,13 @@ def test_an_axis_that_spans_nodes_is_priced_on_both_levels():
     assert cluster.levels(DeviceMesh((16, 2)), 0) == ((4, inner), (4, outer)) and cluster.levels(
         DeviceMesh((8, 3)), 0
     ) == ((8, outer),)
-    got = step_seconds("all_gather", cluster.levels(DeviceMesh(32), 0), 1e9, cluster.device)
+    got = collective_seconds("all_gather", cluster.levels(DeviceMesh(32), 0), 1e9)
     assert got == pytest.approx(
         outer.latency_s + 3 / 4 * 1e9 / 8 / outer.bytes_per_s + inner.latency_s + 7 / 8 * 1e9 / inner.bytes_per_s
     )
     flat = outer.latency_s + 31 / 32 * 1e9 / outer.bytes_per_s
     assert got < flat / 4
-    assert step_seconds("all_reduce", cluster.levels(DeviceMesh(32), 0), 1e9, cluster.device) == pytest.approx(2 * got)
+    assert collective_seconds("all_reduce", cluster.levels(DeviceMesh(32), 0), 1e9) == pytest.approx(2 * got)
 
 
 # -- a mesh from a table

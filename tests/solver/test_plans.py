@@ -15,28 +15,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import autopar
-from autopar import DeviceMesh
+from autopar import Cluster, DeviceMesh
 from autopar.letters import BadConstraint, Infeasible, Letter
 from autopar.solver.eliminate import least_by_choice
 from autopar.space.memory import KINDS
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
+from autopar.tracer import ColoTracer
+from tests.language import CASES, NO_PADDING, meta_gpt2
 from tests.models import mlp_case
-from tests.solver.test_presets import ASSUME, MODELS
-from tests.solver.test_program import layered, problems
+from tests.solver.random_spaces import layered, problems
 from tests.solver.validator import validate
-
-
-def meta_gpt2(layers=2, batch=16, length=128, **how):
-    with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers, **how)).train()
-        ids = torch.zeros(batch, length, dtype=torch.long)
-    return model, {"input_ids": ids, "labels": ids.clone()}
-
 
 WAYS = {
     "free": {},
@@ -54,13 +48,18 @@ WAYS = {
     "name, way",
     [
         pytest.param(n, w, marks=[] if (i + k) % 3 == 0 or n == "mlp" else [pytest.mark.nightly])
-        for i, n in enumerate(MODELS)
+        for i, n in enumerate(CASES)
         for k, w in enumerate(WAYS)
     ],
 )
 def test_a_validator_adds_up_the_same(name, way):
-    model, batch = MODELS[name]()
-    how = {"mesh": (2, 2), "cluster": "h100-4x1", "assume": ASSUME if name in ("llama", "bert") else None, **WAYS[way]}
+    model, batch = CASES[name]()
+    how = {
+        "mesh": (2, 2),
+        "cluster": "h100-4x1",
+        "assume": NO_PADDING if name in ("llama", "bert") else None,
+        **WAYS[way],
+    }
     if "memory_budget" in how:
         how["memory_budget"] = int(
             autopar.plan(model, batch, **{**how, "memory_budget": "inf"}).peak_bytes * how["memory_budget"]
@@ -72,7 +71,7 @@ def test_a_validator_adds_up_the_same(name, way):
 
 
 def test_the_validator_sees_what_is_wrong():
-    model, batch = MODELS["gpt2"]()
+    model, batch = CASES["gpt2"]()
     plan = autopar.plan(model, batch, mesh=(2, 2), parallel="zero3", memory_budget="inf")
     data = plan.to_dict()
     for wrong in (
@@ -109,7 +108,7 @@ def test_gpt2_small_shares_its_attention_and_says_why():
 
 
 def test_a_plan_that_is_lowered_holds_its_space_no_longer():
-    model, batch = MODELS["mlp"]()
+    model, batch = CASES["mlp"]()
     plan = autopar.plan(model, batch, mesh=1)
     space = weakref.ref(plan.search.counted)
     assert "rival" in plan.explain(next(iter(plan.parameters)))
@@ -138,9 +137,8 @@ def test_a_rival_is_as_much_slower_as_it_is_said_to_be():
 
 _OTHER = """
 import sys
-import weakref
-import autopar, transformers
-from tests.solver.test_plans import meta_gpt2
+import autopar
+from tests.language import meta_gpt2
 model, batch = meta_gpt2(1, n_embd=64, n_head=4)
 autopar.plan(model, batch, mesh=(2, 2), cluster="h100-4x1").save(sys.argv[1])
 """
@@ -251,11 +249,6 @@ def test_the_smallest_budget_and_its_bound_are_those_of_trying_everything(layers
         int(letter.value.advice.split("=")[1].split(",")[0]),
         int(letter.value.seen.split(" bytes")[0].replace(",", "")),
     )
-    from autopar import Cluster
-    from autopar.space.setting import Setting
-    from autopar.space.shardings import shardings
-    from autopar.tracer import ColoTracer
-
     space = shardings(ColoTracer().trace(model, batch), Setting(DeviceMesh(2), Cluster.of(None), regather=True))
     choices = [range(len(s.choices)) for s in space.sites]
     assert np.prod([len(c) for c in choices]) < 2e6

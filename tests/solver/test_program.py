@@ -18,9 +18,6 @@ from hypothesis import strategies as st
 import autopar
 from autopar import Cluster, DeviceMesh, Plan
 from autopar.letters import BadPlan, Infeasible, NotServed
-from autopar.sharding.convert import ShapeConsistencyManager
-from autopar.sharding.placement import Flow, P, R, S, flow
-from autopar.sharding.strategies import Choice, Strategy
 from autopar.solver import elimination, integer, polish, program, solve
 from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import minimise
@@ -29,65 +26,13 @@ from autopar.solver.searches import SEARCHES, WholeProgram
 from autopar.solver.tables import Factor, Problem
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
-from autopar.space.space import Edge, Site, Space
 from autopar.tracer import ColoTracer
 from benchmarks.hard_plans import causal_masks
+from tests.language import NO_PADDING, meta_gpt2, meta_llama_8b, zeros
 from tests.models import eager_links, mlp_case
+from tests.solver.random_spaces import layered, problems, spaces
 
-MESH = DeviceMesh((2,))
 WHOLE = (WholeProgram(always=True),)
-FLOWS = [flow(R), flow(S(0)), flow(S(1)), flow(P()), Flow(R, P())]
-
-
-@st.composite
-def spaces(draw):
-    """A random small space: sites in a row or a tree, some edges forbidden."""
-    count = draw(st.integers(1, 5))
-    numbers = st.integers(0, 50)
-    parents = {i: sorted(set(draw(st.lists(st.integers(0, i - 1), max_size=2)))) for i in range(1, count)}
-    sites, edges = [], []
-    for i in range(count):
-        rows = draw(
-            st.lists(
-                st.tuples(*[st.sampled_from(FLOWS)] * (len(parents.get(i, ())) + 1)),
-                min_size=1,
-                max_size=4,
-                unique=True,
-            )
-        )
-        choices = tuple(Choice((Strategy(row[:-1], row[-1:]),)) for row in rows)
-        sites.append(Site(f"s{i}", "op", "op", choices, np.array([draw(numbers) for _ in choices]) * 1e-6))
-    manager = ShapeConsistencyManager(MESH, Cluster.of("generic"))
-    for i in range(count):
-        for k, p in enumerate(parents.get(i, ())):
-            given_ = list(dict.fromkeys(c.output() for c in sites[p].choices))
-            taken = list(dict.fromkeys(c.operand(k) for c in sites[i].choices))
-            seconds = (
-                np.array(
-                    [
-                        [draw(st.one_of(numbers, st.just(np.inf) if draw(st.booleans()) else numbers)) for _ in taken]
-                        for _ in given_
-                    ],
-                    float,
-                )
-                * 1e-6
-            )
-            edges.append(
-                Edge(
-                    p,
-                    i,
-                    k,
-                    tuple(given_),
-                    tuple(taken),
-                    np.array([given_.index(c.output()) for c in sites[p].choices]),
-                    np.array([taken.index(c.operand(k)) for c in sites[i].choices]),
-                    seconds,
-                    (8, 8),
-                    4,
-                    True,
-                )
-            )
-    return Space(Setting(MESH, manager.cluster), tuple(sites), tuple(edges), manager, "none")
 
 
 def by_trying_everything(space):
@@ -122,26 +67,6 @@ def test_folding_keeps_every_cost(space):
             e.seconds[e.given_by[pick[e.source]], e.taken_by[pick[e.target]]] for e in rest
         )
         assert folded == pytest.approx(space.cost({s.name: s.choices[i] for s, i in zip(space.sites, pick)}))
-
-
-@st.composite
-def problems(draw):
-    """Random tables over few variables, loops and all; several factors may see a variable by different classes."""
-    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
-    sizes = [int(n) for n in rng.integers(1, 4, draw(st.integers(2, 7)))]
-    costs = [rng.integers(0, 30, n).astype(float) for n in sizes]
-    for c in costs:
-        c[rng.random(len(c)) < 0.1] = np.inf
-    factors = []
-    for _ in range(draw(st.integers(1, 14))):
-        scope = tuple(sorted(rng.choice(len(sizes), 2, replace=False).tolist()))
-        classes = tuple(np.unique(rng.integers(0, sizes[v], sizes[v]), return_inverse=True)[1] for v in scope)
-        table = rng.integers(0, 30, [int(m.max()) + 1 for m in classes]).astype(float)
-        table[rng.random(table.shape) < 0.05] = np.inf
-        factors.append(Factor(scope, classes, table))
-    owner = rng.integers(0, 4, len(sizes))  # of a region, or of none
-    regions = [[int(v) for v in np.flatnonzero(owner == r)] for r in range(1, draw(st.integers(1, 3)))]
-    return Problem(costs, factors, [r for r in regions if r])
 
 
 @settings(max_examples=200, deadline=None)
@@ -184,44 +109,6 @@ def test_where_everything_goes_together_elimination_finds_choices(seed):
     problem = grid(seed)
     found = minimise(problem, widest=100)
     assert found.split and found.bound <= found.cost == pytest.approx(problem.value(found.picked))
-
-
-@st.composite
-def layered(draw):
-    """Layers that share their tables, but for some; the first variable of each is read by the next.
-
-    Hubs that any may read.
-    """
-    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
-    layers, width, hubs = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(0, 2))
-    maps = [np.array(m) for m in ([0, 1], [0, 0], [1, 0])]
-    kinds = [
-        (
-            [rng.integers(0, 30, 2).astype(float) for _ in range(width)],
-            [rng.integers(0, 30, (2, 2)).astype(float) for _ in range(16)],
-        )
-        for _ in range(2)
-    ]
-    wiring = [
-        (int(a), int(b), int(m))
-        for a, b, m in zip(rng.integers(0, width, 4), rng.integers(0, width, 4), rng.integers(0, 3, 4))
-    ]
-    to_hubs = [(int(v), int(h)) for v, h in zip(rng.integers(0, width, 3), rng.integers(0, max(hubs, 1), 3))]
-    costs, factors, regions = [rng.integers(0, 9, 2).astype(float) for _ in range(hubs)], [], []
-    for layer in range(layers):
-        own, tables = kinds[int(rng.random() < 0.3)]
-        first = hubs + layer * width
-        costs += own
-        ends = [(first + a, first + b, m) for a, b, m in wiring if a != b] + [(first - width, first + width - 1, 0)] * (
-            layer > 0 and width > 0
-        )
-        ends += [(first + v, h, 0) for v, h in to_hubs if hubs]
-        factors += [
-            Factor(((a, b) if a < b else (b, a)), (maps[m], maps[0]), tables[k][: int(maps[m].max()) + 1])
-            for k, (a, b, m) in enumerate(ends)
-        ]
-        regions.append(list(range(first + 1, first + width)))
-    return Problem(costs, factors, [r for r in regions if r])
 
 
 @settings(max_examples=200, deadline=None)
@@ -335,12 +222,7 @@ def test_the_solver_and_the_package_import_no_torch():
 
 def two_layers():
     """A model whose windows leave something open between prices and plans."""
-    with torch.device("meta"):
-        model, ids = (
-            transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2)).train(),
-            torch.zeros(8, 16, dtype=torch.long),
-        )
-    return model, {"input_ids": ids, "labels": ids}
+    return meta_gpt2(2, 8, 16)
 
 
 def layers_of_linears():
@@ -410,22 +292,13 @@ def test_what_a_site_needs_to_be_explained_serves_the_next(monkeypatch):
     monkeypatch.setattr(
         elimination.Elimination, "__init__", lambda self, *how, **more: runs.append(how[1]) or start(self, *how, **more)
     )
-    config = transformers.LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-    )
-    with torch.device("meta"):
-        model, ids = transformers.LlamaForCausalLM(config).train(), torch.zeros(16, 8192, dtype=torch.long)
+    model, batch = meta_llama_8b(2, rows=16)
     plan = autopar.plan(
         model,
-        {"input_ids": ids, "labels": ids},
+        batch,
         mesh=(8, 8),
         cluster="h100-8x8",
-        assume=autopar.Assume(no_padding=True),
+        assume=NO_PADDING,
         gap=0.05,
     )
     plan.explain("model.layers.0.mlp")
@@ -438,7 +311,7 @@ def test_what_a_site_needs_to_be_explained_serves_the_next(monkeypatch):
 
 
 def test_thirteen_attentions_with_thirteen_masks_need_no_large_program(monkeypatch):
-    """What elimination had to split is agreed on by descent.
+    """Variables that elimination had to split are agreed on by descent.
 
     The program of all choices, of 120,000 pairs, kept CBC busy for minutes.
     """
@@ -466,8 +339,5 @@ def test_granites_rotary_tables_are_agreed_on():
         vocab_size=256,
         max_position_embeddings=64,
     )
-    ids = torch.zeros(8, 16, dtype=torch.long)
-    plan = autopar.plan(
-        transformers.GraniteForCausalLM(config).train(), {"input_ids": ids, "labels": ids}, mesh=(2, 2, 2)
-    )
+    plan = autopar.plan(transformers.GraniteForCausalLM(config).train(), zeros(8, 16), mesh=(2, 2, 2))
     assert plan.gap < 0.02

@@ -8,8 +8,6 @@ import math
 import re
 
 import pytest
-import torch
-import transformers
 
 import autopar
 from autopar import Cluster, DeviceMesh
@@ -21,21 +19,13 @@ from autopar.solver.ties import communication, settled
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
 from autopar.tracer import ColoTracer
+from tests.language import meta_gpt2
 from tests.models import mlp_case
 
 
-def gpt2(layers=4):
-    with torch.device("meta"):
-        model, ids = (
-            transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers, n_embd=768, n_head=12)).train(),
-            torch.zeros(16, 1024, dtype=torch.long),
-        )
-    return model, {"input_ids": ids, "labels": ids.clone()}
-
-
 def test_what_hides_is_reduced_once_and_scattered():
-    """Under zero3 an all-reduce and a slice are as fast as a reduce-scatter where both hide: twice the bytes."""
-    model, batch = gpt2(6)
+    """An all-reduce and a slice are as fast as a reduce-scatter where both hide, but move twice the bytes."""
+    model, batch = meta_gpt2(6, 16, 1024)
     plan = autopar.plan(model, batch, mesh=(8,), cluster="h100-8x1", parallel="zero3", memory_budget="inf")
     owners = {
         c.source
@@ -43,11 +33,13 @@ def test_what_hides_is_reduced_once_and_scattered():
         if plan.decisions[c.source].kind == "parameter" or re.search(r"/(t|to|identity)\b|:shared$", c.source)
     }
     ways = [tuple(s.kind for s in c.backward) for c in plan.conversions if c.source in owners and c.backward]
-    assert len(ways) == 76 and set(ways) == {("reduce_scatter",)}
+    # a gradient that is scattered along another dim than the first is turned where it is least
+    assert len(ways) == 76 and set(ways) <= {("reduce_scatter",), ("reduce_scatter", "all_to_all")}
+    assert ways.count(("reduce_scatter",)) >= 75
 
 
 def test_layers_do_not_fall_apart():
-    model, batch = gpt2(6)
+    model, batch = meta_gpt2(6, 16, 1024)
     plan = autopar.plan(model, batch, mesh=DeviceMesh((2, 4)), cluster="h100-8x1", memory_budget="inf")
     layers = [
         {

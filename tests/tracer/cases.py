@@ -1,11 +1,12 @@
-"""A function as a model, and its graph held against eager."""
+"""A function as a model, its graph held against eager, and functions that several files trace."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Graph, info, op_name
 from autopar.tracer import ColoTracer
 from tests.zoo.replay import compare, run
 
@@ -49,3 +50,39 @@ def check(function, assume=None) -> Graph:
     compare(run(on_fresh(graph.module(model)), model, (x,), {}), expected)
     torch.testing.assert_close(seen[1], seen[0])
     return graph
+
+
+def ops(graph) -> list[str]:
+    """The names of its ops, in order."""
+    return [op_name(n) for n in graph.nodes if info(n).kind == "op"]
+
+
+class Scale(torch.autograd.Function):
+    """Its backward is not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx, x, k):
+        ctx.k = k
+        return x * k, x.cos()
+
+    @staticmethod
+    def backward(ctx, g, h):
+        return g * ctx.k * 3 + h, None
+
+
+def mixed(m, x):
+    """Products, a norm and a loss, in part under autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        h = m.linear(x @ m.weight)
+        h = F.softmax(h, -1) + F.layer_norm(h, (4,))
+        e = torch.einsum("ab,bc->ac", h, x)
+        with torch.autocast("cpu", enabled=False):
+            f = x @ m.weight
+        return (
+            F.mse_loss(h.float(), x)
+            + torch.cat([h, x]).sum()
+            + m.linear(h).sum()
+            + e.sum()
+            + f.sum()
+            + F.scaled_dot_product_attention(h[None], h[None], x[None]).sum()
+        )

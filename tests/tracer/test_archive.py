@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import json
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import Graph, info
 from autopar.letters import BadGraph
@@ -103,3 +105,34 @@ def test_what_json_has_no_word_for_is_a_letter():
             node.kwargs = {**node.kwargs, "extra": Opaque()}
     with pytest.raises(BadGraph, match="Opaque cannot be written"):
         graph.to_json()
+
+
+def test_graphs_whose_gradients_differ_are_not_equal():
+    def without(m, x):
+        with torch.no_grad():
+            k = (x @ m.weight) * 2
+        return (k + x @ m.weight).sum()
+
+    assert traced(without) != traced(lambda m, x: ((x @ m.weight) * 2 + x @ m.weight).sum())
+    assert "no gradient" in str(traced(without))
+
+
+def test_a_hostile_structure_imports_nothing():
+    data = json.loads(traced(lambda m, x: {"a": x @ m.weight}).to_json())
+    spec = json.loads(pytree.treespec_dumps(pytree.tree_structure(collections.defaultdict(list, a=1))))
+    spec[1]["context"] |= {"default_factory_module": "this", "default_factory_name": "s"}
+    data["output_spec"] = json.dumps(spec)
+    with pytest.raises(BadGraph, match="not read"):
+        Graph.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    "name", ["from_file", "set_num_threads", "frombuffer", "fork", "import_ir_module", "_from_blob"]
+)
+def test_a_hostile_function_is_not_read(name):
+    data = json.loads(traced(lambda m, x: torch.fft.rfft(x @ m.weight).abs().sum()).to_json())
+    next(n for n in data["nodes"] if isinstance(n["target"], dict) and "function" in n["target"])["target"][
+        "function"
+    ] = name
+    with pytest.raises(BadGraph):
+        Graph.from_json(json.dumps(data))

@@ -11,6 +11,7 @@ from autopar.graph.graph import info, op_name
 from autopar.letters import NotCaptured
 from autopar.tracer import ColoTracer
 from tests.models import MLP, mlp_case
+from tests.tracer.cases import check
 
 
 def trace(model, inputs, **how):
@@ -87,6 +88,10 @@ def test_a_mean_is_a_sum_over_the_global_count():
     assert [op_name(n) for n in graph.nodes if info(n).kind == "op"] == ["identity", "add", "mse_loss", "sum", "div"]
     division = next(n for n in graph.nodes if op_name(n) == "div")
     assert division.kwargs["other"] == 16
+
+
+def test_a_mean_of_one_number_is_that_number():
+    check(lambda m, x: m.weight.mean(dim=0).sum().mean(0) + (x @ m.weight).sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

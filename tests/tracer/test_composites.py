@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.graph.graph import info, op_name
-from autopar.tracer import ColoTracer
+from autopar.tracer import ColoTracer, composites
 from tests.tracer.cases import Of
 
 X = torch.randn(6, 4, dtype=torch.float64)
@@ -85,8 +85,6 @@ def test_values_and_gradients_are_eagers(function):
 
 
 def test_the_same_call_is_opened_once():
-    from autopar.tracer import composites
-
     composites._chain.cache_clear()
     traced(lambda m, x: sum(torch.kron(x @ m.weight, x).sum() for _ in range(5)))
     assert composites._chain.cache_info().currsize == 1

@@ -9,9 +9,9 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 
 from autopar.tracer import ColoTracer
+from tests.zoo.families import without_dropout
 from tests.zoo.replay import as_call, compare, run
 from tests.zoo.tables import ZOO
 
@@ -41,31 +41,6 @@ MODELS = (
     "hf_clip",
     "hf_whisper",
 )
-
-
-def without_dropout(build):
-    """Export's graph draws in another order where it draws in another op."""
-    model = build().train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
-        for name in (
-            "attention_dropout",
-            "attention_probs_dropout_prob",
-            "attn_pdrop",
-            "dropout",
-            "dropout_rate",
-            "activation_dropout",
-            "hidden_dropout_prob",
-        ):
-            if isinstance(getattr(config, name, None), float):
-                setattr(config, name, 0.0)
-    for module in model.modules():
-        for name in ("dropout", "attention_dropout", "activation_dropout", "dropout_p", "dropout_prob", "attn_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,7 @@ from autopar.tracer import (
     regions,
     values,
 )
-from tests.tracer.cases import Of, check, traced
-from tests.tracer.test_regions import Scale, mixed
+from tests.tracer.cases import Of, Scale, check, mixed, traced
 
 
 def wrong(function, match="gradients|outputs|buffers"):
@@ -49,7 +48,7 @@ def off(monkeypatch):
 
 @pytest.fixture
 def outsiders_are_constants(monkeypatch):
-    """What a tracer without the guard does: a tensor it does not know is copied into the graph."""
+    """A tracer without the guard: a tensor that it does not know is copied into the graph."""
     call = functions.Above.__torch_function__
 
     def permissive(self, function, types, args=(), kwargs=None):

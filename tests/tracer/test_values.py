@@ -12,7 +12,7 @@ from torch import nn
 from autopar.graph.graph import Graph, op_name
 from autopar.letters import NotCaptured
 from autopar.tracer import ColoTracer
-from tests.tracer.cases import check, traced
+from tests.tracer.cases import Of, check, traced
 
 
 def chain(m, x):
@@ -129,6 +129,61 @@ def out_of_another_dtype(m, x):
     return (z @ m.weight.double()).sum() + v.sum()
 
 
+def known_into_buffer(m, x):
+    m.mean.copy_(x)
+    return x @ m.weight
+
+
+def one_buffer_into_another(m, x):
+    m.mean.copy_(m.table)
+    return x @ m.weight
+
+
+def snapshot_and_change(m, x):
+    o = m.mean.clone()
+    m.mean.add_(1)
+    return o, x @ m.weight
+
+
+def exponential_average(m, x):
+    y = (x @ m.weight) * m.mean
+    m.mean = m.mean * 0.9 + x.detach()
+    return y
+
+
+def truths_in_place(m, x):
+    y, n = x * 1, torch.arange(16).view(4, 4)
+    y.gt_(0.0)
+    n.eq_(3)
+    return (y + y) @ m.weight + n
+
+
+def overwritten(m, x):
+    h, k = x @ m.weight, m.linear(x)
+    h.zero_()
+    k[:] = 2.0
+    return h, k
+
+
+def narrow_from_the_end(m, x):
+    h = x @ m.weight
+    h.narrow(1, -2, 2).mul_(2)
+    return h
+
+
+def copy_of_a_number(m, x):
+    z = torch.zeros(4, 4)
+    z.copy_(3.5)
+    return z + x @ m.weight
+
+
+def slices_added_to(m, x):
+    z = torch.zeros(4, 4)
+    z[1:3] += (x @ m.weight)[1:3]
+    z[:, 2] *= 2
+    return (z**2).sum()
+
+
 CASES = [
     chain,
     family,
@@ -144,6 +199,15 @@ CASES = [
     a_view_of_a_buffer,
     the_input,
     out_of_another_dtype,
+    known_into_buffer,
+    one_buffer_into_another,
+    snapshot_and_change,
+    exponential_average,
+    truths_in_place,
+    overwritten,
+    narrow_from_the_end,
+    copy_of_a_number,
+    slices_added_to,
 ]
 
 
@@ -203,6 +267,27 @@ def test_an_output_nobody_reads_still_updates_its_statistics():
     model.norm.reset_running_stats()
     model(x)
     torch.testing.assert_close(replayed, model.norm.running_mean)
+
+
+def swap(m, x):
+    m.mean, m.table = m.table, m.mean
+    return x @ m.weight * m.mean
+
+
+def test_buffers_may_be_swapped():
+    model, x = Of(swap), torch.randn(4, 4)
+    a, b = model.mean.clone(), model.table.clone()
+    ColoTracer().trace(model, (x,)).module(model)(x)
+    assert torch.equal(model.mean, b)
+    assert torch.equal(a, torch.zeros(4, 4))
+
+
+def test_a_snapshot_of_a_parameter_is_not_the_parameter():
+    model, x = Of(lambda m, x: (m.weight.clone(), x.clone(), x @ m.weight)), torch.randn(4, 4)
+    weight, given, _ = ColoTracer().trace(model, (x,)).module(model)(x)
+    assert (
+        weight is not model.weight and weight.data_ptr() != model.weight.data_ptr() and given.data_ptr() != x.data_ptr()
+    )
 
 
 def under_no_grad(m, x):

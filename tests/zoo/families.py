@@ -139,10 +139,35 @@ def without(table: dict, *names: str, **more) -> dict:
     return {**{k: v for k, v in table.items() if k not in names}, **more}
 
 
-def clip():
-    return transformers.CLIPModel(
-        transformers.CLIPConfig(text_config={**ENCODER, "eos_token_id": 2}, vision_config=VISION, projection_dim=32)
-    )
+def without_dropout(build):
+    """The model of a builder, in training, without any dropout."""
+    model = build().train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
+        for name in (
+            "attention_dropout",
+            "attention_probs_dropout_prob",
+            "attn_pdrop",
+            "dropout",
+            "dropout_rate",
+            "activation_dropout",
+            "hidden_dropout_prob",
+        ):
+            if isinstance(getattr(config, name, None), float):
+                setattr(config, name, 0.0)
+    for module in model.modules():
+        for name in ("dropout", "attention_dropout", "activation_dropout", "dropout_p", "dropout_prob", "attn_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def clip(**both):
+    """CLIP; what is given goes to both of its halves."""
+    text, vision = {**ENCODER, "eos_token_id": 2, **both}, {**VISION, **both}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=32))
 
 
 def detr():

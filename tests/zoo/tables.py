@@ -144,12 +144,7 @@ ZOO: dict[str, Entry] = {
     "hf_gptneox": decoder("GPTNeoX", drop=("num_key_value_heads",)),
     "hf_gptj_eager": decoder("GPTJ", table=GPT, attention="eager", rotary_dim=8),
     "hf_falcon": decoder("Falcon", drop=("intermediate_size", "num_key_value_heads")),
-    "hf_bloom_eager": decoder(
-        "Bloom",
-        attention="eager",
-        table={k: v for k, v in GPT.items() if k not in ("n_embd", "n_positions")},
-        hidden_size=WIDTH,
-    ),
+    "hf_bloom_eager": decoder("Bloom", attention="eager", table=GPT, drop=("n_embd", "n_positions"), hidden_size=WIDTH),
     "hf_opt": decoder("OPT", drop=("intermediate_size", "num_key_value_heads"), ffn_dim=128, word_embed_proj_dim=WIDTH),
     "hf_olmo": decoder("Olmo"),
     "hf_olmo2": decoder("Olmo2"),

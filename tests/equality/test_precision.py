@@ -16,29 +16,28 @@ from autopar.letters import Letter
 from autopar.testing.equality import Equality
 from autopar.tracer import ColoTracer
 from autopar.tracer.precision import reference
-from tests.models import mlp_case
-from tests.solver.test_presets import MODELS
+from tests.language import CASES
+from tests.models import mlp_case, still
 from tests.training import whole
 
 
-def still(name):
-    model, batch = MODELS[name]()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model, {
-        k: torch.randint(0, 250, v.shape) if not v.is_floating_point() else torch.randn(v.shape)
-        for k, v in batch.items()
+def case(name):
+    """A model without dropout, and a random batch."""
+    model, batch = CASES[name]()
+    drawn = {
+        k: torch.randn(v.shape) if v.is_floating_point() else torch.randint(0, 250, v.shape) for k, v in batch.items()
     }
+    return still(model), drawn
 
 
 @pytest.mark.parametrize("parallel", [None, "zero3", "megatron"])
 @pytest.mark.parametrize("reduce", ["float32", "float64"])
 def test_it_trains_as_the_single_device_program_on_casts(parallel, reduce, threads):
-    """Computing in float64 what is stored in float32 leaves no rounding to hide behind but that of the stored
-    gradients.
+    """Computing in float64 what is stored in float32.
+
+    No rounding is left to hide behind but that of the stored gradients.
     """
-    model, batch = still("gpt2")
+    model, batch = case("gpt2")
     precision = Precision("float64", reduce)
     plan = autopar.plan(model, batch, mesh=DeviceMesh((2, 2), ("dp", "tp")), parallel=parallel, precision=precision)
     own = copy.deepcopy(model)
@@ -64,7 +63,7 @@ def test_it_trains_as_the_single_device_program_on_casts(parallel, reduce, threa
 
 
 def test_a_step_in_bfloat16_is_the_references(threads):
-    model, batch = still("mlp")
+    model, batch = case("mlp")
     model, batch = model.float(), {k: v.float() for k, v in batch.items()}
     precision = Precision()
     plan = autopar.plan(model, batch, mesh=2, precision=precision)
@@ -107,7 +106,7 @@ def test_gradients_are_reduced_in_the_dtype_that_is_said(reduce):
 
 
 def test_a_cast_stands_before_its_first_use_and_once_for_what_is_tied():
-    model, batch = still("gpt2")
+    model, batch = case("gpt2")
     graph = ColoTracer().trace(model, batch, precision=Precision())
     casts = [
         n

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.frame.fields import PLANS, worst
+from tests.equality.fields import PLANS, worst
 from tests.zoo.fields import FIELDS
 
 LONG = ("physics: neural differential equation", "physics: Hamiltonian by leapfrog", "control: Kalman filter")

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import autopar
-from autopar.solver import solve
-from autopar.space.setting import Setting
-from autopar.space.shardings import shardings
 from autopar.testing import Equality
-from autopar.tracer import ColoTracer
-from tests.frame.test_found import Of
-from tests.models import eager_links
+from tests.models import FunctionModel
+from tests.random_plans import random_plan_with
 from tests.training import whole
 
 
@@ -95,34 +89,12 @@ CASES = {  # op, operand, its placement there, the model
 }
 
 
-def cut_plan(model, batch, mesh, op, operand, placement, seed):
-    """A random plan under which the op is cut so on every axis."""
-    space = shardings(ColoTracer().trace(model, batch), Setting(mesh, eager_links()))
-    rng = np.random.default_rng(seed)
-    sites = []
-    for s in space.sites:
-        costs = rng.random(len(s.choices))
-        if s.op == op:
-            costs[[any(repr(f.value) != placement for f in c.operand(operand)) for c in s.choices]] = np.inf
-        sites.append(replace(s, seconds=costs))
-    return solve(
-        replace(
-            space,
-            sites=tuple(sites),
-            edges=tuple(
-                replace(e, seconds=np.where(np.isfinite(e.seconds), rng.random(e.seconds.shape), np.inf))
-                for e in space.edges
-            ),
-        )
-    )
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
 def test_it_computes_what_the_op_computes(name, mesh, threads):
-    op, operand, placement, function = CASES[name]
+    *cut, function = CASES[name]
     mesh = autopar.DeviceMesh(mesh)
-    model, batch = Of(function, 6, 12), {"x": torch.randn(6, 6).double()}
+    model, batch = FunctionModel(function, 6, 12), {"x": torch.randn(6, 6).double()}
     reference = copy.deepcopy(model)
     expected_loss = reference(**batch)
     expected_loss = expected_loss.sum()
@@ -136,24 +108,34 @@ def test_it_computes_what_the_op_computes(name, mesh, threads):
         return {"loss": loss.detach(), "weight": whole(mine.weight.grad)}, mine.code
 
     for seed in range(2 if mesh.size == 2 else 1):  # on two axes planning takes ten times as long
-        for result, code in threads(mesh.size, body, cut_plan(model, batch, mesh, op, operand, placement, seed)):
+        for result, code in threads(mesh.size, body, random_plan_with(cut, model, batch, mesh, seed)):
             Equality.in_float64(f"{name} on {mesh}, plan {seed}", result, expected, 1e-9).check()
             assert "_part(" in code
 
 
 def test_the_largest_is_exact_though_several_are_it(threads):
-    """What compares with it finds itself."""
-    model, batch = (
-        Of(
-            lambda m, x: ((x @ m.weight) == (x @ m.weight).amax(1, keepdim=True)).double().sum(1) + 0 * m.weight.sum(),
-            6,
-            12,
-        ),
-        {"x": torch.ones(6, 6).double() / 3},
-    )
+    """A value that is compared with the largest finds itself."""
+
+    def equals(m, x):
+        values = x @ m.weight
+        return (values == values.amax(1, keepdim=True)).double().sum(1) + 0 * m.weight.sum()
+
+    model, batch = FunctionModel(equals, 6, 12), {"x": torch.ones(6, 6).double() / 3}
     model.weight.data.fill_(0.1)
-    plan = cut_plan(model, batch, autopar.DeviceMesh(3), "amax", 0, "S(1)", 0)
+    plan = random_plan_with(("amax", 0, "S(1)"), model, batch, autopar.DeviceMesh(3), seed=0)
     for result in threads(
         3, lambda rank: autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)(**batch).detach()
     ):
         assert torch.equal(result, torch.full((6,), 12.0).double())
+
+
+@pytest.mark.parametrize("function", [torch.logsumexp, torch.amax, torch.amin, torch.sum, torch.softmax])
+def test_of_one_number_nothing_is_cut(function, threads):
+    """torch takes dim 0 of a tensor without dims."""
+    model, batch = (
+        FunctionModel(lambda m, x: function((x @ m.weight).mean(), 0), 6, 12),
+        {"x": torch.randn(6, 6).double()},
+    )
+    expected = copy.deepcopy(model)(**batch).detach()
+    loss = threads(2, lambda rank: autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2)(**batch).detach())
+    assert all(torch.allclose(of_rank, expected) for of_rank in loss)

@@ -13,7 +13,8 @@ import autopar
 from autopar.letters import Letter
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
-from tests.frame.test_found import Of, random_plan
+from tests.models import FunctionModel
+from tests.random_plans import random_plan
 from tests.training import whole
 
 TARGETS, READ, WANTED = (
@@ -87,9 +88,9 @@ class Averaged(nn.Module):
 
 
 MODELS = {
-    "ctc": lambda: Of(ctc, 6, 6),
-    "cov": lambda: Of(together, 6, 6),
-    "combinations": lambda: Of(choices, 6, 6),
+    "ctc": lambda: FunctionModel(ctc, 6, 6),
+    "cov": lambda: FunctionModel(together, 6, 6),
+    "combinations": lambda: FunctionModel(choices, 6, 6),
     "weight_norm of one length": OneLength,
     "batch norm of all batches": Averaged,
 }
@@ -187,7 +188,7 @@ def _weights(h):
 )
 def test_a_graph_draws_as_the_model_does(function):
     """Replayed, it takes the same numbers from torch's generator in the same order."""
-    model, x = Of(function, 6, 6), torch.randn(6, 6).double()
+    model, x = FunctionModel(function, 6, 6), torch.randn(6, 6).double()
     replay = ColoTracer().trace(model, {"x": x}).module(model)
     torch.manual_seed(5)
     expected = model(x)
@@ -200,7 +201,10 @@ def test_a_graph_draws_as_the_model_does(function):
 )
 def test_what_a_draw_depends_on_has_a_gradient_of_zeros(draw):
     """As in eager, where AdamW then decays it; None would leave it as it is."""
-    model, batch = Of(lambda m, x: (draw((x @ m.weight).sigmoid()) * x).sum(), 6, 6), {"x": torch.randn(6, 6).double()}
+    model, batch = (
+        FunctionModel(lambda m, x: (draw((x @ m.weight).sigmoid()) * x).sum(), 6, 6),
+        {"x": torch.randn(6, 6).double()},
+    )
     mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=1)
     for one in (model, mine):
         one(**batch).backward()
@@ -216,4 +220,4 @@ def test_what_a_draw_depends_on_has_a_gradient_of_zeros(draw):
 )
 def test_what_has_no_form_is_a_letter_that_says_what_has_one(function, advice):
     with pytest.raises(Letter, match=advice):
-        autopar.autoparallelize(Of(function, 6, 6), {"x": torch.randn(6, 6).double()}, mesh=1)
+        autopar.autoparallelize(FunctionModel(function, 6, 6), {"x": torch.randn(6, 6).double()}, mesh=1)

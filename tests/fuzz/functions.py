@@ -144,7 +144,10 @@ def of_torch(model, values):
 
 
 def _is_steady(model, held, done, values):
-    """Do result and gradients stay when numbers change in their last digits? What does not is no test of a plan."""
+    """Do result and gradients stay when numbers change in their last digits?
+
+    A call whose results do not stay is no test of a plan.
+    """
     parameters = [getattr(model, n) for n in held if n in model._parameters]
     seen = []
     try:

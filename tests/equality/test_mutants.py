@@ -11,7 +11,7 @@ from torch import nn
 import autopar
 from autopar.codegen import joint
 from autopar.testing import Equality, Unequal
-from tests.frame import test_gpt2 as gpt2
+from tests.equality import gpt2
 from tests.models import eager_links, mlp_case, mlp_pins
 from tests.mutants import GPT2_MUTANTS, MUTANTS
 from tests.training import train, whole
@@ -72,13 +72,8 @@ def gpt2_suite(threads):
     """One step of a Megatron GPT-2 with dropout: vocabulary, heads and batch are cut."""
     model, batch = gpt2.gpt2(0.1)
     plan = gpt2.planned("megatron", MESH, 0.1, "float64")
-    monkey = pytest.MonkeyPatch()
-    monkey.setattr(gpt2, "STEPS", 1)
-    try:
-        for result in threads(4, gpt2.train_parallel, model, batch, plan, "sgd", "float64"):
-            gpt2.check("gpt2", result, 0.1, "sgd", "float64")
-    finally:
-        monkey.undo()
+    for result in threads(4, gpt2.train_parallel, model, batch, plan, "sgd", "float64", 1):
+        gpt2.check("gpt2", result, 0.1, "sgd", "float64", steps=1)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.testing import Equality
-from tests.frame.test_found import random_plan
+from tests.random_plans import random_plan
 from tests.training import whole
 
 

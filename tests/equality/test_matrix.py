@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.frame.matrix import CASES, MESHES, MODELS, worst
+from tests.equality.matrix import CASES, MESHES, MODELS, worst
 from tests.zoo.families import has_extras
 
 SLOW = ("swin", "resnet50", "convnext")  # many small ops: in the sample once

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.frame.fuzz import fuzz, kills
+from tests.fuzz.trial import fuzz, kills
 from tests.mutants import GPT2_MUTANTS, MUTANTS
 
 COUNT, OF_ALL, AT_ONCE = 100, 16, 4
@@ -42,7 +42,7 @@ def test_two_thousand_of_all_of_torch_compute_the_same(first):
         fuzz(seed, of_all=True)
 
 
-KILLED_BY = {  # python -m tests.frame.fuzz mutants: the first of the hundred that notices it
+KILLED_BY = {  # python -m tests.fuzz mutants: the first of the hundred that notices it
     "a reduction is dropped": 0,
     "a reduce-scatter forgets to reduce": 0,
     "an axis is swapped": 68,
@@ -58,7 +58,7 @@ KILLED_BY = {  # python -m tests.frame.fuzz mutants: the first of the hundred th
     "draws go by the place in the part": 0,
     "every random op draws the same": 1,
     "a fused weight is cut straight through": 0,
-}  # not by any of them: a buffer handed out twice, gelu called linear; tests/frame/test_mutants.py notices those
+}  # not by any of them: a buffer handed out twice, gelu called linear; tests/equality/test_mutants.py notices those
 
 
 @pytest.mark.parametrize("name", KILLED_BY)

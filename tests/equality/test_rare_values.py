@@ -18,8 +18,8 @@ import autopar
 from autopar import DeviceMesh
 from autopar.testing import Equality, on_threads
 from autopar.tracer import ColoTracer
-from tests.frame.fuzz import random_plan
 from tests.models import eager_links
+from tests.random_plans import random_plan_of
 from tests.training import whole
 
 GENERATOR = torch.Generator().manual_seed(11)
@@ -29,7 +29,7 @@ def normal(*shape):
     return torch.randn(*shape, dtype=torch.float64, generator=GENERATOR)
 
 
-class Of(nn.Module):
+class OfLinear(nn.Module):
     """A linear, some buffers, and a function of both and the inputs that gives a loss."""
 
     def __init__(self, function, width, **buffers):
@@ -76,52 +76,56 @@ sum_of_nines.register_autograd(
 SIGNS = torch.where(torch.arange(16) % 3 == 0, 1.0, -1.0).double()
 CASES = {
     "cosine_embedding_loss": (
-        Of(lambda m, x, y: F.cosine_embedding_loss(m.f(x), m.f(x.flip(0)), y, margin=0.1), 8),
+        OfLinear(lambda m, x, y: F.cosine_embedding_loss(m.f(x), m.f(x.flip(0)), y, margin=0.1), 8),
         dict(x=normal(16, 16), y=SIGNS),
     ),
     "the largest of whole numbers": (
-        Of(lengths, 8),
+        OfLinear(lengths, 8),
         dict(x=normal(8, 12, 16), lengths=torch.tensor([1, 2, 3, 12, 5, 6, 7, 8])),
     ),
     "a product of whole numbers": (
-        Of(lambda m, x, counts: (m.f(x).pow(2).mean(1) * counts.prod(1).double()).sum(), 8),
+        OfLinear(lambda m, x, counts: (m.f(x).pow(2).mean(1) * counts.prod(1).double()).sum(), 8),
         dict(x=normal(8, 16), counts=torch.randint(1, 4, (8, 12), generator=GENERATOR)),
     ),
     "isin": (
-        Of(special, 8, special=torch.arange(50, 62)),
+        OfLinear(special, 8, special=torch.arange(50, 62)),
         dict(x=normal(8, 6, 16), ids=torch.randint(0, 64, (8, 6), generator=GENERATOR)),
     ),
     "index_fill": (
-        Of(lambda m, x: m.f(x).index_fill(1, m.off, 0.0).pow(2).mean(), 32, off=torch.tensor([3, 9, 1, 30, 7, 25])),
+        OfLinear(
+            lambda m, x: m.f(x).index_fill(1, m.off, 0.0).pow(2).mean(), 32, off=torch.tensor([3, 9, 1, 30, 7, 25])
+        ),
         dict(x=normal(8, 16)),
     ),
     "index_put": (
-        Of(lambda m, x: m.f(x).index_put((m.at,), m.row).sin().sum(), 8, at=torch.tensor([3, 1, 6]), row=normal(8)),
+        OfLinear(
+            lambda m, x: m.f(x).index_put((m.at,), m.row).sin().sum(), 8, at=torch.tensor([3, 1, 6]), row=normal(8)
+        ),
         dict(x=normal(8, 16)),
     ),
-    "a pool without a batch": (Of(peaks, 16), dict(x=normal(2, 16, 16))),
+    "a pool without a batch": (OfLinear(peaks, 16), dict(x=normal(2, 16, 16))),
     "a mean of neighbours without a batch": (
-        Of(lambda m, x: F.avg_pool2d(m.f(x), 3, 1, 1).pow(2).sum(), 8),
+        OfLinear(lambda m, x: F.avg_pool2d(m.f(x), 3, 1, 1).pow(2).sum(), 8),
         dict(x=normal(4, 8, 16)),
     ),
     "a user's own op that looks for a token": (
-        Of(lambda m, x, t: sum_of_nines(m.f(x).tanh(), t).pow(2).mean(), 8),
+        OfLinear(lambda m, x, t: sum_of_nines(m.f(x).tanh(), t).pow(2).mean(), 8),
         dict(x=normal(16, 16), t=torch.where(torch.arange(16) % 4 == 0, 9, 1)),
     ),
     "count_nonzero": (
-        Of(lambda m, x: (m.f(x) * torch.count_nonzero(m.f(x).relu().detach())).sin().sum(), 8),
+        OfLinear(lambda m, x: (m.f(x) * torch.count_nonzero(m.f(x).relu().detach())).sin().sum(), 8),
         dict(x=normal(8, 16)),
     ),
     "isclose": (
-        Of(lambda m, x: torch.where(torch.isclose(m.f(x).relu(), m.f(x)), m.f(x) * 2, m.f(x)).sin().sum(), 8),
+        OfLinear(lambda m, x: torch.where(torch.isclose(m.f(x).relu(), m.f(x)), m.f(x) * 2, m.f(x)).sin().sum(), 8),
         dict(x=normal(8, 16)),
     ),
     "nansum": (
-        Of(lambda m, x: torch.nansum(torch.where(m.f(x) > 0, m.f(x), torch.nan)).sin(), 8),
+        OfLinear(lambda m, x: torch.nansum(torch.where(m.f(x) > 0, m.f(x), torch.nan)).sin(), 8),
         dict(x=normal(8, 16)),
     ),
     "a bag of embeddings": (
-        Of(lambda m, x, ids: (m.f(x) * F.embedding_bag(ids, m.table, mode="max")).sum(), 8, table=normal(20, 8)),
+        OfLinear(lambda m, x, ids: (m.f(x) * F.embedding_bag(ids, m.table, mode="max")).sum(), 8, table=normal(20, 8)),
         dict(x=normal(8, 16), ids=torch.randint(0, 20, (8, 5), generator=GENERATOR)),
     ),
 }
@@ -142,7 +146,7 @@ def eager(case):
 
 
 def drawn_plan(model, batch, seed):
-    return random_plan(ColoTracer().trace(model, batch), DeviceMesh((2,)), np.random.default_rng(seed))
+    return random_plan_of(ColoTracer().trace(model, batch), DeviceMesh((2,)), np.random.default_rng(seed))
 
 
 @pytest.mark.parametrize("case", CASES)

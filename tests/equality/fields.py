@@ -1,6 +1,6 @@
 """Models of many fields under free, preset and random plans on meshes in turn, in float64, against eager.
 
-python -m tests.frame.fields [word ...]        every plan of every model, or of those named with a word
+python -m tests.equality.fields [word ...]        every plan of every model, or of those named with a word
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from autopar.letters import BadPreset
 from autopar.solver import Plan
 from autopar.testing import Equality, on_threads
 from autopar.tracer import ColoTracer
-from tests.frame.fuzz import random_plan
 from tests.models import eager_links
 from tests.oracle import ByPosition, bits
+from tests.random_plans import random_plan_of
 from tests.training import whole
 from tests.zoo.fields import FIELDS
 
@@ -59,7 +59,7 @@ def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What one forward and backward leave: the loss, each gradient that there is, each buffer."""
+    """The loss of one forward and backward, each gradient that there is, and each buffer."""
     loss = model(**batch)
     loss.backward()
     gradients = {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -86,7 +86,7 @@ def plan_of(name: str, kind: str) -> Plan:
     model, meshes = copy.deepcopy(model), meshes_of(name, kind)
     if kind.startswith("random"):
         rng = np.random.default_rng(zlib.crc32(f"{name}, {kind}".encode()))
-        return random_plan(ColoTracer().trace(model, batch), meshes[0], rng)
+        return random_plan_of(ColoTracer().trace(model, batch), meshes[0], rng)
     how = {"cluster": eager_links(), "parallel": None if kind == "free" else kind}
     for mesh in meshes[:-1]:
         try:
@@ -97,7 +97,10 @@ def plan_of(name: str, kind: str) -> Plan:
 
 
 def worst(name: str, kind: str) -> tuple[DeviceMesh, float]:
-    """The mesh of a case, and the largest error of any rank. Raises Unequal where the results are not the same."""
+    """The mesh of a case, and the largest error of any rank.
+
+    Raises Unequal where the results are not the same.
+    """
     plan = plan_of(name, kind)
     model, batch = made(name)
 

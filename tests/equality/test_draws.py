@@ -1,10 +1,9 @@
-"""Ops that draw: the same draws however they are cut, of the distribution that torch's have."""
+"""Ops that draw: the same draws however they are cut, those of eager with the same bits."""
 
 from __future__ import annotations
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,11 +22,10 @@ from torch.distributions import (
 )
 
 import autopar
-from autopar.runtime import forms
-from autopar.runtime.random import key_of, uniform
 from autopar.testing import Equality
-from tests.frame.test_found import Of, random_plan
+from tests.models import FunctionModel
 from tests.oracle import ByPosition
+from tests.random_plans import random_plan
 from tests.training import whole
 
 
@@ -73,7 +71,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.filterwarnings("ignore:dropout2d")
 def test_draws_are_the_same_on_any_mesh(name, threads):
-    model, batch = Of(FUNCTIONS[name], 6, 6), {"x": torch.randn(6, 6).double()}
+    model, batch = FunctionModel(FUNCTIONS[name], 6, 6), {"x": torch.randn(6, 6).double()}
 
     def body(rank, plan):
         torch.manual_seed(3)
@@ -185,10 +183,10 @@ class Recurrent(nn.Module):
 
 
 DRAWN = {
-    "vae": lambda: Of(vae, 6, 6),
-    "policy": lambda: Of(policy, 6, 6),
-    "other distributions": lambda: Of(others, 6, 6),
-    "draws": lambda: Of(draws, 6, 6),
+    "vae": lambda: FunctionModel(vae, 6, 6),
+    "policy": lambda: FunctionModel(policy, 6, 6),
+    "other distributions": lambda: FunctionModel(others, 6, 6),
+    "draws": lambda: FunctionModel(draws, 6, 6),
     "lstm": lambda: Recurrent(nn.LSTM, bidirectional=True, batch_first=True),
     "gru": lambda: Recurrent(nn.GRU),
 }
@@ -218,82 +216,3 @@ def test_what_draws_is_eager_with_the_same_bits(name, threads):
     for plan in (autopar.plan(model, batch, mesh=2, parallel="dp"), random_plan(model, batch, free, 1)):
         for result in threads(plan.mesh.size, body, plan):
             Equality.in_float64(f"{name} on {plan.mesh}", result, expected, 1e-9).check()
-
-
-KEY, N = torch.tensor(key_of(11, 2)), 60000
-
-
-def drawn(kind, a=None, b=None, dtype=torch.float64):
-    return forms.drawn_by_position(kind, KEY, 3, (N,), ((),), (N,), dtype, a, b)
-
-
-@pytest.mark.parametrize(
-    "kind, a, b",
-    [
-        ("uniform", None, None),
-        ("uniform", -2.0, 5.0),
-        ("normal", None, None),
-        ("normal", 3.0, 0.5),
-        ("exponential", 2.0, None),
-        ("log_normal", 0.5, 0.3),
-        ("cauchy", 1.0, 2.0),
-        ("geometric", 0.3, None),
-        ("random", 3, 17),
-    ],
-)
-def test_their_distribution_is_that_of_torch(kind, a, b):
-    eager = getattr(torch.empty(N, dtype=torch.float64), f"{kind}_")(*(v for v in (a, b) if v is not None))
-    for dtype in (torch.float64, torch.float32):
-        ours = drawn(kind, a, b, dtype)
-        assert ours.dtype == dtype and ours.isfinite().all()
-        edges = torch.linspace(0.02, 0.98, 25).double()
-        share = [
-            (x.double()[:, None] <= eager.quantile(edges)).double().mean(0) for x in (ours, eager)
-        ]  # the empirical distributions, at the same points
-        assert (share[0] - share[1]).abs().max() < 0.012
-    if kind != "geometric":
-        assert drawn(kind, a, b).unique().numel() > (13 if kind == "random" else N // 2)
-
-
-def test_whole_numbers_reach_both_ends_and_no_further():
-    ours = drawn("random", -2, 3, torch.int64)
-    assert ours.unique().tolist() == [-2, -1, 0, 1, 2]
-
-
-def test_uniform_numbers_are_the_published_finalizer_of_places():
-    def mix(h):
-        with np.errstate(over="ignore"):
-            h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-            h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-            return h ^ (h >> np.uint32(16))
-
-    key, op, shape = int(KEY) % 2**64, 5, (4, 7)
-    with np.errstate(over="ignore"):
-        seed = mix(mix(np.uint32(key % 2**32) ^ np.uint32(op * 0x85EBCA77 % 2**32)) ^ np.uint32(key >> 32))
-        rows = mix(mix(np.uint32(0) ^ seed) ^ np.arange(4, dtype=np.uint32))
-        bits = mix(rows[:, None] + np.arange(7, dtype=np.uint32) * np.uint32(0x9E3779B9))
-    assert np.array_equal(uniform(KEY, op, shape, ((), ()), shape, torch.float64).numpy(), bits / 2.0**32)
-    assert np.array_equal(
-        uniform(KEY, op, shape, ((), ()), shape).numpy(), (bits >> 8).astype(np.float32) / np.float32(2**24)
-    )
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-def test_categories_come_by_their_weights(replacement):
-    weights = torch.tensor([0.0, 1.0, 2.0, 5.0]).expand(20000, 4)
-    ours = forms.multinomial_by_position(weights, KEY, 1, (20000, 4), ((), ()), 2, replacement)
-    eager = torch.multinomial(weights, 2, replacement)
-    for i in range(2):
-        shares = [torch.bincount(x[:, i], minlength=4) / 20000 for x in (ours, eager)]
-        assert (shares[0] - shares[1]).abs().max() < 0.015
-    assert replacement or (ours[:, 0] != ours[:, 1]).all()
-
-
-def test_alpha_dropout_keeps_mean_and_variance():
-    x = torch.randn(400, 300).double()
-    ours = forms.alpha_dropout_by_position(x, KEY, 1, (400, 300), ((), ()), 0.3)
-    assert abs(ours.mean().item()) < 0.02 and abs(ours.var().item() - 1) < 0.02
-    torch.manual_seed(0)
-    eager = F.alpha_dropout(x, 0.3, True)
-    low = torch.stack([y.min() for y in (ours, eager)])
-    torch.testing.assert_close(ours[ours <= low[0] + 1e-9].mean(), eager[eager <= low[1] + 1e-9].mean())

@@ -2,8 +2,7 @@
 
 Three steps, in float64, against eager.
 
-python -m tests.frame.matrix [model ...]        the whole matrix, a row a model and mesh, a column a plan; the cell is
-the largest error
+python -m tests.equality.matrix [model ...]        a row a model and mesh, a column a plan, a cell the largest error
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 
 import autopar
 from autopar import DeviceMesh
@@ -26,7 +24,7 @@ from autopar.testing import Equality, on_processes, on_threads
 from tests.models import eager_links
 from tests.oracle import ByPosition, InFloat64
 from tests.training import whole
-from tests.zoo.families import DECODER, ENCODER, T5, VISION, WHISPER, hf, timm, tokens
+from tests.zoo.families import DECODER, ENCODER, T5, VISION, WHISPER, clip, hf, timm, tokens
 
 STEPS, ROWS, SEED = 3, 8, 1234567
 BOTH = dict(tensor=2, data=dict(size=2, zero=3))
@@ -80,16 +78,6 @@ def picture(size: int = 32, labels: bool = True):
 
 def image(size: int):
     return {"x": torch.randn(ROWS, 3, size, size).double()}
-
-
-def clip():
-    return transformers.CLIPModel(
-        transformers.CLIPConfig(
-            text_config={**ENCODER, "attention_dropout": 0.1, "eos_token_id": 2},
-            vision_config={**VISION, "attention_dropout": 0.1},
-            projection_dim=32,
-        )
-    )
 
 
 MODELS = {
@@ -170,7 +158,8 @@ MODELS = {
         lambda: picture(64),
     ),
     "clip": Model(
-        clip, lambda: {**text(labels=False), "pixel_values": torch.randn(ROWS, 3, 32, 32).double(), "return_loss": True}
+        lambda: clip(attention_dropout=0.1),
+        lambda: {**text(labels=False), "pixel_values": torch.randn(ROWS, 3, 32, 32).double(), "return_loss": True},
     ),
     "timm vit": Model(
         timm(

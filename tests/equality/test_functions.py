@@ -1,59 +1,20 @@
-"""What once came out wrong, or ended without a letter.
-
-Each under random legal plans, not only under the one that is cheapest.
-"""
+"""Functions that were once computed wrong, or not at all: each under random legal plans, held against eager."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import autopar
-from autopar.letters import NotCaptured
-from autopar.solver import solve
-from autopar.space.setting import Setting
-from autopar.space.shardings import shardings
 from autopar.testing import Equality
-from autopar.tracer import ColoTracer
-from tests.models import eager_links
+from tests.models import FunctionModel
+from tests.random_plans import random_plan
 from tests.training import whole
 
 MESHES = [autopar.DeviceMesh((2,)), autopar.DeviceMesh((3,)), autopar.DeviceMesh((2, 2), ("dp", "tp"))]
-
-
-class Of(nn.Module):
-    def __init__(self, function, *shape):
-        super().__init__()
-        self.function, self.weight = function, nn.Parameter(torch.randn(*shape).double())
-        self.register_buffer("mean", torch.zeros(shape[-1]).double())
-        self.register_buffer("var", torch.ones(shape[-1]).double())
-
-    def forward(self, x):
-        return self.function(self, x)
-
-
-def random_plan(model, batch, mesh, seed):
-    """A legal plan that random costs make the cheapest."""
-    graph = ColoTracer().trace(model, batch)
-    space = shardings(graph, Setting(mesh, eager_links()))
-    rng = np.random.default_rng(seed)
-    sites = tuple(replace(s, seconds=rng.random(len(s.choices))) for s in space.sites)
-    return solve(
-        replace(
-            space,
-            sites=sites,
-            edges=tuple(
-                replace(e, seconds=np.where(np.isfinite(e.seconds), rng.random(e.seconds.shape), np.inf))
-                for e in space.edges
-            ),
-        )
-    )
 
 
 def no_grad_part(m, x):
@@ -263,7 +224,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 def test_it_is_right_under_random_plans(name, threads):
-    model, batch = Of(FUNCTIONS[name], 6, 6), {"x": torch.randn(6, 6).double()}
+    model, batch = FunctionModel(FUNCTIONS[name], 6, 6), {"x": torch.randn(6, 6).double()}
     reference = copy.deepcopy(model)
     loss = reference(**batch)
     loss.backward()
@@ -284,58 +245,3 @@ def test_it_is_right_under_random_plans(name, threads):
         for seed in range(4):
             for result in threads(mesh.size, body, random_plan(model, batch, mesh, seed)):
                 Equality.in_float64(f"{name} on {mesh}, plan {seed}", result, expected, 1e-9).check()
-
-
-def test_attention_that_sees_nothing_attends_to_nothing():
-    from autopar.runtime.forms import attention_by_position
-
-    q = torch.randn(1, 1, 3, 4).double().requires_grad_()
-    mask = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
-    expected = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-    found = attention_by_position(
-        q, q, q, torch.tensor(7), 0, (1, 1, 3, 3), [(), (), (), ()], attn_mask=mask, dropout_p=1e-9
-    )
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad(found.sum(), q), torch.autograd.grad(expected.sum(), q))
-
-
-def hooked(m, x):
-    h = x @ m.weight
-    h.register_hook(lambda g: g * 10)
-    return h.sum()
-
-
-@pytest.mark.parametrize("function, match", [(hooked, "register_hook")])
-def test_what_would_be_lost_is_a_letter(function, match):
-    with pytest.raises(NotCaptured, match=match):
-        autopar.plan(Of(function, 6, 6), {"x": torch.randn(6, 6).double()}, mesh=2)
-
-
-def test_backward_hooks_that_would_be_lost_are_a_letter():
-    model = nn.Sequential(nn.Linear(4, 4))
-    model[0].register_full_backward_hook(lambda *a: None)
-    with pytest.raises(NotCaptured, match="backward hooks"):
-        autopar.plan(model, (torch.randn(2, 4),), mesh=2)
-
-
-def test_a_detached_twin_of_the_loss_is_an_output_too(threads):
-    class Twin(nn.Linear):
-        def forward(self, x):
-            loss = super().forward(x).pow(2).sum()
-            return {"loss": loss, "log": loss.detach(), "again": loss}
-
-    model, x = Twin(4, 4).double(), torch.randn(2, 4).double()
-    reference = copy.deepcopy(model)
-    reference(x)["loss"].backward()
-
-    def body(rank):
-        mine = autopar.autoparallelize(copy.deepcopy(model), (x,), mesh=2, cluster=eager_links())
-        result = mine(x)
-        result["loss"].backward()
-        assert (
-            not result["log"].requires_grad and result["log"].item() == result["again"].item() == result["loss"].item()
-        )
-        return whole(mine.weight.grad)
-
-    for gradient in threads(2, body):
-        torch.testing.assert_close(gradient, reference.weight.grad)

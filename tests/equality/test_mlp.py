@@ -40,7 +40,7 @@ def plans(model, batch, mesh, kind, runs):
 
 
 def sample(mesh, kind, count=3):
-    """Some of the runs, other ones in each case: over the cases, every run comes up as often as every other."""
+    """Some of the runs, others in each case: over the cases each comes up as often as any other."""
     first = count * (MESHES.index(mesh) * len(KINDS) + KINDS.index(kind))
     return [RUNS[(first + i) % len(RUNS)] for i in range(count)]
 

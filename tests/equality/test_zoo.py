@@ -12,9 +12,9 @@ import torch
 
 import autopar
 from autopar.testing import Equality
-from tests.frame.test_found import random_plan
-from tests.tracer.test_export import without_dropout
+from tests.random_plans import random_plan
 from tests.training import whole
+from tests.zoo.families import without_dropout
 from tests.zoo.replay import as_call
 from tests.zoo.tables import ZOO
 

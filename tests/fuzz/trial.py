@@ -1,0 +1,108 @@
+"""One random module on a random mesh under a random legal plan, in float64, against eager.
+
+Losses, outputs, gradients, parameters and buffers are compared.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar import DeviceMesh
+from autopar.codegen import joint
+from autopar.testing import Equality, Unequal, on_threads
+from autopar.tracer import ColoTracer
+from tests.fuzz.modules import Drawn
+from tests.oracle import ByPosition
+from tests.random_plans import random_plan_of
+from tests.training import whole
+
+SEED = 97531
+MESHES = [
+    DeviceMesh((2,)),
+    DeviceMesh((3,)),
+    DeviceMesh((4,)),
+    DeviceMesh((2, 2), ("dp", "tp")),
+    DeviceMesh((2, 1, 2)),
+    DeviceMesh((3, 2)),
+    DeviceMesh((2, 2, 2)),
+]
+
+
+def two_steps(model, batch, next_step=lambda: None):
+    parameters, found = dict(model.named_parameters()), {}
+    for step in range(2):
+        next_step()
+        out = model(**batch)
+        found |= {f"{step}.loss": out["loss"].detach(), f"{step}.last": whole(out["last"]).detach().clone()}
+        if out["loss"].requires_grad:
+            out["loss"].backward()
+            found |= {
+                f"{step}.gradient of {n}": whole(p.grad).clone() for n, p in parameters.items() if p.grad is not None
+            }
+            descend(parameters.values(), 0.01)  # gradients stay: the second step's are added to them
+    return found | {n: whole(t).detach().clone() for n, t in (*parameters.items(), *model.named_buffers())}
+
+
+@torch.no_grad()
+def descend(parameters, rate):
+    """One step of gradient descent on local shards, without DTensor's own dispatch."""
+    for p in parameters:
+        if p.grad is not None:
+            here, there = (t.to_local() if isinstance(t, DTensor) else t for t in (p, p.grad))
+            assert here.shape == there.shape, (p, p.grad)
+            here.add_(there, alpha=-rate)
+
+
+def fuzz(seed: int, of_all: bool = False, limit_s: float = 60.0) -> Drawn:
+    """Raises Unequal where the parallel module is not what eager is.
+
+    With `of_all`, steps are drawn from all of torch. Ranks that have not ended after the limit hang.
+    """
+    model = Drawn(seed, of_all)
+    rng = np.random.default_rng(seed)
+    mesh = MESHES[rng.integers(len(MESHES))]
+    alone = Drawn(seed, of_all)  # made before draws go by position
+    with ByPosition(SEED) as numbers:
+        expected = two_steps(alone, model.batch, numbers.next_step)
+    plan = random_plan_of(ColoTracer().trace(model, model.batch), mesh, rng)
+
+    made = [Drawn(seed, of_all) for _ in range(mesh.size)]
+
+    def body(rank):
+        mine = autopar.autoparallelize(made[rank], model.batch, plan=plan)
+        mine.random_state.seed = SEED
+        return two_steps(mine, model.batch)
+
+    results = on_threads(mesh.size, body, timeout_s=limit_s)
+    case = f"seed {seed} on {mesh}: {', '.join([*model.names, *model.called])}"
+    for rank, result in enumerate(results):
+        Equality.in_float64(f"{case}, rank {rank}", result, expected, 1e-9).check()
+        if drifting := [name for name in result if not torch.equal(result[name], results[0][name])]:
+            raise Unequal(f"{case}: ranks 0 and {rank} hold different bits of {', '.join(drifting)}")
+    return model
+
+
+def kills(mutant, seeds):
+    """The first of these seeds by which a broken compiler is noticed: its values are wrong.
+
+    A broken one may also end with an error; that counts for nothing.
+    """
+    patch = pytest.MonkeyPatch()
+    joint.LOWERED.clear()
+    try:
+        mutant(patch)
+        for seed in seeds:
+            try:
+                fuzz(seed)
+            except Unequal:
+                return seed
+            except Exception:
+                continue
+    finally:
+        patch.undo()
+        joint.LOWERED.clear()
+    return None

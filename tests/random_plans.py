@@ -1,0 +1,62 @@
+"""Legal plans that nobody would choose: the cheapest under costs that are drawn.
+
+They are right too, or a plan could change more than speed and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from torch import nn
+
+from autopar import DeviceMesh
+from autopar.graph.graph import Graph
+from autopar.solver import Plan, solve
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
+from autopar.space.space import Site, Space
+from autopar.tracer import ColoTracer
+from tests.models import eager_links
+
+
+def random_plan(model: nn.Module, batch: dict, mesh: DeviceMesh, seed: int) -> Plan:
+    """A random plan of the model under which no weight is gathered again."""
+    space = shardings(ColoTracer().trace(model, batch), Setting(mesh, eager_links()))
+    return cheapest_at_random(space, np.random.default_rng(seed))
+
+
+def random_plan_of(graph: Graph, mesh: DeviceMesh, rng: np.random.Generator) -> Plan:
+    """A random plan of the graph; in half of them weights may be gathered again."""
+    return cheapest_at_random(shardings(graph, Setting(mesh, eager_links(), regather=bool(rng.integers(2)))), rng)
+
+
+def random_plan_with(cut: tuple[str, int, str], model: nn.Module, batch: dict, mesh: DeviceMesh, seed: int) -> Plan:
+    """A random plan in which, of each op of a name, an operand has one placement on every axis."""
+    op, operand, placement = cut
+
+    def refused(site: Site) -> list[bool]:
+        if site.op != op:
+            return [False] * len(site.choices)
+        return [any(repr(flow.value) != placement for flow in choice.operand(operand)) for choice in site.choices]
+
+    space = shardings(ColoTracer().trace(model, batch), Setting(mesh, eager_links()))
+    return cheapest_at_random(space, np.random.default_rng(seed), refused)
+
+
+def cheapest_at_random(
+    space: Space, rng: np.random.Generator, refused: Callable[[Site], list[bool]] | None = None
+) -> Plan:
+    """The cheapest plan of the space under random costs; choices that are refused cost without end."""
+    sites = []
+    for site in space.sites:
+        seconds = rng.random(len(site.choices))
+        if refused is not None:
+            seconds[refused(site)] = np.inf
+        sites.append(replace(site, seconds=seconds))
+    edges = []
+    for edge in space.edges:
+        seconds = rng.random(edge.seconds.shape)
+        edges.append(replace(edge, seconds=np.where(np.isfinite(edge.seconds), seconds, np.inf)))
+    return solve(replace(space, sites=tuple(sites), edges=tuple(edges)))

@@ -1,0 +1,105 @@
+"""Questions about values: answered where the answer is certain or declared, an error elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.graph.graph import Assume
+from autopar.letters import NotCaptured
+from autopar.tracer import ColoTracer
+from tests.tracer.cases import check, traced
+
+
+def test_what_depends_on_no_input_is_computed():
+    graph = check(
+        lambda m, x: (
+            (x @ m.weight).sum()
+            * (2 if (torch.arange(4).cumsum(0) >= 0).all() else 3)
+            * torch.linspace(0, 1, 3).tolist()[1]
+        )
+    )
+    assert {a.split(", at")[0] for a in graph.assumptions} == {
+        "a condition is True: it depends on no input",
+        *(f"a value is {v}: it depends on no input" for v in (0.0, 0.5, 1.0)),
+    }
+    assert all("test_questions.py:" in a for a in graph.assumptions)
+
+
+def test_what_is_known_needs_no_assumption():
+    def guarded(m, x):
+        mask = torch.full((4, 4), float("-inf")).triu(1)
+        return x @ m.weight * (2 if torch.isinf(mask).any() else 1)
+
+    graph = check(guarded, Assume(finite=True))
+    assert "depends on no input" in graph.assumptions[0]
+
+
+def test_a_uniform_draw_against_a_bound_it_cannot_cross_is_proved():
+    graph = check(lambda m, x: (x @ m.weight).sum() if torch.rand([]) < 0.0 else (x * m.weight).sum())
+    assert "whatever is drawn" in graph.assumptions[0]
+    with pytest.raises(NotCaptured, match="random numbers"):
+        traced(lambda m, x: (x @ m.weight).sum() if torch.rand([]) < 0.5 else x.sum())
+
+
+def test_an_empty_draw_proves_nothing():
+    with pytest.raises(NotCaptured, match="random numbers"):
+        traced(lambda m, x: x @ m.weight if (torch.rand((0,)) < 1.0).any() else x)
+
+
+def asks(m, x):
+    return (x @ m.weight).sum() if x.sum() > -1e9 else -x
+
+
+def test_the_caller_may_answer_a_branch_by_its_line():
+    line = f"test_questions.py:{asks.__code__.co_firstlineno + 1}"
+    with pytest.raises(NotCaptured, match=r"value of a tensor.*input 0") as letter:
+        traced(asks)
+    assert f'Assume(branches={{"{line}": True}})' in letter.value.advice
+    graph = check(asks, Assume(branches={line: True}))
+    assert graph.assumptions == (f"a condition is True, as declared, at {line}, in asks",)
+
+
+def test_a_branch_that_is_never_asked_is_a_letter():
+    with pytest.raises(NotCaptured, match=r"nowhere.py:1 was never asked"):
+        traced(lambda m, x: x @ m.weight, assume=Assume(branches={"nowhere.py:1": True}))
+
+
+def test_values_are_finite_where_declared():
+    def guarded(m, x):
+        h = x @ m.weight
+        return h.sum() if torch.isfinite(h).all() and not torch.isnan(h).any() else h.clamp(-1, 1).sum()
+
+    with pytest.raises(NotCaptured, match="value of a tensor"):
+        traced(guarded)
+    assert all("values are finite (declared)" in a for a in check(guarded, Assume(finite=True)).assumptions)
+
+
+def test_only_attention_masks_are_masks():
+    class Masked(nn.Module):
+        def forward(self, x, bool_masked_pos):
+            return x if bool_masked_pos.all() else -x
+
+    with pytest.raises(NotCaptured, match="bool_masked_pos"):
+        ColoTracer().trace(
+            Masked(),
+            {"x": torch.randn(2, 3), "bool_masked_pos": torch.ones(2, 3, dtype=torch.bool)},
+            assume=Assume(no_padding=True),
+        )
+
+
+def test_layer_drop_is_a_letter():
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                if torch.rand([]) > 0.1:
+                    x = layer(x)
+            return x
+
+    with pytest.raises(NotCaptured, match="random numbers"):
+        ColoTracer().trace(Drops(), (torch.randn(2, 4),))

@@ -1,0 +1,251 @@
+"""What a graph cannot hold is an error that says so, and the process is as it was before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.letters import NotCaptured
+from autopar.tracer import ColoTracer
+from tests.models import FunctionModel
+from tests.tracer.cases import Of, traced
+
+
+@pytest.mark.parametrize(
+    "function, match",
+    [
+        (lambda m, x: x * x.sum().item(), "value of a tensor"),
+        (lambda m, x: x[x > 0], "values of a tensor"),
+        (lambda m, x: torch.nonzero(x), "shape of nonzero"),
+        (lambda m, x: torch.masked_select(x, x > 0), "shape of masked_select"),
+        (lambda m, x: x * len(x.unique()), "shape of unique"),
+        (lambda m, x: x.numpy(), "memory"),
+        (lambda m, x: torch.from_numpy(np.ones((4, 4), np.float32)) * x, "outside the model"),
+        (lambda m, x: torch.autograd.grad((x @ m.weight).sum(), m.weight)[0], "derivative"),
+        (lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x @ m.weight,)), "higher-order"),
+        (lambda m, x: x.to("meta"), "between devices"),
+        (lambda m, x: m.weight.requires_grad_(False).sum(), "requires_grad"),
+        (
+            lambda m, x: torch.nn.utils.rnn.pack_padded_sequence(x[:, :, None], torch.tensor([4, 3, 2, 1]), True),
+            "value|memory|outside",
+        ),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_a_letter(function, match):
+    with pytest.raises(NotCaptured, match=match) as letter:
+        traced(function)
+    assert "test_refusals.py:" in letter.value.at or "rnn.py" in letter.value.at
+
+
+def test_a_model_that_communicates_is_a_letter(fake_world):
+    def reduces(m, x):
+        y = x @ m.weight
+        torch.distributed.all_reduce(y.detach().clone())
+        return y
+
+    with fake_world(2), pytest.raises(NotCaptured, match="communicates itself"):
+        traced(reduces)
+
+
+class Dirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 5
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, g
+
+
+@torch.library.custom_op("autopar_tests::increment", mutates_args={"x"})
+def increment(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+increment.register_fake(lambda x: None)
+
+
+@torch.jit.script
+def has_run(x):
+    return (x * 2).sin() * x
+
+
+def hidden_write(m, x):
+    increment(m.mean)
+    return x @ m.weight
+
+
+def under_autocast(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return Product.apply(x, m.weight)
+
+
+def seeds(m, x):
+    torch.manual_seed(0)
+    return x @ m.weight + torch.rand(4, 4)
+
+
+def forks(m, x):
+    with torch.random.fork_rng():
+        return x @ m.weight + torch.rand(4, 4)
+
+
+def draws_into_a_view(m, x):
+    z = torch.zeros(8, 8)
+    z[::2, ::2].normal_()
+    return z.sum() + (x @ m.weight).sum()
+
+
+def reads_what_it_writes(m, x):
+    h = x @ m.weight
+    h -= h[:, :1]
+    return h
+
+
+def new_parameter(m, x):
+    m.weight = nn.Parameter(m.weight.data * 2)
+    return x @ m.weight
+
+
+def removed_buffer(m, x):
+    m.mean = None
+    return x @ m.weight
+
+
+def hooked_saving(m, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+        return (x @ m.weight).sin()
+
+
+def kept_on_a_class(m, x):
+    Product.cache = torch.arange(4.0)
+    return x @ m.weight + Product.cache
+
+
+@pytest.mark.parametrize(
+    "function, match",
+    [
+        (lambda m, x: Dirty.apply(x @ m.weight), "writes to a tensor"),
+        (hidden_write, "writes to a tensor"),
+        (under_autocast, "under autocast"),
+        (seeds, "manual_seed"),
+        (forks, "fork_rng"),
+        (draws_into_a_view, "fills a view with draws"),
+        (reads_what_it_writes, "reads memory that it writes"),
+        (new_parameter, "replaces the parameter weight"),
+        (removed_buffer, "takes the buffer"),
+        (hooked_saving, "saved_tensors_hooks"),
+        (kept_on_a_class, "Product.cache"),
+        (lambda m, x: (x * 1).apply_(lambda v: v + 1), "Python function"),
+        (lambda m, x: has_run(x @ m.weight), "TorchScript detaches"),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_it_is_refused_and_the_generator_is_as_it_was(function, match):
+    has_run(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    has_run(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    model, x = Of(function), torch.randn(4, 4)
+    state = torch.get_rng_state()
+    with pytest.raises(NotCaptured, match=match):
+        ColoTracer().trace(model, (x,))
+    assert torch.equal(torch.get_rng_state(), state)
+    if hasattr(Product, "cache"):
+        del Product.cache
+
+
+def test_memory_with_two_names_is_not_written():
+    class Shares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.register_buffer("a", torch.zeros(4))
+            self.view = self.a[:2]
+
+        def forward(self, x):
+            self.view.add_(1)
+            return x * self.weight * self.a
+
+    with pytest.raises(NotCaptured, match="shares"):
+        ColoTracer().trace(Shares(), (torch.randn(4),))
+
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x, y):
+            x.add_(1)
+            return y * self.weight
+
+    t = torch.zeros(4)
+    with pytest.raises(NotCaptured, match="shares"):
+        ColoTracer().trace(Takes(), (t, t))
+
+
+def test_parameters_on_one_memory_are_a_letter():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    with pytest.raises(NotCaptured, match=r"0.weight and 1.weight are two on the same memory"):
+        ColoTracer().trace(model, (torch.randn(2, 4),))
+
+
+def test_an_output_that_hides_tensors_is_a_letter():
+    class Box:
+        def __init__(self, x):
+            self.x = x
+
+    with pytest.raises(NotCaptured, match="Box holds tensors"):
+        traced(lambda m, x: Box(x @ m.weight))
+
+
+class Kept(nn.Linear):
+    mask = None
+
+    def forward(self, x):
+        Kept.mask = x > 0
+        return super().forward(x) * Kept.mask
+
+
+def test_a_class_that_keeps_a_tensor_of_the_capture_is_a_letter():
+    with pytest.raises(NotCaptured, match=r"keeps a tensor as Kept\.mask"):
+        ColoTracer().trace(Kept(4, 4), (torch.randn(2, 4),))
+    Kept.mask = None
+
+
+def test_lazy_modules_are_a_letter():
+    with pytest.raises(NotCaptured, match="no shape yet"):
+        ColoTracer().trace(nn.LazyLinear(4), (torch.randn(2, 3),))
+
+
+def hooked(m, x):
+    h = x @ m.weight
+    h.register_hook(lambda g: g * 10)
+    return h.sum()
+
+
+@pytest.mark.parametrize("function, match", [(hooked, "register_hook")])
+def test_what_would_be_lost_is_a_letter(function, match):
+    with pytest.raises(NotCaptured, match=match):
+        autopar.plan(FunctionModel(function, 6, 6), {"x": torch.randn(6, 6).double()}, mesh=2)
+
+
+def test_backward_hooks_that_would_be_lost_are_a_letter():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_full_backward_hook(lambda *a: None)
+    with pytest.raises(NotCaptured, match="backward hooks"):
+        autopar.plan(model, (torch.randn(2, 4),), mesh=2)
