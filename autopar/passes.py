@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from autopar.letters import NotServed
 
@@ -48,7 +48,11 @@ def run_passes(
 def pass_names() -> dict[str, list[str]]:
     """The names of all passes, by stage."""
     stages = {stage: importlib.import_module(home).PASSES for stage, home in STAGES.items()}
-    return {stage: list(dict.fromkeys(one.__name__ for one in passes)) for stage, passes in stages.items()}
+    return {stage: _names_once(passes) for stage, passes in stages.items()}
+
+
+def _names_once(passes: Iterable[Callable[..., Any]]) -> list[str]:
+    return list(dict.fromkeys(one.__name__ for one in passes))
 
 
 def _printed_pass() -> str:

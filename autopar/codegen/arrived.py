@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -91,8 +92,11 @@ def _without_parts(message: fx.Node, empty: Collection[fx.Node]) -> dict[int, in
     """Take the empty parts out of a message of several tensors; where the others now stand."""
     parts, axis, *numbers = message.args
     kept = [k for k, part in enumerate(parts) if part not in empty]
-    rows = [[row[k] for k in kept] for row in (parts, *numbers)]
-    message.args = (rows[0], axis, *rows[1:])
+
+    def left(row: Sequence[Any]) -> list[Any]:
+        return [row[k] for k in kept]
+
+    message.args = (left(parts), axis, *map(left, numbers))
     return {k: place for place, k in enumerate(kept)}
 
 
@@ -100,7 +104,8 @@ def _is_a_sum_of_two(node: fx.Node) -> bool:
     """Is it a sum of two gradients of one type, which is one of them where the other is missing?"""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs:
         return False
-    types = [(v.shape, v.dtype) for v in (node.meta["val"], *(a.meta["val"] for a in node.all_input_nodes))]
+    values = [n.meta["val"] for n in (node, *node.all_input_nodes)]
+    types = [(v.shape, v.dtype) for v in values]
     return len(types) == 3 and types.count(types[0]) == 3
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.fx as fx
 
+from autopar.graph import walks
 from autopar.runtime.collectives import STEPS
 from autopar.runtime.private import TO_COPY, UNSAFE_VIEW, OpOverload
 
@@ -33,11 +34,15 @@ def hands_on(node: fx.Node) -> bool:
 
 def buffer_of(node: fx.Node) -> fx.Node:
     """The node whose memory this one shows: views are followed to what they view."""
-    while node.op == "call_function" and node.all_input_nodes and (node.target is operator.getitem or is_view(node)):
-        if node.target is operator.getitem and not is_view(node.all_input_nodes[0]):
-            return node  # a part of an op with several results is a buffer of its own
-        node = node.all_input_nodes[0]
-    return node
+    return walks.origin(node, _shows_an_operand)
+
+
+def _shows_an_operand(node: fx.Node) -> bool:
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    if node.target is operator.getitem:  # a part of an op with several results is a buffer of its own
+        return is_view(node.all_input_nodes[0])
+    return is_view(node)
 
 
 def own(graph: fx.Graph, gradients: Sequence[fx.Node | None], others: Iterable[fx.Node]) -> list[fx.Node | None]:
@@ -58,4 +63,8 @@ def own(graph: fx.Graph, gradients: Sequence[fx.Node | None], others: Iterable[f
 
 def numbers_of(steps: Sequence[fx.Node]) -> list[list[object]]:
     """Dims, sizes and blocks of several gathers or scatters, as their common message takes them."""
-    return [[n.args[k] if len(n.args) > k else () for n in steps] for k in (2, 3, 4)]
+
+    def column(k: int) -> list[object]:
+        return [n.args[k] if len(n.args) > k else () for n in steps]
+
+    return [column(k) for k in (2, 3, 4)]

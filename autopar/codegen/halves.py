@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from autopar.codegen.buffers import COPIES, is_view
 from autopar.codegen.joint_graph import JointGraph
+from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, Axis, part_start
 
 COLLECTIVES = frozenset((*(f for name, f in STEPS.items() if name not in ("slice", "lodge")), *BEGIN.values()))
@@ -48,16 +49,17 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
     makes it again. Copies count because only some ranks may need one: an uneven part of one row is in memory order
     however it is turned.
     """
-    forward = _needed(joint.outputs)
+    forward = walks.ancestors(joint.outputs)
     for node in joint.graph.nodes:  # the parts of an op with several results live with it
         if node.target is operator.getitem and node.args[0] in forward:
             forward.add(node)
-    backward = _needed([g for g in joint.gradients if g is not None]) - forward
+    present = [g for g in joint.gradients if g is not None]
+    backward = walks.ancestors(present) - forward
     again = _made_again(joint, set(regathered), forward)
     saved: dict[fx.Node, None] = {}
     extra: set[fx.Node] = set()
     wanted = [a for n in joint.graph.nodes if n in backward and n.op == "call_function" for a in n.all_input_nodes]
-    pending = wanted + [g for g in joint.gradients if g is not None]
+    pending = wanted + present
     while pending:
         node = pending.pop(0)
         if node in backward or node in joint.tangents or node in extra or node in saved:
@@ -67,7 +69,6 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
             pending += node.all_input_nodes
         else:
             saved[node] = None
-    present = [g for g in joint.gradients if g is not None]
     first = extract(
         joint.graph, joint.primals, {n for n in forward if n.op == "call_function"}, [*joint.outputs, *saved]
     )
@@ -99,31 +100,9 @@ def _for_accumulation(
     cuts = [rows[i][2] for i in waits]
     distinct = list(dict.fromkeys(cuts))
     settled = [rows[i][0] for i in waits]
-    hold = extract(joint.graph, inputs, _between(inputs, ends), ends)
-    settle = extract(joint.graph, distinct, _between(cuts, settled), settled)
+    hold = extract(joint.graph, inputs, walks.ancestors(ends, set(inputs).__contains__), ends)
+    settle = extract(joint.graph, distinct, walks.ancestors(settled, set(cuts).__contains__), settled)
     return hold, settle, waits, tuple(distinct.index(c) for c in cuts)
-
-
-def _between(inputs: Sequence[fx.Node | None], outputs: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that lead from the inputs to the outputs."""
-    found, stop, pending = set[fx.Node](), set(inputs), list(outputs)
-    while pending:
-        node = pending.pop()
-        if node not in found and node not in stop:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
-
-
-def _needed(of: Sequence[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = list(of)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
 
 
 def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:

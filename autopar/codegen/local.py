@@ -16,6 +16,7 @@ import torch.fx as fx
 
 from autopar.codegen.forms import OpOnDevice, form_of
 from autopar.codegen.parts import WHOLE, Rows, from_rows, sharding_of_rows
+from autopar.graph import walks
 from autopar.graph.graph import Graph, Info, TensorType, info, op_name, type_of
 from autopar.letters import BadPlan
 from autopar.ops.entry import Op
@@ -93,7 +94,7 @@ class Localiser:
 
     def run(self) -> LocalProgram:
         """The whole program: placeholders, ops, outputs."""
-        tops = {kind: [n for n in self.graph.nodes if info(n).kind == kind] for kind in _TOPS}
+        tops = {kind: self._of_kind(kind) for kind in _TOPS}
         for nodes in tops.values():
             for node in nodes:
                 self._placeholder(node)
@@ -119,6 +120,9 @@ class Localiser:
             tuple(shardings),
             self.graph.is_random,
         )
+
+    def _of_kind(self, kind: str) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if info(n).kind == kind]
 
     def _decision(self, name: str) -> Decision:
         return self.plan.decisions[name]
@@ -146,7 +150,7 @@ class Localiser:
         function, kwargs = form_of(self, node, dict(fx.map_arg(node.kwargs, lambda n: next(turn))))
         made = self.env[node] = self.fx.create_node("call_function", function, (), kwargs, name=node.name)
         made.meta["info"] = about
-        for part in (u for u in node.users if info(u).kind == "part"):
+        for part in walks.parts(node):
             taken = (made, part.args[1])
             self.env[part] = self.fx.create_node("call_function", operator.getitem, taken, name=part.name)
             self.env[part].meta["info"] = info(part)

@@ -15,13 +15,14 @@ its `finish`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
 
 from autopar.codegen.buffers import hands_on, numbers_of
+from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
 
 _LOCAL = (STEPS["slice"], STEPS["lodge"])  # steps that wait for nobody
@@ -62,13 +63,11 @@ class Half:
 
 def fetched(graph: fx.Graph, reads: Mapping[str, Read]) -> dict[fx.Node, fx.Node]:
     """The nodes made of one parameter alone, each with that parameter."""
-    found: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder" and node.name in reads:
-            found[node] = node
-        elif hands_on(node) and node.all_input_nodes[0] in found:
-            found[node] = found[node.all_input_nodes[0]]
-    return found
+
+    def is_parameter(node: fx.Node) -> bool:
+        return node.op == "placeholder" and node.name in reads
+
+    return walks.made_of_one(graph.nodes, is_parameter, hands_on)
 
 
 def fetch_late(half: Half) -> None:
@@ -182,13 +181,9 @@ def _gather_together(
             _hand_out(graph, together, nodes)
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
+def _readers(node: fx.Node) -> list[fx.Node]:
     """The ops that read a value, or what hands it on."""
-    for user in node.users:
-        if hands_on(user):
-            yield from _readers(user)
-        elif user.op != "output":
-            yield user
+    return [user for user in walks.uses(node, hands_on) if user.op != "output" and not hands_on(user)]
 
 
 def _begin(graph: fx.Graph, kind: str, tensors: object, axis: object, *numbers: object) -> fx.Node:
@@ -241,7 +236,7 @@ def reduce_beside(half: Half) -> None:
         if kind is None:
             continue
         is_bucket = isinstance(node.args[0], (list, tuple))
-        results = [u for u in node.users if u.target is operator.getitem] if is_bucket else [node]
+        results = walks.parts(node) if is_bucket else [node]
         if not _leads_only_to(results, end):  # what the step itself reads is waited for where it is
             continue
         if under_way is not None:
@@ -282,16 +277,7 @@ def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, is_bucket: bool)
 
 def _leads_only_to(nodes: list[fx.Node], end: fx.Node) -> bool:
     """Do they, through steps and views of their own, only reach the end?"""
-    pending, seen = list(nodes), set[fx.Node]()
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            if user is not end and user not in seen:
-                if not hands_on(user):
-                    return False
-                seen.add(user)
-                pending.append(user)
-    return True
+    return all(user is end or hands_on(user) for node in nodes for user in walks.uses(node, hands_on))
 
 
 PASSES: tuple[Callable[[Half], None], ...] = (fetch_late, gather_ahead, reduce_beside)

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.codegen.joint_graph import JointGraph
 from autopar.codegen.local import LocalProgram
+from autopar.graph import walks
 from autopar.graph.graph import info, run
 from autopar.graph.layers import innermost_block
 from autopar.runtime.forms import literal
@@ -210,12 +211,16 @@ def _segments(program: LocalProgram, ends: set[fx.Node]) -> list[Segment]:
         nodes = list(run_of)
         inside = set(nodes)
         reads = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
-        leaves = [n for n in nodes if n in ends or any(u not in inside and u.op != "output" for u in n.users)]
+        leaves = [n for n in nodes if n in ends or _is_read_outside(n, inside)]
         leaves = [n for n in leaves if not _is_several(n)]
         number: dict[fx.Node, Any] = {n: f"<{i}>" for i, n in enumerate((*reads, *nodes))}
         said = tuple(_said(n, number) for n in nodes)
         found.append(Segment(nodes, reads, leaves, (len(reads), said, tuple(number[n] for n in leaves))))
     return found
+
+
+def _is_read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
+    return any(user not in inside and user.op != "output" for user in node.users)
 
 
 def _said(node: fx.Node, number: Mapping[fx.Node, str]) -> tuple[Any, ...]:
@@ -265,12 +270,7 @@ def _traced(segment: Segment, reads: Sequence[Lies], tangents: Sequence[Lies | N
     nodes, flat = [n for n in made.graph.nodes if n.op == "placeholder"], list(made.graph.output_node().args[0])
     found, count = dict(zip(held, flat[len(segment.leaves) :], strict=False)), len(reads)
     traced = Traced(nodes[:count], nodes[count:], flat[: len(segment.leaves)], [found.get(i) for i in range(count)])
-    needed, pending = set[fx.Node](), list(traced.outputs)
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
+    needed = walks.ancestors(traced.outputs)
     for node in made.graph.nodes:
         if node.op == "call_function":
             # a part of what forward makes: it would hold the others until backward

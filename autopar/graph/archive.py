@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.nodes import Info, Leaf, TensorType, info
 from autopar.letters import BadGraph
-from autopar.ops.entry import OPS, Apply, Op
-from autopar.ops.lookup import by_own_name, on_a_copy, own_name, torch_functions
+from autopar.ops.entry import OPS, Apply, OnACopy, Op
+from autopar.ops.lookup import by_own_name, own_name, torch_functions
 from autopar.runtime.private import ATEN_OPS
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _own(name: str) -> Op:
 
 def _function(name: str) -> Any:
     if name.endswith(" on a copy"):
-        return on_a_copy(_function(name.removesuffix(" on a copy")))
+        return OnACopy(_function(name.removesuffix(" on a copy")))
     if name.startswith("function "):
         path = name.removeprefix("function ")
         home = max((m for m in list(sys.modules) if path.startswith(m + ".")), key=len, default="")

@@ -71,10 +71,8 @@ def calls(graph: Graph) -> dict[fx.Node, int]:
         about = info(node)
         if about.kind == "op":
             met: dict[fx.Node, int] = {}
-            target: Any = node.target
             key = (
-                target.name,
-                target.call,
+                node.target,
                 tuple((k, _given(v, met)) for k, v in node.kwargs.items()),
                 about.outputs,
                 about.random >= 0,

@@ -5,6 +5,7 @@
     made_of_one      values that are one source in another form
     uses             the ops that read a value, itself or in another form
     parts            the results of an op that gives several
+    results          the values that any node gives
 
 A condition such as `hands_on` says which ops give their operand in another form: views, casts, copies, steps.
 They serve the graph of the model and the emitted ones alike.
@@ -69,6 +70,11 @@ def uses(value: fx.Node, hands_on: Condition) -> Iterator[fx.Node]:
 def parts(node: fx.Node) -> list[fx.Node]:
     """The results of an op that gives several, those that somebody has taken; of any other op none."""
     return [user for user in node.users if user.target is operator.getitem and user.args[0] is node]
+
+
+def results(node: fx.Node) -> list[fx.Node]:
+    """The values that a node gives: the parts of an op that gives several, or itself."""
+    return parts(node) or [node]
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

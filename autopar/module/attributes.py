@@ -203,7 +203,7 @@ class Attributes:
             for b in m._buffers.values()
         ]
         return (
-            [[v if type(v) in _ATOMS else _as_it_is(v) for v in values] for values in held],
+            list(map(_as_they_are, held)),
             [[*map(type, values)] for values in held],
             self.layout,
             hooks,
@@ -224,6 +224,10 @@ def _are_settings(name: str, value: Any) -> bool:
 
 def _is_lasting(value: Any) -> bool:
     return isinstance(value, _LASTING) or (isinstance(value, tuple) and all(map(_is_lasting, value)))
+
+
+def _as_they_are(values: tuple[Any, ...]) -> list[Any]:
+    return [v if type(v) in _ATOMS else _as_it_is(v) for v in values]
 
 
 def _as_it_is(value: Any) -> Any:

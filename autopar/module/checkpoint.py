@@ -59,7 +59,7 @@ def rectangles(tensor: DTensor) -> list[Rectangle]:
                 cut.append((start + b * step + first, size))
         runs[placement.dim] = cut
     found: list[Rectangle] = []
-    lies = [list(itertools.accumulate([size for _, size in run], initial=0)) for run in runs]
+    lies = list(map(_starts, runs))
     for which in itertools.product(*(range(len(run)) for run in runs)):
         offsets = tuple(runs[d][i][0] for d, i in enumerate(which))
         sizes = tuple(runs[d][i][1] for d, i in enumerate(which))
@@ -67,6 +67,11 @@ def rectangles(tensor: DTensor) -> list[Rectangle]:
         here = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
         found.append((offsets, sizes, here))
     return found
+
+
+def _starts(run: list[tuple[int, int]]) -> list[int]:
+    """The start of each piece of a run, as they lie end to end in the local part."""
+    return list(itertools.accumulate((size for _, size in run), initial=0))
 
 
 def teach_dtensor() -> None:

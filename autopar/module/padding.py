@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.graph import walks
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.letters import NotServed
 from autopar.ops.entry import facts_of
@@ -146,33 +148,17 @@ def fills_of(graph: Graph, names: Mapping[str, str]) -> dict[str, float]:
     losses = [n for n in ops if op_name(n) in ("cross_entropy", "nll_loss")]
     tables = [n for n in ops if op_name(n) == "embedding"]
     for key, node in graph.inputs.items():
-        read = [loss for loss in losses if _comes_from(loss.kwargs["target"], node)]
+        read = [loss for loss in losses if node in walks.ancestors([loss.kwargs["target"]])]
         ignored = {loss.kwargs.get("ignore_index", -100) for loss in read}
-        looked_up = any(_shows(table.kwargs["input"], node) for table in tables)
+        looked_up = any(walks.origin(table.kwargs["input"], _is_moved) is node for table in tables)
         if ignored and not looked_up and "int" in type_of(node).dtype and key in names:
             found[names[key]] = float(min(ignored))
     return found
 
 
-def _comes_from(value: Any, source: Any) -> bool:
-    pending, seen = [value], set()
-    while pending:
-        node = pending.pop()
-        if node is source:
-            return True
-        if node not in seen:
-            seen.add(node)
-            pending += node.all_input_nodes
-    return False
-
-
-def _shows(value: Any, source: Any) -> bool:
-    """Is it the source, in other places?"""
-    while value is not source:
-        if value.op != "call_function" or not facts_of(op_name(value)).moved:
-            return False
-        value = value.all_input_nodes[0]
-    return True
+def _is_moved(value: fx.Node) -> bool:
+    """Is it its operand, in other places?"""
+    return value.op == "call_function" and facts_of(op_name(value)).moved
 
 
 def cuts_of(exact: Graph, padded: Graph, bucket: Bucket) -> tuple[Follows, ...]:

@@ -17,6 +17,7 @@ from autopar.codegen.compiled import compile_between_collectives
 from autopar.codegen.halves import Joint, bind
 from autopar.codegen.local import LocalProgram
 from autopar.codegen.lower import Lowered
+from autopar.graph import walks
 from autopar.graph.graph import info
 from autopar.letters import Anomaly, NotServed
 from autopar.module.emptied import from_a_list
@@ -118,9 +119,8 @@ def _kept_by(joint: Joint) -> set[int]:
     """The primals whose memory forward keeps for backward."""
     places = {node: i for i, node in enumerate(joint.forward.find_nodes(op="placeholder"))}
     found = set[int]()
-    for node in list(joint.forward.output_node().args[0])[joint.outputs :]:
-        while isinstance(node, fx.Node) and node not in places and is_view(node):
-            node = node.args[0]
+    for kept in list(joint.forward.output_node().args[0])[joint.outputs :]:
+        node = walks.origin(kept, is_view) if isinstance(kept, fx.Node) else kept
         if node in places:
             found.add(places[node])
     return found

@@ -78,9 +78,8 @@ def dtensor_of(
 ) -> DTensor:
     """Make the DTensor of a local part; torch's placements cut one dim by several axes in mesh order only."""
     assert sharding.order == tuple(range(len(sharding.placements))), sharding
-    assert all(
-        len(axes) == 1 or not any(sharding.placements[a].blocks for a in axes) for axes in sharding.cuts.values()
-    ), sharding
+    for axes in sharding.cuts.values():
+        assert len(axes) == 1 or not any(sharding.placements[a].blocks for a in axes), sharding
     placements = [_torch_placement(p) for p in sharding.placements]
     stride = stride or torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))

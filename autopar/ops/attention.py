@@ -137,4 +137,5 @@ op(
     timed=timed,
     counts="q",
     flops=(4, "e|m"),  # two products, over the width of keys and over that of values
+    reach="attention",
 )

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.letters import BadRule
+from autopar.ops.inverses import WrittenView
 from autopar.sharding.notation import Rule, parse
 
 if TYPE_CHECKING:
@@ -42,14 +43,14 @@ class SIZES:
     """Marks an argument that lists the outputs' sizes along `dim`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Op:
-    """A canonical op: `call(**arguments)` computes it."""
+    """A canonical op: `call(**arguments)` computes it. Two of one name and one function are the same."""
 
     name: str
     call: Callable[..., Any]
     # None: an op by its own name, arguments by position
-    signature: inspect.Signature | None = field(repr=False, default=None)
+    signature: inspect.Signature | None = field(repr=False, compare=False, default=None)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments by name; those that equal their default are left out."""
@@ -102,21 +103,32 @@ def same(value: Any, default: Any) -> bool:
     return value is default or (not isinstance(value, Tensor) and type(value) is type(default) and value == default)
 
 
+@dataclass(frozen=True, slots=True)
 class Apply:
     """An autograd.Function as a function of tensors, forward and backward its own."""
 
-    def __init__(self, cls: Any) -> None:
-        self.cls = cls
-        self.__name__ = f"function {cls.__module__}.{cls.__qualname__}"
+    cls: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.cls.apply(*args, **kwargs)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Apply) and self.cls is other.cls
+    @property
+    def __name__(self) -> str:
+        return f"function {self.cls.__module__}.{self.cls.__qualname__}"
 
-    def __hash__(self) -> int:
-        return hash(self.cls)
+
+@dataclass(frozen=True, slots=True)
+class OnACopy:
+    """A function that writes to its first argument as one that leaves it as it is: it gets a copy."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.function(input.clone(), *args, **kwargs)
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.function.__name__} on a copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +164,8 @@ class Facts:
     free: bool = False  # it shows its operand's memory: no time
     same: bool = False  # of a parameter alone, its result is the parameter: a cast, or the numbers in another shape
     moved: bool = False  # its result shows numbers of its operand as they are, at other places
+    # of a view: the op that carries a write to it back to what it is a view of
+    inverse: Callable[[WrittenView], Any] | None = None
     truth: bool = False  # its result is yes or no, whatever its operand is
     overwrites: bool = False  # its result has the shape of its operand, whose numbers do not matter
     one_dtype: bool = False  # its operands are all of one dtype
@@ -162,6 +176,10 @@ class Facts:
     # arguments as the op wants them, where what was said leaves something to torch
     settle: Callable[[Op, dict[str, Any], Any], tuple[Op, dict[str, Any]]] | None = None
     counts: str = ""  # the pattern of factors along which its local form counts positions
+    # how padding goes through it, where its rule does not say all: a key of `module/reach/transfers.py`
+    reach: str = ""
+    sized: bool = False  # its arguments may be sizes that follow the length of an input
+    neutral: float | None = None  # of a reduction: the number that changes nothing in it
 
 
 OPS: dict[str, Op] = {}

@@ -72,6 +72,8 @@ op(
     counts=".*",
     keeps="",
     settle=with_dtype,
+    reach="from nothing",
+    sized=True,
 )
 op(
     "full",
@@ -82,6 +84,8 @@ op(
     serves="*",
     keeps="",
     settle=with_dtype,
+    reach="from nothing",
+    sized=True,
 )
 op(
     "full_like",
@@ -91,9 +95,11 @@ op(
     rule="... -> ...",
     keeps="",
     overwrites=True,
+    reach="from nothing",
 )
 for name in ("zeros", "ones", "empty"):
     keeps = "" if name != "empty" else None
+    reach = "from nothing" if name != "empty" else ""
     op(
         name,
         getattr(torch, name),
@@ -103,6 +109,8 @@ for name in ("zeros", "ones", "empty"):
         serves="*",
         keeps=keeps,
         settle=with_dtype,
+        reach=reach,
+        sized=True,
     )
     op(
         f"{name}_like",
@@ -111,6 +119,7 @@ for name in ("zeros", "ones", "empty"):
         (getattr(torch, f"{name}_like"), "input, *, dtype=None, **how"),
         rule="... -> ...",
         keeps="",
+        reach=reach,
     )
     op(
         f"new_{name}",
@@ -120,6 +129,8 @@ for name in ("zeros", "ones", "empty"):
         rule=filled,
         serves="*",
         keeps=keeps,
+        reach=reach,
+        sized=True,
     )
 op(
     "new_full",
@@ -129,6 +140,17 @@ op(
     rule=filled,
     serves="*",
     keeps="",
+    reach="from nothing",
+    sized=True,
 )
 spelled = (torch.tensor, "data, *, dtype=None, **how")
-op("tensor", torch.tensor, "data, *, dtype=None", spelled, keeps="", settle=with_dtype)
+op(
+    "tensor",
+    torch.tensor,
+    "data, *, dtype=None",
+    spelled,
+    keeps="",
+    settle=with_dtype,
+    reach="from nothing",
+    sized=True,
+)

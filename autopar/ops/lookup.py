@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.entry import FILLED, OPS, SHAPE, SIZES, SPELLINGS, TRANSLATED, Apply, Op, facts_of, same
+from autopar.ops.entry import FILLED, OPS, SHAPE, SIZES, SPELLINGS, TRANSLATED, Apply, OnACopy, Op, facts_of, same
 from autopar.runtime.private import ATEN_OPS, FUNCTIONS_OF_C, OpOverload
 
 _T = Tensor
@@ -23,6 +23,14 @@ _MAKERS = frozenset(
     "hann_window kaiser_window linspace logspace normal ones rand randint randn "
     "randperm scalar_tensor tensor tril_indices triu_indices vander zeros fftfreq rfftfreq poisson polar".split()
 )  # functions without a tensor operand, which nobody can override
+_OPERATORS = {
+    "truediv": "div",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "mod": "remainder",
+    "floordiv": "floor_divide",
+}  # Python's name of an operator, and torch's of its function
 _HOMES = {
     "special": torch.special,
     "linalg": torch.linalg,
@@ -62,49 +70,18 @@ def functional(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Op | None, dict[str, Any]]:
     """The pure form of a call that writes to its first argument. None: the new value is `source` itself."""
+    name = getattr(function, "__name__", "")
     if isinstance(function, OpOverload):
-        name, pure = function._schema.name.split("::")[1], None
-        packet = getattr(torch.ops.aten, name[:-1], None)
-        if packet is not None and function._overloadname in packet.overloads():
-            pure = getattr(packet, function._overloadname)
-    else:
-        name, pure = getattr(function, "__name__", ""), None
+        name = function._schema.name.split("::")[1]
     if name in ("__setitem__", "copy_", "fill_", "zero_"):
-        target, *given = args
-        given += kwargs.values()
-        if name == "__setitem__":
-            return OPS["setitem"], {"input": target, "index": given[0], "value": given[1]}
-        if name in ("copy_", "fill_") and isinstance(given[0], Tensor):
-            return None, {"source": given[0]}
-        return OPS["full_like"], {"input": target, "fill_value": 0 if name == "zero_" else given[0]}
+        return _stored(name, *args, *kwargs.values())
     if name == "bernoulli_":
         return OPS["bernoulli"], {"input": args[0], "p": args[1] if len(args) > 1 else kwargs.get("p", 0.5)}
     if name in FILLED:
-        made, names = FILLED[name]
-        said = {**dict(zip(names, args[1:], strict=False)), **kwargs}
-        if name == "random_" and "from" not in said and "to" in said:
-            said = {"from": said["to"]}  # one number alone is the end
-        return OPS[made], {
-            "input": args[0],
-            **{letter: said[n] for letter, n in zip("ab", names, strict=False) if n in said},
-        }
+        return _filled(name, args, kwargs)
+    pure = _pure_function(function, name)
     if pure is None:
-        bare = name[3:-2] if name.startswith("__i") else name.rstrip("_")
-        bare = {
-            "truediv": "div",
-            "and": "bitwise_and",
-            "or": "bitwise_or",
-            "xor": "bitwise_xor",
-            "mod": "remainder",
-            "floordiv": "floor_divide",
-        }.get(bare, bare)
-        pure = (
-            next((found for home in (_T, torch, F) if callable(found := getattr(home, bare, None))), None)
-            if name.endswith("_")
-            else function
-        )
-    if pure is None:
-        return by_own_name(on_a_copy(function), args, kwargs)
+        return by_own_name(OnACopy(function), args, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
     if pure is function:  # inplace by position
         named = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -112,13 +89,36 @@ def functional(
     return lookup(pure, args, kwargs, args[0] if args else kwargs.get("input"))
 
 
-@functools.cache
-def on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return function(input.clone(), *args, **kwargs)
+def _stored(name: str, target: Tensor, *given: Any) -> tuple[Op | None, dict[str, Any]]:
+    """The pure form of a call that puts numbers in a tensor's place, whatever it held there."""
+    if name == "__setitem__":
+        return OPS["setitem"], {"input": target, "index": given[0], "value": given[1]}
+    if name in ("copy_", "fill_") and isinstance(given[0], Tensor):
+        return None, {"source": given[0]}
+    return OPS["full_like"], {"input": target, "fill_value": 0 if name == "zero_" else given[0]}
 
-    call.__name__ = call.__qualname__ = f"{function.__name__} on a copy"
-    return call
+
+def _filled(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
+    """The op that makes what a method fills a tensor with."""
+    made, names = FILLED[name]
+    said = {**dict(zip(names, args[1:], strict=False)), **kwargs}
+    if name == "random_" and "from" not in said and "to" in said:
+        said = {"from": said["to"]}  # one number alone is the end
+    numbers = {letter: said[n] for letter, n in zip("ab", names, strict=False) if n in said}
+    return OPS[made], {"input": args[0], **numbers}
+
+
+def _pure_function(function: Callable[..., Any], name: str) -> Callable[..., Any] | None:
+    """The function that computes what another writes; None where torch has none."""
+    if isinstance(function, OpOverload):
+        packet = getattr(torch.ops.aten, name[:-1], None)
+        if packet is not None and function._overloadname in packet.overloads():
+            return cast(Callable[..., Any], getattr(packet, function._overloadname))
+    if not name.endswith("_"):
+        return function
+    bare = name[3:-2] if name.startswith("__i") else name.rstrip("_")
+    bare = _OPERATORS.get(bare, bare)
+    return next(filter(callable, (getattr(home, bare, None) for home in (_T, torch, F))), None)
 
 
 @functools.cache
@@ -223,28 +223,33 @@ def _arange(canonical: Op, named: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
 def by_own_name(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Op, dict[str, Any]]:
+    """The op of a call that no entry covers: it has the function's own name, apart from those of entries."""
     name = own_name(function)
-    kwargs = {
-        k: v for k, v in kwargs.items() if k != "device" and not (k == "out" and v is None)
-    }  # fakes say cpu; the program runs where the model is
-    while (
-        made := OPS.setdefault(name, Op(name, function))
-    ).call != function or made.signature is not None:  # the name is taken
+    if name in OPS:
         name += "'"
-    return made, made.bind(args, kwargs)
+    made = Op(name, function)
+    # fakes say cpu; the program runs where the model is
+    said = {k: v for k, v in kwargs.items() if k != "device" and not (k == "out" and v is None)}
+    return made, made.bind(args, said)
 
 
-@functools.cache
 def own_name(function: Callable[..., Any]) -> str:
     """`cumsum`, `nn.functional.gumbel_softmax`, `ops.mylib.foo.default`, `function models.Scale`."""
-    if isinstance(function, Apply):
+    if isinstance(function, (Apply, OnACopy)):
         return function.__name__
     if isinstance(function, ATEN_OPS):
         return f"ops.{str(function).replace('::', '.')}"
-    return next(
-        (name for name, known in torch_functions().items() if known is function),
-        getattr(function, "__qualname__", repr(function)),
-    )
+    known = _names_of_torch_functions().get(function)
+    return known if known is not None else getattr(function, "__qualname__", repr(function))
+
+
+@functools.cache
+def _names_of_torch_functions() -> dict[Callable[..., Any], str]:
+    """The first name of each function of torch."""
+    found: dict[Callable[..., Any], str] = {}
+    for name, function in torch_functions().items():
+        found.setdefault(function, name)
+    return found
 
 
 @functools.cache

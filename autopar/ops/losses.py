@@ -137,12 +137,14 @@ op(
     makes=dict(cuda="points*itemsize", cpu="points*itemsize"),  # the log-probabilities
     # the gradient of the log-probabilities; where classes are cut, a scattered one beside another
     work=("0", "points*itemsize"),
+    reach="classes",
 )
 op(
     "nll_loss",
     F.nll_loss,
     "input:T, target:T, weight:T=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean'",
     rule=nll_loss,
+    reach="classes",
 )
 op(
     "multi_margin_loss",

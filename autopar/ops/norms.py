@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from autopar.ops.entry import op
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.products import grouped
-from autopar.ops.spelling import parse
+from autopar.ops.spelling import parse, whole_dims
 from autopar.runtime import forms, private
 from autopar.sharding.notation import Rule
 
@@ -67,15 +67,10 @@ def weight_norm(arguments: Mapping[str, Any]) -> Rule:
     -1 is torch's word for one length of all, which is one number and stays whole.
     """
     dim, rank = arguments.get("dim", 0), len(arguments["v"].shape)
-    if dim == -1:
-        return parse(
-            f"{' '.join(f'a{i}!' for i in range(rank))}, "
-            f"{' '.join(f'g{i}!' for i in range(len(arguments['g'].shape)))} -> "
-            f"{' '.join(f'a{i}!' for i in range(rank))}",
-            linear="y",
-        )
-    rows = [" ".join("o" if i == dim % rank else f"{x}{i}!" for i in range(rank)) for x in "ag"]
-    return parse(f"{rows[0]}, {rows[1]} -> {rows[0]}", linear="y")
+    v, g = whole_dims("a", rank), whole_dims("g", len(arguments["g"].shape))
+    if dim != -1:
+        v[dim] = g[dim] = "o"
+    return parse(f"{' '.join(v)}, {' '.join(g)} -> {' '.join(v)}", linear="y")
 
 
 def _spatial(rank: int, first: int, letter: str) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.ops import inverses
 from autopar.ops.entry import OPS, T, each, op, spell, translates
 from autopar.ops.spelling import letters_of, parse
 from autopar.runtime.private import TO_COPY
@@ -100,9 +101,20 @@ def cast(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
     return (OPS["to"], {"input": args[0], "dtype": result.dtype}) if isinstance(result, Tensor) else None
 
 
-op("identity", identity, "input:T", rule=ONE, linear="x", keeps="", free=True, same=True, moved=True)
-op("detach", torch.detach, "input:T", T.detach, rule=ONE, linear="x", keeps="")
-op("to", to, "input:T, dtype", rule=to_rule, keeps="", same=True, moved=True)
+op(
+    "identity",
+    identity,
+    "input:T",
+    rule=ONE,
+    linear="x",
+    keeps="",
+    free=True,
+    same=True,
+    moved=True,
+    inverse=inverses.same,
+)
+op("detach", torch.detach, "input:T", T.detach, rule=ONE, linear="x", keeps="", inverse=inverses.same)
+op("to", to, "input:T, dtype", rule=to_rule, keeps="", same=True, moved=True, inverse=inverses.same)
 
 # arithmetic
 op(
@@ -232,8 +244,17 @@ op(
     rule="..., ..., ... -> ...",
     linear="y+z",
     keeps="condition",
+    reach="choice",
 )
-op("masked_fill", torch.masked_fill, "input:T, mask:T, value:T", T.masked_fill, rule=masked_fill, keeps="mask")
+op(
+    "masked_fill",
+    torch.masked_fill,
+    "input:T, mask:T, value:T",
+    T.masked_fill,
+    rule=masked_fill,
+    keeps="mask",
+    reach="choice",
+)
 
 # activations
 op("gelu", F.gelu, "input:T, approximate='none'", rule=ONE, keeps="input", timed=timed_gelu)

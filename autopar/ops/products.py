@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopar.ops.entry import OPS, Op, T, each, op
 from autopar.ops.local import Form, Here, OpCall
-from autopar.ops.spelling import NAMES, parse
+from autopar.ops.spelling import NAMES, parse, whole_dims
 from autopar.runtime.private import grouped_mm
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import local_shape
@@ -111,7 +111,7 @@ def transposed_convolution(arguments: Mapping[str, Any]) -> Rule:
 def _convolved(given: Any, weight: Any) -> tuple[str, str, str, str]:
     """The batch dim, if there is one, and the positions of a convolution's input, weight and output."""
     spatial = len(weight.shape) - 2
-    here, kernel, there = (" ".join(f"{x}{i}!" for i in range(spatial)) for x in "skt")
+    here, kernel, there = (" ".join(whole_dims(x, spatial)) for x in "skt")
     return "n" if len(given.shape) == spatial + 2 else "", here, kernel, there
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -120,10 +121,12 @@ def changed_along(arguments: Mapping[str, Any]) -> Rule:
 def diff(arguments: Mapping[str, Any]) -> Rule:
     """Neighbours are needed; what is put before or after is put there whole."""
     letters, gone = letters_of(arguments["input"]), arguments.get("dim", -1) % len(arguments["input"].shape)
-    rows = [
-        " ".join(f"{x}!" if i == gone else a for i, a in enumerate(letters)) for x in ("in", "before", "after", "out")
-    ]
-    return parse(f"{', '.join(rows[:3])} -> {rows[3]}", linear="x+y+z" if "float" in arguments["input"].dtype else "")
+
+    def row(name: str) -> str:
+        return " ".join([*letters[:gone], f"{name}!", *letters[gone + 1 :]])
+
+    linear = "x+y+z" if "float" in arguments["input"].dtype else ""
+    return parse(f"{row('in')}, {row('before')}, {row('after')} -> {row('out')}", linear=linear)
 
 
 def parts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
@@ -222,11 +225,22 @@ def with_dims(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dict[
     return op, arguments
 
 
-op("sum", torch.sum, "input:T, dim=None, keepdim=False, *, dtype=None", T.sum, rule=sum_, keeps="", settle=with_dims)
+op(
+    "sum",
+    torch.sum,
+    "input:T, dim=None, keepdim=False, *, dtype=None",
+    T.sum,
+    rule=sum_,
+    keeps="",
+    settle=with_dims,
+    neutral=0,
+)
 op(
     "mean", torch.mean, "input:T, dim=None, keepdim=False, *, dtype=None", T.mean, settle=with_dims
 )  # a sum and a quotient, to the graph
-each("amax amin", "input:T, dim=None, keepdim=False", rule=reduction_of_parts, serves="^", form=parts)
+for name, neutral in (("amax", -math.inf), ("amin", math.inf)):
+    dims = "input:T, dim=None, keepdim=False"
+    each(name, dims, rule=reduction_of_parts, serves="^", form=parts, neutral=neutral)
 each(
     "logsumexp",
     "input:T, dim, keepdim=False",
@@ -235,9 +249,12 @@ each(
     form=parts,
     keeps="input",
     settle=with_dims,
+    neutral=-math.inf,
 )
-each("all any argmax argmin", "input:T, dim=None, keepdim=False", rule=reduction, keeps="")
-each("norm", "input:T, p='fro', dim=None, keepdim=False, *, dtype=None", rule=reduction)
+each("all", "input:T, dim=None, keepdim=False", rule=reduction, keeps="", neutral=1)
+each("any", "input:T, dim=None, keepdim=False", rule=reduction, keeps="", neutral=0)
+each("argmax argmin", "input:T, dim=None, keepdim=False", rule=reduction, keeps="")
+each("norm", "input:T, p='fro', dim=None, keepdim=False, *, dtype=None", rule=reduction, neutral=0)
 each("max min", "input:T, dim, keepdim=False", rule=reduced_whole)
 each("median nanmedian", "input:T, dim=None, keepdim=False", rule=reduced_whole)
 op("aminmax", torch.aminmax, "input:T, *, dim=None, keepdim=False", T.aminmax, rule=reduced_whole)
@@ -266,6 +283,7 @@ op(
     rule=along,
     keeps="out",
     settle=with_dim,
+    reach="softmax",
 )
 op(
     "log_softmax",
@@ -276,9 +294,10 @@ op(
     rule=along,
     keeps="out",
     settle=with_dim,
+    reach="softmax",
 )
 op("normalize", F.normalize, "input:T, p=2.0, dim=1, eps=1e-12, out=None", rule=along)
-each("cumsum", "input:T, dim, *, dtype=None", rule=along_and_linear, keeps="")
+each("cumsum", "input:T, dim, *, dtype=None", rule=along_and_linear, keeps="", reach="running")
 each("cumprod", "input:T, dim, *, dtype=None", rule=along)
 each("cummax cummin logcumsumexp", "input:T, dim", rule=scanned)
 each("renorm", "input:T, p, dim, maxnorm", rule=renorm)

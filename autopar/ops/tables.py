@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.ops import inverses
 from autopar.ops.entry import T, each, op
 from autopar.ops.local import Form, Here, OpCall, cuts
 from autopar.ops.spelling import NAMES, letters_of, parse, whole_dims
@@ -66,10 +67,9 @@ def index_rule(arguments: Mapping[str, Any]) -> Rule | None:
     if (places := _stepped(arguments["input"], arguments["index"])) is not None:
         return parse(f"{', '.join(map(' '.join, places[:-1]))} -> {' '.join(places[-1])}", linear="x")
     found = _looked_into(arguments["input"], arguments["index"], "")
-    if found is None or found[3] == "bool":
+    if found is None or found.dtype == "bool":
         return None
-    left, operands, out, _ = found
-    return parse(f"{' '.join(left)}, {operands} -> {' '.join(out)}", linear="x")
+    return parse(f"{' '.join(found.tensor)}, {found.operands} -> {' '.join(found.result)}", linear="x")
 
 
 def setitem_rule(arguments: Mapping[str, Any]) -> Rule | None:
@@ -77,14 +77,15 @@ def setitem_rule(arguments: Mapping[str, Any]) -> Rule | None:
     found = _looked_into(arguments["input"], arguments["index"], "!")
     if found is None:
         return None
-    left, operands, out, _ = found
+    left, out = " ".join(found.tensor), found.result
     value = getattr(arguments["value"], "shape", None)
-    if value is not None and len(value) > len(out):
+    if value is None:
+        return parse(f"{left}, {found.operands},  -> {left}")
+    if len(value) > len(out):
         return None
-    return parse(
-        f"{' '.join(left)}, {operands}, {' '.join(out[len(out) - len(value) :]) if value else ''} -> {' '.join(left)}",
-        linear="" if value is None else f"x+{NAMES[2 + operands.count(',')]}",
-    )
+    written = " ".join(out[len(out) - len(value) :])
+    linear = f"x+{NAMES[2 + found.operands.count(',')]}"
+    return parse(f"{left}, {found.operands}, {written} -> {left}", linear=linear)
 
 
 def _stepped(tensor: Any, index: Any) -> list[list[str]] | None:
@@ -97,10 +98,8 @@ def _stepped(tensor: Any, index: Any) -> list[list[str]] | None:
     entries = list(index) if isinstance(index, tuple) else [index]
     if any(hasattr(e, "dtype") or isinstance(e, (bool, list, tuple)) for e in entries):
         return None
-    missing = [slice(None)] * (len(tensor.shape) - sum(e is not None and e is not ... for e in entries))
-    at = entries.index(...) if ... in entries else len(entries)
     left, out = list[str](), list[str]()
-    for k, e in enumerate([*entries[:at], *missing, *entries[at + 1 :]]):
+    for k, e in enumerate(_opened(entries, len(tensor.shape))):
         if e is None:
             out.append(f"new{k}!")
             continue
@@ -110,10 +109,17 @@ def _stepped(tensor: Any, index: Any) -> list[list[str]] | None:
     return [left, *([] for _ in entries), out]
 
 
-def _looked_into(tensor: Any, index: Any, mark: str) -> tuple[list[str], str, list[str], str] | None:
-    """The letters of x[:, i, j, ...], whose index holds tensors among ranges.
+class IndexLetters(NamedTuple):
+    """The letters of x[:, i, j, ...]."""
 
-    The dims of x, the operands of the index, the dims of x[:, i, j, ...], and the dtype of i.
+    tensor: list[str]  # of the dims of x
+    operands: str  # of the tensors in the index, with an empty row for each other entry
+    result: list[str]  # of the dims of x[:, i, j, ...]
+    dtype: str  # of i
+
+
+def _looked_into(tensor: Any, index: Any, mark: str) -> IndexLetters | None:
+    """The letters of x[:, i, j, ...], whose index holds tensors among ranges; None for any other.
 
     Tensors are broadcast together; their dims stand where they do when they are neighbours, and in front when they are
     not. A number beside them is one of them. A mask stands alone, for all of its dims.
@@ -122,42 +128,59 @@ def _looked_into(tensor: Any, index: Any, mark: str) -> tuple[list[str], str, li
         return None
     said = list(index) if isinstance(index, (tuple, list)) else [index]
     tensors = [e for e in said if hasattr(e, "dtype")]
-    if any(isinstance(e, (bool, list, tuple)) for e in said) or not tensors:
+    if not tensors or not _holds_tensors_and_ranges(said):
         return None
-    masks = [e for e in tensors if e.dtype == "bool"]
-    if masks and (len(tensors) > 1 or any(isinstance(e, int) for e in said)):
-        return None
-    taken = sum(
-        len(e.shape) if hasattr(e, "dtype") and e.dtype == "bool" else e is not None and e is not ... for e in said
-    )
-    entries = list(said)
-    rest = [slice(None)] * (len(tensor.shape) - taken)
-    at = next((i for i, e in enumerate(entries) if e is ...), len(entries))
-    entries[at : at + (at < len(entries))] = rest
-    depth = max(len(e.shape) for e in tensors)
-    places = ["found!"] if masks else [f"i{k}{mark}" for k in range(depth)]
-    left, out, here, dim = list[str](), list[str](), list[int](), 0
+    entries = _opened(said, len(tensor.shape))
+    left, out, taken = list[str](), list[str](), list[str]()
     for e in entries:
+        dim = len(left)
         if e is None:
             out.append(f"new{len(out)}!")
         elif isinstance(e, slice):
             left.append(f"a{dim}" if e == slice(None) else f"in{dim}!")
             out.append(f"a{dim}" if e == slice(None) else f"out{dim}!")
-            dim += 1
         else:
-            here.append(len(out))
-            width = len(e.shape) if hasattr(e, "dtype") and e.dtype == "bool" else 1
-            left += [f"in{dim + k}!" for k in range(width)]
-            dim += width
-    advanced = [k for k, e in enumerate(entries) if not (e is None or isinstance(e, slice))]
-    together = advanced == list(range(advanced[0], advanced[-1] + 1))
-    out[here[0] if together else 0 : here[0] if together else 0] = places
-    if masks:
-        first = next(i for i, a in enumerate(left) if a.startswith("in"))
-        rows = [" ".join(left[first : first + len(masks[0].shape)]) if hasattr(e, "dtype") else "" for e in said]
-    else:
-        rows = [" ".join(places[depth - len(e.shape) :]) if hasattr(e, "dtype") else "" for e in said]
-    return left, ", ".join(rows), out, tensors[0].dtype
+            taken = [f"in{dim + k}!" for k in range(_dims_taken(e))]
+            left += taken
+    depth = max(len(e.shape) for e in tensors)
+    places = ["found!"] if _is_mask(tensors[0]) else [f"i{k}{mark}" for k in range(depth)]
+    looked = [k for k, e in enumerate(entries) if not (e is None or isinstance(e, slice))]
+    are_neighbours = looked[-1] - looked[0] == len(looked) - 1
+    at = looked[0] if are_neighbours else 0
+    out[at:at] = places
+
+    def row(entry: Any) -> str:
+        if _is_mask(entry):
+            return " ".join(taken)
+        return " ".join(places[depth - len(entry.shape) :]) if hasattr(entry, "dtype") else ""
+
+    return IndexLetters(left, ", ".join(map(row, said)), out, tensors[0].dtype)
+
+
+def _holds_tensors_and_ranges(index: Sequence[Any]) -> bool:
+    """Are the entries of an index tensors, ranges, numbers and new dims, and a mask alone among ranges?"""
+    if any(isinstance(e, (bool, list, tuple)) for e in index):
+        return False
+    places = [e for e in index if hasattr(e, "dtype") or isinstance(e, int)]
+    return len(places) == 1 or not any(map(_is_mask, places))
+
+
+def _is_mask(entry: Any) -> bool:
+    return getattr(entry, "dtype", "") == "bool"
+
+
+def _dims_taken(entry: Any) -> int:
+    """The number of dims of a tensor that an entry of its index is for."""
+    if _is_mask(entry):
+        return len(entry.shape)
+    return 0 if entry is None or entry is ... else 1
+
+
+def _opened(index: Sequence[Any], rank: int) -> list[Any]:
+    """The entries of an index, with a range for each dim that it does not speak of."""
+    missing = [slice(None)] * (rank - sum(map(_dims_taken, index)))
+    at = next((i for i, e in enumerate(index) if e is ...), len(index))
+    return [*index[:at], *missing, *index[at + 1 :]]
 
 
 def gather(arguments: Mapping[str, Any]) -> Rule | None:
@@ -192,18 +215,17 @@ def scatter_rule(arguments: Mapping[str, Any]) -> Rule | None:
         i != dim and a == b and (source is None or source[i] == b)
         for i, (a, b) in enumerate(zip(given, index, strict=True))
     ]
-    # parts of what is added may be added apart
-    added = arguments["op"] == "scatter_add" and source is not None and source[dim] == index[dim]
-    rows = [
-        " ".join(
-            f"a{i}" if same else "e" if added and i == dim and x != "in" else f"{x}{i}!" for i, same in enumerate(agree)
-        )
-        for x in ("in", "at", "from")
-    ]
-    return parse(
-        f"{rows[0]}, {rows[1]}, {rows[2] if source is not None else ''} -> {rows[0]}",
-        linear="x+z" if source is not None else "",
-    )
+    into, at, added = (_where_sizes_agree(agree, name) for name in ("in", "at", "from"))
+    if source is None:
+        return parse(f"{' '.join(into)}, {' '.join(at)},  -> {' '.join(into)}")
+    if arguments["op"] == "scatter_add" and source[dim] == index[dim]:  # parts of what is added may be added apart
+        at[dim] = added[dim] = "e"
+    return parse(f"{' '.join(into)}, {' '.join(at)}, {' '.join(added)} -> {' '.join(into)}", linear="x+z")
+
+
+def _where_sizes_agree(agree: Sequence[bool], prefix: str) -> list[str]:
+    """The dims of a tensor, one letter where all tensors agree in size, whole and of its own elsewhere."""
+    return [f"a{i}" if same else f"{prefix}{i}!" for i, same in enumerate(agree)]
 
 
 def one_hot(arguments: Mapping[str, Any]) -> Rule:
@@ -245,8 +267,8 @@ def scatter_reduce(arguments: Mapping[str, Any]) -> Rule | None:
         return None
     dim = arguments["dim"] % len(given)
     agree = [i != dim and a == b == c for i, (a, b, c) in enumerate(zip(given, index, source, strict=True))]
-    rows = [" ".join(f"a{i}" if same else f"{x}{i}!" for i, same in enumerate(agree)) for x in ("in", "at", "from")]
-    return parse(f"{rows[0]}, {rows[1]}, {rows[2]} -> {rows[0]}")
+    into, at, added = (" ".join(_where_sizes_agree(agree, name)) for name in ("in", "at", "from"))
+    return parse(f"{into}, {at}, {added} -> {into}")
 
 
 def take(arguments: Mapping[str, Any]) -> Rule:
@@ -342,7 +364,16 @@ op(
     "sparse=False, per_sample_weights:T=None, include_last_offset=False, padding_idx=None",
     rule=embedding_bag,
 )
-op("index", index, "input:T, index:T", T.__getitem__, rule=index_rule, keeps="index")
+op(
+    "index",
+    index,
+    "input:T, index:T",
+    T.__getitem__,
+    rule=index_rule,
+    keeps="index",
+    reach="looked up",
+    inverse=inverses.index,
+)
 op("setitem", setitem, "input:T, index:T, value:T", T.__setitem__, rule=setitem_rule, keeps="index")
 each("gather", "input:T, dim, index:T, *, sparse_grad=False", rule=gather, keeps="index")
 each("index_select", "input:T, dim, index:T", rule=index_select, keeps="index")

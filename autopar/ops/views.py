@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.ops import inverses
 from autopar.ops.entry import T, each, op, translates
 from autopar.ops.lookup import by_own_name
 from autopar.ops.reductions import along_and_linear
+from autopar.ops.refinement import view_rule
 from autopar.ops.spelling import NAMES, letters_of, parse, same_dims, whole_dims
 from autopar.sharding.notation import Rule
 
@@ -62,58 +61,6 @@ def unfold(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
 def copy(input: Tensor, source: Tensor) -> Tensor:
     """The source, in the shape and dtype of the input."""
     return source.expand(input.shape).to(input.dtype)
-
-
-def view_rule(arguments: Mapping[str, Any]) -> Rule:
-    """Dims of both shapes are products of the factors of their common refinement.
-
-    Where there is none, they stay whole.
-
-    In a first dim that is flattened, (batch, sequence, ...), the sequence may be cut inside each batch.
-    """
-    before, after = arguments["input"].shape, arguments["size"]
-    if math.prod(before) == 0:
-        return parse(
-            " ".join(f"a{i}!" for i in range(len(before))) + " -> " + " ".join(f"b{i}!" for i in range(len(after))),
-            linear="x",
-        )
-    sides: tuple[list[str], list[str]] = ([], [])
-    i = j = names = 0
-    while i < len(before) or j < len(after):
-        a, b = i, j
-        left, right = before[i] if i < len(before) else 1, after[j] if j < len(after) else 1
-        i, j = min(i + 1, len(before)), min(j + 1, len(after))
-        while left != right:  # the smallest groups of dims that hold the same numbers
-            if left < right:
-                left, i = left * before[i], i + 1
-            else:
-                right, j = right * after[j], j + 1
-        groups = [[n for n in before[a:i] if n != 1], [n for n in after[b:j] if n != 1]]
-        ends = [list(itertools.accumulate(reversed(g), operator.mul)) for g in groups]
-        marks = sorted({1, *ends[0], *ends[1]})
-        nested = all(y % x == 0 for x, y in itertools.pairwise(marks))
-        factors = {y: (f"f{names + k}", y // x) for k, (x, y) in enumerate(itertools.pairwise(marks))}
-        for side, dims in zip(sides, (before[a:i], after[b:j]), strict=True):
-            total = math.prod(dims)
-            for n in dims:
-                inner = total // n
-                if n == 1:
-                    side.append("1")
-                elif not nested:
-                    side.append(f"w{len(sides[0])}_{len(sides[1])}_{names}!")
-                else:
-                    inside = [factors[m] for m in reversed(marks) if inner < m <= total]
-                    second = "+" if not side else ""
-                    side.append(
-                        "("
-                        + " ".join(f"{f}:{size}{second if i == 1 else ''}" for i, (f, size) in enumerate(inside))
-                        + ")"
-                        if len(inside) > 1
-                        else inside[0][0]
-                    )
-                total = inner
-        names += len(marks)
-    return parse(" ".join(sides[0]) + " -> " + " ".join(sides[1]), linear="x")
 
 
 def transpose(arguments: Mapping[str, Any]) -> Rule:
@@ -169,7 +116,9 @@ def ranges(arguments: Mapping[str, Any]) -> Rule:
         if before[i] != after[i] or any(shifts[2 * (len(before) - 1 - i) :][:2]) or i == taken
     ]
     linear = "" if arguments.get("value") or arguments.get("mode", "constant") != "constant" else "x"
-    left, right = ([f"{a}{side}!" if i in changed else a for i, a in enumerate(letters)] for side in ("_in", "_out"))
+    left, right = list(letters), list(letters)
+    for i in changed:
+        left[i], right[i] = f"{letters[i]}_in!", f"{letters[i]}_out!"
     return parse(" ".join(left) + " -> " + " ".join(right), linear=linear)
 
 
@@ -329,6 +278,9 @@ op(
     free=True,
     same=True,
     moved=True,
+    reach="view",
+    sized=True,
+    inverse=inverses.view,
 )
 op(
     "expand",
@@ -343,6 +295,8 @@ op(
     keeps="",
     free=True,
     same=True,
+    reach="expanded",
+    sized=True,
 )
 op(
     "transpose",
@@ -358,6 +312,8 @@ op(
     free=True,
     same=True,
     moved=True,
+    reach="permuted",
+    inverse=inverses.transpose,
 )
 op(
     "permute",
@@ -369,8 +325,10 @@ op(
     free=True,
     same=True,
     moved=True,
+    reach="permuted",
+    inverse=inverses.permute,
 )
-op("t", torch.t, "input:T", T.t, rule=transpose, keeps="", free=True, same=True)
+op("t", torch.t, "input:T", T.t, rule=transpose, keeps="", free=True, same=True, reach="permuted", inverse=inverses.t)
 op(
     "contiguous",
     contiguous,
@@ -380,6 +338,7 @@ op(
     linear="x",
     keeps="",
     moved=True,
+    inverse=inverses.same,
 )
 op(
     "clone",
@@ -390,6 +349,7 @@ op(
     rule=ONE,
     linear="x",
     moved=True,
+    inverse=inverses.same,
 )
 op(
     "split",
@@ -412,8 +372,11 @@ op(
     keeps="",
     free=True,
     moved=True,
+    reach="split",
+    sized=True,
+    inverse=inverses.split,
 )
-op("unbind", torch.unbind, "input:T, dim=0", T.unbind, rule=unbind, keeps="")
+op("unbind", torch.unbind, "input:T, dim=0", T.unbind, rule=unbind, keeps="", inverse=inverses.unbind)
 op(
     "narrow",
     narrow,
@@ -424,20 +387,42 @@ op(
     keeps="",
     free=True,
     moved=True,
+    reach="narrow",
+    sized=True,
+    inverse=inverses.narrow,
 )
-op("select", torch.select, "input:T, dim, index", T.select, rule=ranges, keeps="", free=True, moved=True)
+op(
+    "select",
+    torch.select,
+    "input:T, dim, index",
+    T.select,
+    rule=ranges,
+    keeps="",
+    free=True,
+    moved=True,
+    reach="select",
+    sized=True,
+    inverse=inverses.select,
+)
 op("unfold", unfold, "input:T, dimension, size, step", T.unfold, rule=unfold_rule)
 
 # together, and into one another
-op("cat", torch.cat, "tensors:T, dim=0", torch.concat, torch.concatenate, rule=cat, keeps="")
-op("stack", torch.stack, "tensors:T, dim=0", rule=stack, keeps="")
+op("cat", torch.cat, "tensors:T, dim=0", torch.concat, torch.concatenate, rule=cat, keeps="", reach="end to end")
+op("stack", torch.stack, "tensors:T, dim=0", rule=stack, keeps="", reach="end to end")
 op("copy", copy, "input:T, source:T", rule=copy_rule, keeps="")
-each("slice_scatter", "input:T, src:T, dim=0, start=None, end=None, step=1", rule=put, keeps="")
-each("select_scatter", "input:T, src:T, dim, index", rule=put, keeps="")
-each("diagonal", "input:T, offset=0, dim1=0, dim2=1", rule=diagonal, keeps="")
+each(
+    "slice_scatter",
+    "input:T, src:T, dim=0, start=None, end=None, step=1",
+    rule=put,
+    keeps="",
+    reach="overwritten",
+    sized=True,
+)
+each("select_scatter", "input:T, src:T, dim, index", rule=put, keeps="", reach="overwritten")
+each("diagonal", "input:T, offset=0, dim1=0, dim2=1", rule=diagonal, keeps="", inverse=inverses.diagonal)
 each("diagonal_scatter", "input:T, src:T, offset=0, dim1=0, dim2=1", rule=diagonal)
 each("diag_embed", "input:T, offset=0, dim1=-2, dim2=-1", rule=diag_embed)
-each("tril triu", "input:T, diagonal=0", rule=triangle, keeps="")
+each("tril triu", "input:T, diagonal=0", rule=triangle, keeps="", reach="triangle")
 
 # again, and in another order
 op("repeat", repeat, "input:T, repeats", (T.repeat, "input, *repeats"), rule=repeat_rule, keeps="")
@@ -446,6 +431,6 @@ each("repeat_interleave", "input:T, repeats:T, dim=None, *, output_size=None", r
 each("rot90", "input:T, k=1, dims=[0, 1]", rule=rot90)
 each("roll", "input:T, shifts, dims=None", rule=along_and_linear, keeps="")
 op("flip", torch.flip, "input:T, dims", (T.flip, "input, *dims"), rule=along_and_linear, keeps="")
-op("pad", F.pad, "input:T, pad, mode='constant', value=None", rule=ranges, keeps="", moved=True)
+op("pad", F.pad, "input:T, pad, mode='constant', value=None", rule=ranges, keeps="", moved=True, reach="pad")
 op("im2col", F.unfold, "input:T, kernel_size, dilation=1, padding=0, stride=1", rule=columns)
 op("col2im", F.fold, "input:T, output_size, kernel_size, dilation=1, padding=0, stride=1", rule=columns)

@@ -262,7 +262,8 @@ def _by_blocks(x: Tensor, dim: int, parts: int, blocks: Blocks) -> Tensor:
     """Undo `_by_parts`."""
     if not blocks:
         return x
-    pieces = [p.split([b // parts for b in blocks], dim) for p in x.chunk(parts, dim)]
+    sizes = [b // parts for b in blocks]
+    pieces = [p.split(sizes, dim) for p in x.chunk(parts, dim)]
     return torch.cat([pieces[i][b] for b in range(len(blocks)) for i in range(parts)], dim)
 
 

@@ -108,8 +108,9 @@ class Cluster:
                 return ((size, m),)
         inner, outer = self.links[0], self.links[-1]
         if mesh.ranks:
-            nodes = [Counter(rank // node for rank in group) for group in mesh.groups(axis)]
-            counts = {count for of_group in nodes for count in of_group.values()}
+            counts = set[int]()  # of ranks of a group that share a node
+            for group in mesh.groups(axis):
+                counts.update(Counter(rank // node for rank in group).values())
             here = counts.pop() if len(counts) == 1 else 1
         else:
             here = _in_a_node(size, stride, node)

@@ -150,9 +150,13 @@ def _divide(digits: list[tuple[int, int]], at: int, wanted: int) -> bool:
 
 def _tidy(digits: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Neighbours that one axis reads, or nobody, are one digit."""
-    runs = itertools.groupby(digits, key=lambda digit: digit[0])
-    merged = [(axis, math.prod(n for _, n in run)) for axis, run in runs]
-    return tuple((axis, n) for axis, n in merged if n > 1)
+    merged: list[tuple[int, int]] = []
+    for axis, n in digits:
+        if merged and merged[-1][0] == axis:
+            merged[-1] = axis, merged[-1][1] * n
+        else:
+            merged.append((axis, n))
+    return tuple(digit for digit in merged if digit[1] > 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,11 +85,8 @@ class DeviceMesh:
         a = self.axis(axis)
         stride, n = math.prod(self.shape[a + 1 :]), self.shape[a]
         places = self.ranks or range(self.size)
-        return [
-            tuple(places[first + i * stride] for i in range(n))
-            for first in range(self.size)
-            if first // stride % n == 0
-        ]
+        firsts = [first for first in range(self.size) if first // stride % n == 0]
+        return [tuple(places[first : first + n * stride : stride]) for first in firsts]
 
     def __getitem__(self, names: str | int | tuple[str | int, ...]) -> DeviceMesh:
         chosen = [self.axis(name) for name in (names if isinstance(names, tuple) else (names,))]

@@ -97,16 +97,11 @@ class Rule:
         ]
         sizes = self._sizes(pairs)
         fitted = [
-            None
-            if row is None or s is None
-            else tuple(
-                Dim() if n == 1 and not d.joined and sizes.get(d.factor) != 1 else d
-                for d, n in zip(row, s, strict=True)
-            )
-            for row, s in zip(rows, shapes, strict=True)
+            None if row is None or s is None else _fitted(row, s, sizes) for row, s in zip(rows, shapes, strict=True)
         ]
         ins, outs = fitted[: len(operands)], fitted[len(operands) :]
-        groups = [group - {i for i, row in enumerate(ins) if row is None} for group in self.groups]
+        absent = {i for i, row in enumerate(ins) if row is None}
+        groups = [group - absent for group in self.groups]
         return Binding(
             tuple(ins),
             tuple(row or () for row in outs),
@@ -152,6 +147,13 @@ class Rule:
                     seen=f"a dim of size {n}",
                 )
         return sizes
+
+
+def _fitted(row: Sequence[Dim], shape: Shape, sizes: Mapping[str, int]) -> tuple[Dim, ...]:
+    """The dims of one tensor, without the factor of a dim of size one that is broadcast."""
+    return tuple(
+        Dim() if n == 1 and not d.joined and sizes.get(d.factor) != 1 else d for d, n in zip(row, shape, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)

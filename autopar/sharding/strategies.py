@@ -43,6 +43,11 @@ class Strategy:
     def __hash__(self) -> int:
         return hash((self.operands, self.outputs))
 
+    @property
+    def is_unused(self) -> bool:
+        """Does every device of the axis do all of the op, forward and backward?"""
+        return all(f == KEPT for f in (*self.operands, *self.outputs))
+
     @staticmethod
     def parse(text: str) -> Strategy:
         left, arrow, right = text.partition("->")
@@ -106,11 +111,9 @@ def strategies_on_one_axis(
     for cut in binding.cuts(blocks):
         held = {i: place for i, row in rows.items() if (place := _place(row, cut, binding))}
         # where the factor is summed, an operand that is added to the sum is P(sum) there; one that multiplies it is R
-        added = {
-            i
-            for i in rows
-            if binding.is_summed(cut) and any(i in group and set(held) & group for group in binding.groups)
-        }
+        added = set[int]()
+        if binding.is_summed(cut):
+            added.update(*(group for group in binding.groups if not group.isdisjoint(held)))
         operands = {i: flow(held[i]) if i in held else SUMMED if i in added else PASSED for i in rows}
         leaves = [_place(row, cut, binding) for row in binding.outputs]
         add(operands, [flow(p) if p else KEPT if binding.is_inside(cut) else SUMMED for p in leaves], cut)
@@ -138,15 +141,19 @@ def cross(per_axis: Sequence[Strategy], sizes: dict[str, int], mesh: DeviceMesh)
 
     An axis of size 1 is no axis.
     """
-    unused = [s for s in per_axis if all(f == KEPT for f in (*s.operands, *s.outputs))]
+    unused = [s for s in per_axis if s.is_unused]
     menus = [per_axis if n > 1 else unused for n in mesh.shape]
+    wholes: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for strategy in per_axis:
+        if strategy.cut is not None:
+            factors = strategy.cut.factors
+            wholes[factors] = tuple(sizes[f] for f in factors)
     result = []
     for combination in itertools.product(*menus):
         cuts: dict[tuple[str, ...], list[tuple[Cut, int, int]]] = {}
         for axis, (strategy, n) in enumerate(zip(combination, mesh.shape, strict=True)):
             if strategy.cut is not None:
                 cuts.setdefault(strategy.cut.factors, []).append((strategy.cut, axis, n))
-        wholes = {factors: tuple(sizes[f] for f in factors) for factors in cuts}
         if all(_holds(wholes[factors], tuple(made)) for factors, made in cuts.items()):
             result.append(Choice(combination))
     return tuple(result)
@@ -155,7 +162,8 @@ def cross(per_axis: Sequence[Strategy], sizes: dict[str, int], mesh: DeviceMesh)
 @functools.lru_cache(maxsize=1 << 14)
 def _holds(wholes: tuple[int, ...], cuts: tuple[tuple[Cut, int, int], ...]) -> bool:
     """May these axes cut a factor, or several that are cut together, one inside the other?"""
-    if any(cut.even for cut, _, _ in cuts) and any(n % math.prod(parts for _, _, parts in cuts) for n in wholes):
+    parts = math.prod(n for _, _, n in cuts)
+    if any(cut.even for cut, _, _ in cuts) and any(size % parts for size in wholes):
         return False
     for size in wholes:
         row: Row | None = Row.whole(size)

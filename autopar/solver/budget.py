@@ -196,10 +196,12 @@ class Budgeted:
         for _ in range(self.rounds):
             point, least = self.at(at.of_bytes, exposed=at.exposed)
             tried.add(at.rounded)
-            points += [point] if math.isfinite(point.seconds) else []
+            if math.isfinite(point.seconds):
+                points.append(point)
             worth = least - sum(at.of_bytes.values()) * (budget if at.of_bytes else 0.0)
-            centre, bound = (at, worth) if worth > bound else (centre, bound)
-            best = min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
+            if worth > bound:
+                centre, bound = at, worth
+            best = _fastest_within(points, budget)
             if best is not None and (best.seconds - bound <= enough * best.seconds or time.monotonic() > until):
                 break
             slowest = max((p.seconds for p in points), default=math.inf)
@@ -207,17 +209,17 @@ class Budgeted:
                 asked += 1
                 if self.none_within(budget, at.of_bytes):
                     return Outcome(None, bound, points, centre, hopeless=True)
-            times = sorted({*times, *(t for t in self._peaks(point) if point.held[t] > budget)})
+            times = sorted({*times, *self._overfull(point, budget)})
             ahead, most = _prices(points, times, budget, self.kinds)
             left = 0.0 if best is None else _LITTLE * (best.seconds - bound)
             if points and most - bound <= max(_WORTH * abs(bound), left):
                 break  # no price is worth more, or so little of what is open
             # after a leap that led nowhere, half the way
             steps = (ahead,) if centre is at else (ahead.towards(centre), ahead)
-            untried = [step for step in steps if step.rounded not in tried]
-            if not untried:
+            step = next((step for step in steps if step.rounded not in tried), None)
+            if step is None:
                 break
-            at = untried[0]
+            at = step
         return Outcome(best, bound, points, centre)
 
     def none_within(self, budget: float, prices: Mapping[int, float]) -> bool:
@@ -261,6 +263,10 @@ class Budgeted:
             best = min([best, *found], key=lambda p: (p.peak, p.seconds))
         return best, min(bound, best.peak)
 
+    def _overfull(self, point: Point, budget: float) -> list[int]:
+        """The fullest times at which a plan is over a budget."""
+        return [t for t in self._peaks(point) if point.held[t] > budget]
+
     def _peaks(self, point: Point) -> list[int]:
         """The fullest time of the forward, of each half of the backward, and of the optimizer's step."""
         if self.memory is None:
@@ -268,6 +274,11 @@ class Budgeted:
         n = len(self.memory.ops)
         edges = [0, n, n + n // 2, 2 * n, 2 * n + 1]
         return [low + int(point.held[low:high].argmax()) for low, high in itertools.pairwise(edges) if high > low]
+
+
+def _fastest_within(points: Sequence[Point], budget: float) -> Point | None:
+    """The fastest plan whose peak is within a budget; None where there is none."""
+    return min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
 
 
 def _times(seconds: np.ndarray, of_time: float) -> np.ndarray:

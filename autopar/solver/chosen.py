@@ -28,8 +28,8 @@ def plan_of(space: Space, picked: Sequence[int], bound: float, budget: float = m
     memory, peak_at = _peak(space, picked)
     names = _named_for_policies(space)
     return Plan(
-        mesh=space.mesh,
-        cluster=str(space.cluster),
+        mesh=space.setting.mesh,
+        cluster=str(space.setting.cluster),
         decisions=decisions,
         conversions=conversions,
         regathered=frozenset(
@@ -39,15 +39,15 @@ def plan_of(space: Space, picked: Sequence[int], bound: float, budget: float = m
         lower_bound_s=min(bound, step),
         parameter_bytes={s.name: s.bytes for s in space.sites if s.kind == "parameter"},
         digest=space.digest,
-        window_bytes=space.window_bytes,
-        optimizer=space.optimizer,
+        window_bytes=space.setting.window_bytes,
+        optimizer=space.setting.optimizer,
         without_rule=tuple(s.name for s in space.sites if not s.has_rule),
         memory=memory,
         peak_at=peak_at,
         budget=float(int(budget)) if math.isfinite(budget) else math.inf,
         beside_s=beside,
         hidden_s=hidden,
-        accumulation=space.accumulation,
+        accumulation=space.setting.accumulation,
         scattered=frozenset(name for name, (s, i) in zip(names, chosen, strict=True) if s.scattered and s.scattered[i]),
         first_peak_bytes=round(space.memory.first(picked, space.edges)) if space.memory else 0,
         suspected=tuple(sorted({(s.op, s.suspected) for s in space.sites if s.suspected})),

@@ -135,7 +135,7 @@ class Hubs:
         return [u for u in near if self.left.neighbours(u) <= {u, *mine}]
 
     def _can_split(self, u: int) -> bool:
-        return len({tuple(sorted(x for x in f.scope if x != u)) for f in self.left.factors[u]}) > 1
+        return len({frozenset(f.scope) for f in self.left.factors[u]}) > 1
 
     def _looseness(self, u: int) -> float:
         """The lower, the better it is split.
@@ -286,7 +286,7 @@ class Elimination:
                 number.setdefault(u, len(number))
         around = tuple(number)[len(inside) :]
         costs = [left.costs[v] for v in inside]
-        lines = [(id(f.table), *((number[u], id(m)) for u, m in f.axes())) for f in factors]
+        lines = [f.identity(number) for f in factors]
         key = ("region", len(inside), *map(id, costs), *(len(left.costs[u]) for u in around), *lines)
 
         def run() -> Elimination | TooWide:
@@ -372,7 +372,7 @@ class Elimination:
         self.steps.append(_Eliminated(v, cost, factors))
         scope = tuple(sorted({u for f in factors for u in f.scope if u != v}))
         place = {u: i for i, u in enumerate(scope)}
-        lines = tuple((id(f.table), tuple((place.get(u, -1), id(m)) for u, m in f.axes())) for f in factors)
+        lines = tuple(f.identity(place) for f in factors)
         key = ("eliminate", id(cost), lines)
         classes, table = self.left.once(key, (cost, factors), lambda: minimum_over(v, cost, factors, scope))
         self.left.add(Factor(scope, classes, table, 1 + max((f.generation for f in factors), default=0)))

@@ -47,17 +47,8 @@ class IntegerProgram:
         self.space, self.backend = space, backend
         costs, edges = fold_single_ends(space) if fold else ([s.seconds for s in space.sites], list(space.edges))
         self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
-        self.x = x = [
-            [pulp.LpVariable(f"x_{s}_{i}", cat="Binary") if np.isfinite(c) else None for i, c in enumerate(cost)]
-            for s, cost in enumerate(costs)
-        ]
-        self.y = y = [
-            {
-                (f, g): pulp.LpVariable(f"y_{k}_{f}_{g}", lowBound=0)
-                for f, g in zip(*np.nonzero(np.isfinite(e.seconds)), strict=True)
-            }
-            for k, e in enumerate(edges)
-        ]
+        self.x = x = [_picks(s, cost) for s, cost in enumerate(costs)]
+        self.y = y = [_moves(k, e.seconds) for k, e in enumerate(edges)]
         self.terms = [
             (v, c * _SCALE)
             for row, cost in zip(x, costs, strict=True)
@@ -187,6 +178,20 @@ def smallest(space: Space, backend: Any, unit: float) -> Answer:
         program.within(int(held.argmax()), 0.0, unit, peak)
 
 
+def _picks(site: int, costs: np.ndarray) -> list[Any]:
+    """A variable for each choice of a site that it can make, None for the others."""
+    return [
+        pulp.LpVariable(f"x_{site}_{choice}", cat="Binary") if np.isfinite(cost) else None
+        for choice, cost in enumerate(costs)
+    ]
+
+
+def _moves(edge: int, seconds: np.ndarray) -> dict[Any, Any]:
+    """A variable for each conversion of an edge that exists, by what is given and what is taken."""
+    there = zip(*np.nonzero(np.isfinite(seconds)), strict=True)
+    return {(f, g): pulp.LpVariable(f"y_{edge}_{f}_{g}", lowBound=0) for f, g in there}
+
+
 def _one_choice_per_site(row: list[Any]) -> Any:
     return pulp.LpAffineExpression([(v, 1) for v in row if v is not None]) == 1
 
@@ -237,4 +242,6 @@ def fold_single_ends(space: Space) -> tuple[list[np.ndarray], list[Edge]]:
 
 
 def infeasible(space: Space, why: str) -> Infeasible:
-    return Infeasible(f"no plan satisfies the constraints on mesh {space.mesh}", seen=why, advice="pin fewer things")
+    return Infeasible(
+        f"no plan satisfies the constraints on mesh {space.setting.mesh}", seen=why, advice="pin fewer things"
+    )

@@ -140,9 +140,14 @@ class _Folded:
             moved = tuple((k, t[np.ix_(*flows[k])]) for k, t in communication)
             run = tuple((k, c[left[k]]) for k, c in compute)
             windows.setdefault(key, []).append(replace(w, communication=moved, compute=run))
-        alike = tuple(replace(same[0], times=sum(w.times for w in same)) for same in windows.values())
+        alike = tuple(map(_as_one, windows.values()))
         space = replace(space, sites=tuple(sites), edges=tuple(edges), memory=None, windows=alike)
         return _Folded(space, kind, left)
+
+
+def _as_one(windows: Sequence[Window]) -> Window:
+    """Windows that are alike, as one that comes as often as all of them."""
+    return replace(windows[0], times=sum(w.times for w in windows))
 
 
 def _with_choices(site: Site, left: np.ndarray) -> Site:
@@ -171,10 +176,8 @@ def _with_flows(e: Edge, kind: Sequence[int], left: Sequence[np.ndarray]) -> tup
 
 def numbered(space: Space) -> list[int]:
     """The kind of each site, as a number: that of the sites which do the same in other layers."""
-    return _numbered(
-        (name, id(s.choices), len(s.choices))
-        for name, s in zip(_alike([s.name for s in space.sites]), space.sites, strict=True)
-    )
+    names = _alike([s.name for s in space.sites])
+    return _numbered((name, id(s.choices), len(s.choices)) for name, s in zip(names, space.sites, strict=True))
 
 
 def _alike(names: Sequence[str]) -> list[str]:

@@ -225,7 +225,7 @@ def over_budget(task: Task) -> Infeasible:
     kinds = {kind: held[fullest] for kind, held in memory.held(best.picked, space.edges).items()}
     fills = ", ".join(f"{kind} {n:,.0f}" for kind, n in sorted(kinds.items(), key=lambda pair: -pair[1]) if n)
     return Infeasible(
-        f"no plan of {task.budget:,.0f} bytes a device was found on mesh {space.mesh}",
+        f"no plan of {task.budget:,.0f} bytes a device was found on mesh {space.setting.mesh}",
         seen=(
             f"{bound:,.0f} bytes are needed by any plan; at the {memory.when(fullest)}, the fullest time of the "
             f"smallest plan: {fills}"

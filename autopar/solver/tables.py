@@ -31,6 +31,14 @@ class Factor:
         """Each variable with its classes."""
         return zip(self.scope, self.classes, strict=True)
 
+    def cost(self, picked: Sequence[int]) -> Any:
+        """The entry of its table under the picked choices of all variables."""
+        return self.table[tuple(classes[picked[v]] for v, classes in self.axes())]
+
+    def identity(self, number: Mapping[int, int]) -> tuple[Any, ...]:
+        """A key of its table and classes over numbered variables; -1 stands for one without a number."""
+        return id(self.table), *((number.get(v, -1), id(classes)) for v, classes in self.axes())
+
     def over(self, variables: Mapping[int, int]) -> Factor:
         """The same table over other variables; those that are not named stay."""
         scope = tuple(variables.get(v, v) for v in self.scope)
@@ -48,13 +56,14 @@ class Problem:
 
     def __post_init__(self) -> None:
         alike: dict[bytes, np.ndarray] = {}
-        known = {id(c): alike.setdefault(c.tobytes(), c) for c in {id(c): c for c in self.costs}.values()}
+        apart = {id(c): c for c in self.costs}
+        known = {identity: alike.setdefault(c.tobytes(), c) for identity, c in apart.items()}
         self.costs = [known[id(c)] for c in self.costs]
 
     def value(self, picked: Sequence[int]) -> float:
         """The cost of these choices."""
         alone = sum(c[i] for c, i in zip(self.costs, picked, strict=True))
-        together = sum(f.table[tuple(m[picked[v]] for v, m in f.axes())] for f in self.factors)
+        together = sum(f.cost(picked) for f in self.factors)
         return float(alone + together)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from autopar.graph import walks
 from autopar.graph.graph import Graph, info, type_of
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.saved import kept_by, layouts, owners
@@ -62,7 +63,7 @@ class Lifetimes:
         self.is_view = {n: owner[self.memory[n]] is not n for n in graph.nodes}
         self.whole = {m: type_of(n).nbytes for m, n in owner.items() if info(n).outputs}  # bytes of each memory
         self.users = {n: readers(n) for n in graph.nodes}
-        self.outputs = {n: _outputs(n) for n in graph.nodes}  # of an op, the values that it gives
+        self.outputs = {n: walks.results(n) for n in graph.nodes}  # of an op, the values that it gives
         self.keeps: dict[fx.Node, set[fx.Node]] = {}  # the values that an op keeps for its backward,
         self.besides: dict[fx.Node, int] = {}  # and the bytes of what it makes besides
         for op in clock.ops:
@@ -147,11 +148,6 @@ class Lifetimes:
 def readers(value: fx.Node) -> list[fx.Node]:
     """The ops that read a value, and the output node where it leaves."""
     return [u for u in value.users if info(u).kind in ("op", "output")]
-
-
-def _outputs(op: fx.Node) -> list[fx.Node]:
-    parts = [u for u in op.users if info(u).kind == "part"]
-    return parts or [op]
 
 
 def _producer(value: fx.Node) -> fx.Node:

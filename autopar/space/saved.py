@@ -20,6 +20,7 @@ import sympy as sp
 import torch
 import torch.fx as fx
 
+from autopar.graph import walks
 from autopar.graph.blocks import calls
 from autopar.graph.graph import Graph, call_of, info, op_name, run, type_of
 from autopar.ops.entry import Line, facts_of
@@ -103,18 +104,13 @@ def kept_by(node: fx.Node, kind: str, emitted: bool = False) -> tuple[list[fx.No
     values: list[fx.Node] = []
     for name, gradient_of in line.values:
         if not gradient_of or _is_trained(node.kwargs.get(gradient_of)):
-            values += _outputs(node) if name == "out" else _nodes(node.kwargs.get(name))
+            values += walks.results(node) if name == "out" else _nodes(node.kwargs.get(name))
     formula = dict(line.extra).get(kind)
     return values, int(_bytes(formula)(**_quantities(node))) if formula else 0
 
 
 def _is_trained(value: Any) -> bool:
     return hasattr(value, "meta") and type_of(value).requires_grad
-
-
-def _outputs(node: fx.Node) -> list[fx.Node]:
-    """The node, or its parts where it has some."""
-    return list(node.users) if any(info(u).kind == "part" for u in node.users) else [node]
 
 
 def saved_bytes(graph: Graph, cluster: Any = None) -> int:
@@ -160,14 +156,14 @@ def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
                 operands = node._input_nodes  # each once, in order
                 key = (kinds[node], *(id(held[n][0][0]) for n in operands))
                 if key not in ran:
-                    ran[key] = [(like(t), at) for t, at in _run_alone(node, {n: held[n][0][0] for n in operands})]
+                    given = {n: held[n][0][0] for n in operands}
+                    ran[key] = [(like(t), at) for t, at in _run_alone(node, given)]
                 before = [held[n][0][1] for n in operands]
                 fresh: dict[int, int] = {}  # results may share a memory of their own
                 held[node] = [(t, before[at] if at >= 0 else fresh.setdefault(at, next(count))) for t, at in ran[key]]
-    single = {n for n in held if not any(info(u).kind == "part" for u in n.users)}
-    return {n: held[n][0][1] if n in single else next(count) for n in graph.nodes}, {
-        n for n in single if not held[n][0][0].is_contiguous()
-    }  # what has parts lies nowhere itself
+    single = {n for n in held if not walks.parts(n)}  # what has parts lies nowhere itself
+    memories = {n: held[n][0][1] if n in single else next(count) for n in graph.nodes}
+    return memories, {n for n in single if not held[n][0][0].is_contiguous()}
 
 
 def _run_alone(node: fx.Node, given: dict[fx.Node, Any]) -> list[tuple[Any, int]]:

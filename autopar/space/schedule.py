@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from autopar.graph import walks
 from autopar.graph.graph import info, op_name, type_of
 from autopar.graph.layers import innermost_block
 from autopar.ops.entry import facts_of
@@ -93,15 +94,15 @@ def _readers(ops: Sequence[fx.Node]) -> dict[fx.Node, list[int]]:
     Parameters stand in the order in which they are first read.
     """
     at = {op: i for i, op in enumerate(ops)}
+
+    def hands_on(user: fx.Node) -> bool:
+        return user in at and facts_of(op_name(user)).same
+
     found: dict[fx.Node, list[int]] = {}
     for op in ops:
         for value in op._input_nodes:
             if info(value).kind == "parameter" and value not in found:
-                pending, found[value] = [value], []
-                while pending:
-                    users = [u for u in pending.pop().users if u in at]
-                    found[value] += [at[u] for u in users]
-                    pending += [u for u in users if facts_of(op_name(u)).same]
+                found[value] = [at[user] for user in walks.uses(value, hands_on) if user in at]
     return found
 
 

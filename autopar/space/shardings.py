@@ -69,17 +69,13 @@ def shardings(
         setting,
     )
     return Space(
-        setting.mesh,
-        setting.cluster,
+        setting,
         wiring.sites,
         wiring.edges,
         edges.conversions,
         graph.digest,
-        setting.optimizer,
         memory_of(graph, setting, wiring, schedule, parameters),
         windows,
-        setting.accumulation,
-        setting.window_bytes,
     )
 
 

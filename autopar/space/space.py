@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from autopar.sharding.cluster import Cluster
 from autopar.sharding.convert import ShapeConsistencyManager
-from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Flow, Sharding
 from autopar.sharding.strategies import Choice, values
 from autopar.space.memory import Memory
-from autopar.space.windows import BUCKET, Window
+from autopar.space.setting import Setting
+from autopar.space.windows import Window
 
 Flows = tuple[Flow, ...]  # one per axis
 
@@ -105,21 +104,17 @@ class Outdone(Exception):
 class Space:
     """Everything that can be chosen for a graph on a mesh, and the price of each choice."""
 
-    mesh: DeviceMesh
-    cluster: Cluster
+    setting: Setting
     sites: tuple[Site, ...]
     edges: tuple[Edge, ...]
     conversions: ShapeConsistencyManager
     digest: str  # of the graph
-    optimizer: str | float = "adamw"
     memory: Memory | None = None
     windows: tuple[Window, ...] = ()  # of communication beside compute
-    accumulation: int = 1  # micro-batches in a step
-    window_bytes: int = BUCKET  # of parameters that a window reads at least, but for the last
 
     def __str__(self) -> str:
         lines = [
-            f"space on mesh {self.mesh} of {self.cluster}: {len(self.sites)} sites, "
+            f"space on mesh {self.setting.mesh} of {self.setting.cluster}: {len(self.sites)} sites, "
             f"{sum(len(s.choices) for s in self.sites)} choices, {len(self.edges)} edges"
         ]
         for site in self.sites:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch.fx as fx
 
+from autopar.graph import walks
 from autopar.graph.graph import info
 from autopar.space.space import Edge, Site
 
@@ -35,6 +36,6 @@ def source_of(value: fx.Node) -> tuple[fx.Node, int]:
 
 def outputs_of(node: fx.Node) -> list[fx.Node | None]:
     """The values that an op gives, in order; None where nobody uses one."""
-    parts = {u.args[1]: u for u in node.users if info(u).kind == "part"}
+    parts = {part.args[1]: part for part in walks.parts(node)}
     count = len(info(node).outputs)
     return [node] if count == 1 and not parts else [parts.get(i) for i in range(count)]

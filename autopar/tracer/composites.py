@@ -14,9 +14,10 @@ writes to anything else, draws, has a gradient of its own, or holds an op that t
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -90,37 +91,45 @@ def _may_be_opened(node: fx.Node) -> bool:
     return not is_known and about.random < 0 and not isinstance(op.call, Apply)
 
 
-_CHAINS: dict[Any, Chain | None] = {}
+@dataclass(frozen=True, slots=True)
+class CompositeCall:
+    """A call of a composite function; calls that are written alike are equal."""
+
+    op: Op
+    arguments: dict[str, Any] = field(compare=False)  # with types in the places of tensors,
+    written: str  # and as text
+    operands: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+
+    @property
+    def is_trained(self) -> bool:
+        return any(t.requires_grad for t in self.outputs)
 
 
 def chain_of(node: fx.Node) -> Chain | None:
     """The chain of the op of a node; None where it stays whole. Calls that are alike share one."""
-    operands = walks.operands(node)
-    types = tuple(type_of(n) for n in operands)
-    trained = any(t.requires_grad for t in info(node).outputs)
-    described = pytree.tree_map_only(fx.Node, lambda n: "tensor", list(node.kwargs.items()))
-    key = node.target, repr(described), types, info(node).outputs, trained
-    if key not in _CHAINS:
-        if len(_CHAINS) > 4096:
-            _CHAINS.clear()
-        _CHAINS[key] = _traced(node, operands, types, trained)
-    return _CHAINS[key]
+    operands = tuple(map(type_of, walks.operands(node)))
+    arguments = pytree.tree_map_only(fx.Node, type_of, dict(node.kwargs))
+    return _chain(CompositeCall(node.target, arguments, repr(arguments), operands, info(node).outputs))
 
 
-def _traced(node: fx.Node, operands: list[fx.Node], types: tuple[TensorType, ...], trained: bool) -> Chain | None:
+@functools.lru_cache(maxsize=1024)
+def _chain(call: CompositeCall) -> Chain | None:
     """Run the op on fakes and translate what it dispatches."""
+    given: list[Tensor] = []
+
+    def fake(type_: TensorType) -> Tensor:
+        wants = type_.requires_grad and call.is_trained
+        given.append(torch.empty(type_.shape, dtype=type_.torch_dtype, device="cpu", requires_grad=wants))
+        return given[-1]
+
     with clean_room(), FakeTensorMode():
-        given = []
-        for type_ in types:
-            wants = type_.requires_grad and trained
-            given.append(torch.empty(type_.shape, dtype=type_.torch_dtype, device="cpu", requires_grad=wants))
-        waiting = iter(given)
-        arguments = pytree.tree_map_only(fx.Node, lambda n: next(waiting), dict(node.kwargs))
+        arguments = pytree.tree_map_only(TensorType, fake, call.arguments)
         seen = _Dispatched()
         try:
-            with torch.set_grad_enabled(trained), seen:
-                result = node.target.run(arguments)
-            return _translated(seen, given, result, info(node).outputs)
+            with torch.set_grad_enabled(call.is_trained), seen:
+                result = call.op.run(arguments)
+            return _translated(seen, given, result, call.outputs)
         except _Whole:
             return None
         except Exception:  # a function that does not run on plain fakes stays whole

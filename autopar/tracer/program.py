@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from autopar.graph.graph import Info, TensorType, info
+from autopar.ops.entry import Op
 from autopar.tracer.place import Whereabouts, source
 
 
@@ -23,6 +24,7 @@ class Recording:
         self.place = place
         self.top: fx.Node | None = None  # the last input or attribute: they stand together on top
         self.counts: dict[str, int] = {}  # of each op of each module, how often it has come
+        self.own_names: dict[str, Callable[..., Any]] = {}  # names of ops without an entry, and the functions they name
         self.origins: dict[int, fx.Node] = {}  # id(tensor) -> the node that it entered as
 
     def add_input(self, tensor: Tensor, name: str) -> fx.Node:
@@ -40,8 +42,10 @@ class Recording:
         node.meta["info"] = Info(names[0], kind, (TensorType.of(tensor),), names=names)
         return node
 
-    def add_op(self, op: Any, arguments: Any, outputs: Sequence[TensorType | Tensor], draws: bool) -> fx.Node:
+    def add_op(self, op: Op, arguments: Any, outputs: Sequence[TensorType | Tensor], draws: bool) -> fx.Node:
         """An op on nodes, with its place in the program and in the source."""
+        if op.signature is None:
+            op = self._apart(op)
         name = identifier(f"{self.place.module}.{op.name}")
         node = self.graph.create_node("call_function", op, (), arguments, name=name)
         types = tuple(o if isinstance(o, TensorType) else TensorType.of(o) for o in outputs)
@@ -79,6 +83,13 @@ class Recording:
     def inputs(self) -> list[fx.Node]:
         """The placeholders."""
         return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    def _apart(self, op: Op) -> Op:
+        """An op without an entry, under a name that no other function has in this program."""
+        name = op.name
+        while self.own_names.setdefault(name, op.call) != op.call:
+            name += "'"
+        return replace(op, name=name)
 
     def _key(self, op: str) -> str:
         """A node's name in plans: module path and op, numbered where the same op comes again there."""

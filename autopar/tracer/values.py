@@ -13,6 +13,7 @@ What is a view is known from storages, and only looked at once something is writ
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +21,21 @@ import torch.fx as fx
 from torch import Tensor
 
 from autopar.graph.graph import TensorType, info
-from autopar.ops.entry import OPS, Op
+from autopar.ops.entry import OPS, Op, facts_of
+from autopar.ops.inverses import WrittenView
 from autopar.tracer.call import tensors_in
-from autopar.tracer.inverses import Recipe, WrittenView, inverse
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a tensor was made: an op, its arguments, and which of its outputs it is."""
+
+    op: Op
+    arguments: dict[str, Any]
+    output: int | None = None  # None: the only one
 
 
 class Values:
@@ -188,7 +198,9 @@ class Values:
                 (view,),
                 "the form that returns a new tensor",
             )
-        whole = inverse(WrittenView(recipe, tuple(parent.shape), before, value, emit))
+        inverse = facts_of(recipe.op.name).inverse
+        written = WrittenView(recipe.arguments, recipe.output, tuple(parent.shape), before, value, emit)
+        whole = inverse(written) if inverse is not None else None
         if whole is None:
             raise recorder.letter(
                 f"a view by {recipe.op.name} is written in place", (view,), "the form that returns a new tensor"

@@ -10,6 +10,7 @@ from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.placement import Flow, P, R, S, flow
 from autopar.sharding.strategies import Choice, Strategy
 from autopar.solver.tables import Factor, Problem
+from autopar.space.setting import Setting
 from autopar.space.space import Edge, Site, Space
 
 MESH = DeviceMesh((2,))
@@ -64,7 +65,7 @@ def spaces(draw):
                     True,
                 )
             )
-    return Space(MESH, manager.prices.cluster, tuple(sites), tuple(edges), manager, "none")
+    return Space(Setting(MESH, manager.prices.cluster), tuple(sites), tuple(edges), manager, "none")
 
 
 @st.composite

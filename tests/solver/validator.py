@@ -16,7 +16,7 @@ def validate(data: dict[str, Any], space: Space) -> None:
     """Raises AssertionError unless every choice is of the space, every conversion is there, and seconds and peak are
     what they come to.
     """
-    axes = space.mesh.axes
+    axes = space.setting.mesh.axes
     cast = {
         e.target: e.source for e in space.edges if space.sites[e.target].regathered or space.sites[e.target].scattered
     }

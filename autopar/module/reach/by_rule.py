@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,10 +56,9 @@ def _of_binding(pair: OpPair, binding: Binding) -> list[Reach]:
     term, neutral = any_of([nothing, *pads]), nothing
     if all(f not in binding.whole and f not in binding.inside for f in mixed if is_padded([sizes.get(f, ())])):
         for group in binding.groups:  # a product is 0, and adds nothing, where one of its factors is
-            zeros = [_on_factors(_zeros(rows[i][1]), rows[i][0], at) for i in group if i in rows]
-            has_mixed = [any(f in mixed for d in rows[i][0] for f in d.factors) for i in group if i in rows]
-            if any(has_mixed):
-                neutral = neutral | all_of([z for z, has in zip(zeros, has_mixed, strict=True) if has])
+            those = [rows[i] for i in group if i in rows and _has_factor(rows[i][0], mixed)]
+            if those:
+                neutral = neutral | all_of([_on_factors(_zeros(reach), row, at) for row, reach in those])
     gone = tuple(at[f] for f in mixed)
     shape = torch.broadcast_shapes(term.shape, neutral.shape)
     pad = (term & ~neutral).expand(shape)
@@ -85,6 +84,10 @@ def _mixed(binding: Binding) -> list[str]:
     """The factors along which numbers mix: whole ones, and those that no output keeps."""
     kept = {f for row in binding.outputs for d in row for f in d.factors}
     return [f for f in binding.sizes if f in binding.whole or f in binding.inside or f not in kept]
+
+
+def _has_factor(row: Sequence[Any], factors: Collection[str]) -> bool:
+    return any(f in factors for d in row for f in d.factors)
 
 
 def _zeros(reach: Reach) -> Tensor:

@@ -10,11 +10,10 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name
 from autopar.letters import Letter, NotServed
-from autopar.module.reach.by_rule import by_rule
 from autopar.module.reach.pairs import OpPair, same_words, type_of_output
-from autopar.module.reach.transfers import SIZED, TRANSFERS
+from autopar.module.reach.transfers import transfer_of
 from autopar.module.reach.values import Reach, Unclear, exact_shape, given_value, is_padded, is_plain, number, unknown
-from autopar.ops.entry import Op
+from autopar.ops.entry import Op, facts_of
 
 _ADVICE = (
     "zeros for what is hidden before a sum (x * mask), masked_fill(mask == 0, -inf) before a softmax or a "
@@ -82,7 +81,7 @@ def _first_reached(value: fx.Node, reaches: Mapping[fx.Node, Reach]) -> fx.Node:
 
 
 def _why(culprit: fx.Node, exact: fx.Node, reaches: Mapping[fx.Node, Reach]) -> str:
-    if not same_words(exact, culprit) and isinstance(culprit.target, Op) and culprit.target.name not in SIZED:
+    if not same_words(exact, culprit) and isinstance(culprit.target, Op) and not facts_of(culprit.target.name).sized:
         return "it is given the length itself, which padding changes"
     padded = [n for n in culprit.all_input_nodes if bool(reaches[n].pad.any())]
     if not padded:
@@ -116,9 +115,9 @@ def _transferred(pair: OpPair) -> list[Reach]:
     op = pair.node.target
     if not isinstance(op, Op):
         raise Unclear
-    if op.name not in SIZED and not same_words(pair.exact, pair.node):
+    if not facts_of(op.name).sized and not same_words(pair.exact, pair.node):
         raise Unclear
-    found = TRANSFERS.get(op.name, by_rule)(pair)
+    found = transfer_of(op.name)(pair)
     found = found if isinstance(found, list) else [found]
     shapes = [(exact_shape(r), tuple(r.shape)) for r in found]
     if shapes != [(e.shape, n.shape) for e, n in zip(info(pair.exact).outputs, info(pair.node).outputs, strict=True)]:

@@ -15,9 +15,11 @@ from autopar.module.reach.values import (
     Reach,
     Unclear,
     exact_shape,
+    exact_size,
     is_padded,
     is_plain,
     lined_up,
+    longer_size,
     need,
     reach_of,
     replaced,
@@ -186,7 +188,7 @@ def more_at_the_ends(pair: OpPair) -> Reach:
             continue
         if not is_plain(dims[d]) or (left < 0 and is_padded([dims[d]])):
             raise Unclear
-        here, size = (math.prod(f[i] for f in dims[d]) for i in (0, 1))
+        here, size = exact_size(dims[d]), longer_size(dims[d])
         pad, known, value = (t.expand([*t.shape[:d], size, *t.shape[d + 1 :]]) for t in (pad, known, value))
         ends = [0, 0] * (len(dims) - 1 - d) + [left, right]
         pad, known, value = (

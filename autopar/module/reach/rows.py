@@ -11,6 +11,7 @@ from torch import Tensor
 from autopar.graph.graph import op_name
 from autopar.module.reach.pairs import OpPair, type_of_output
 from autopar.module.reach.values import LOW, Reach, Unclear, is_padded, is_plain, lined_up, need, reach_of, unknown
+from autopar.ops.entry import facts_of
 
 
 def _dims_of(pair: OpPair, rank: int) -> tuple[int, ...]:
@@ -19,17 +20,14 @@ def _dims_of(pair: OpPair, rank: int) -> tuple[int, ...]:
     return tuple(sorted({int(d) % max(rank, 1) for d in named}))
 
 
-NEUTRAL = {"sum": 0, "amax": -math.inf, "amin": math.inf, "any": 0, "all": 1, "logsumexp": -math.inf, "norm": 0}
-
-
 def reduced(pair: OpPair) -> Reach:
     """A reduction without the numbers known to change nothing: a zero of a sum, an -inf of a maximum."""
-    given, name = need(pair.of("input")), op_name(pair.node)
+    given, neutral = need(pair.of("input")), facts_of(op_name(pair.node)).neutral
     rank = len(given.dims)
     gone, keeps = _dims_of(pair, rank), bool(pair.kwargs.get("keepdim", False))
     if not gone:
         return replace(unknown(given.dims, type_of_output(pair, 0)), pad=given.pad)
-    reached = given.pad & ~given.is_(NEUTRAL[name])
+    reached = given.pad & ~given.is_(neutral)
     pad = reached.amax(gone, keepdim=keeps) | given.pad.amin(gone, keepdim=keeps)
     dims = tuple(() if d in gone else f for d, f in enumerate(given.dims) if keeps or d not in gone)
     known, value = given.known.amin(gone, keepdim=keeps), torch.zeros((1,) * len(dims), dtype=type_of_output(pair, 0))

@@ -29,7 +29,7 @@ class Reach:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(math.prod(longer for _, longer in factors) for factors in self.dims)
+        return tuple(map(longer_size, self.dims))
 
     @property
     def is_reached(self) -> bool:
@@ -114,8 +114,18 @@ def is_plain(factors: Factors) -> bool:
     return len(factors) < 2 or not is_padded([factors])
 
 
+def exact_size(factors: Factors) -> int:
+    """The size of a dim in the call as it is."""
+    return math.prod(exact for exact, _ in factors)
+
+
+def longer_size(factors: Factors) -> int:
+    """The size of a dim in the longer program."""
+    return math.prod(longer for _, longer in factors)
+
+
 def exact_shape(reach: Reach) -> tuple[int, ...]:
-    return tuple(math.prod(e for e, _ in factors) for factors in reach.dims)
+    return tuple(map(exact_size, reach.dims))
 
 
 def beyond(dims: tuple[Factors, ...]) -> Tensor:
