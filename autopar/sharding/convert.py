@@ -26,10 +26,10 @@ import numpy as np
 
 from autopar.letters import BadSharding
 from autopar.sharding.cluster import Cluster
+from autopar.sharding.cost_model import CostModel
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import P, Placement, R, S, Sharding
-from autopar.sharding.prices import Prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class ShapeConsistencyManager:
 
     def __init__(self, mesh: DeviceMesh, cluster: Cluster, most_bytes: float = math.inf, bucket: float = 0.0) -> None:
         self.mesh = mesh
-        self.prices = Prices(cluster)
+        self.costs = CostModel(cluster)
         self.most_bytes = most_bytes
         self.bucket = bucket
         axes = range(len(mesh.shape))
@@ -216,7 +216,7 @@ class ShapeConsistencyManager:
         )
         assert gathered is not None, (step, before)
         levels = self._levels[step.kind][step.axis]
-        return self.prices.step(step.kind, step.dim, levels, self._bytes(gathered, itemsize), self.bucket)
+        return self.costs.step(step.kind, step.dim, levels, self._bytes(gathered, itemsize), self.bucket)
 
     def _bytes(self, layout: Layout, itemsize: int) -> int:
         """Bytes on the fullest device, the one at coordinate 0."""

@@ -13,10 +13,10 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, info, op_name
 from autopar.ops.entry import Line, facts_of, timed_name
+from autopar.sharding.cost_model import SUM, SUM_OVER_ROWS, TURNED, CostModel, Kernel
 from autopar.sharding.costs import collective_seconds
 from autopar.sharding.notation import Binding
 from autopar.sharding.placement import largest_local_shape, part
-from autopar.sharding.prices import SUM, SUM_OVER_ROWS, TURNED, Kernel, Prices
 from autopar.sharding.strategies import Choice, values
 from autopar.space.saved import memories
 from autopar.space.setting import Setting
@@ -60,7 +60,7 @@ class OpSeconds:
     def __init__(self, graph: Graph, setting: Setting) -> None:
         self.mesh = setting.mesh
         self.cluster = setting.cluster
-        self.prices = Prices(setting.cluster)
+        self.costs = CostModel(setting.cluster)
         self.copied = _copies(graph)
 
     def compute(self, chosen: Chosen) -> Ways:
@@ -70,15 +70,15 @@ class OpSeconds:
             return ()
         forward, backward = np.zeros(len(chosen.choices)), np.zeros(len(chosen.choices))
         for kernel in kernels.forward:
-            forward += self.prices.forward(kernel)
+            forward += self.costs.forward(kernel)
         for count, kernel in kernels.backward:
-            backward += count * self.prices.backward(kernel)
+            backward += count * self.costs.backward(kernel)
         for count, kernel in kernels.beside:
-            backward += count * self.prices.forward(kernel)
+            backward += count * self.costs.forward(kernel)
         return forward, backward
 
     def kernels(self, chosen: Chosen) -> Kernels:
-        """What an op runs, forward and back, on the fullest device."""
+        """The kernels of an op, forward and back, as the fullest device runs them."""
         facts, trained = facts_of(chosen.op), len(chosen.trained)
         if chosen.op == "identity":  # the gradients of its uses are added
             added = (len(chosen.node.users) - 1) if trained else 0
@@ -86,7 +86,7 @@ class OpSeconds:
         if chosen.node in self.copied:
             return Kernels([self._beside(chosen, TURNED, 2)])
         kernel = self._own(chosen)
-        if facts.free and not self.prices.is_measured(kernel):
+        if facts.free and not self.costs.is_measured(kernel):
             return Kernels()
         if facts.joint or not (facts.flops or facts.spreads):
             return Kernels([kernel], [(min(trained, 1), kernel)])

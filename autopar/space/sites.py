@@ -116,7 +116,7 @@ class SiteBuilder:
         local = np.array([math.prod(size) for size in held]) * type_.itemsize
         step = np.zeros(len(choices))
         if type_.requires_grad:
-            step = self.seconds.prices.optimizer(self.setting.optimizer, type_.dtype, type_.itemsize, local)
+            step = self.seconds.costs.optimizer(self.setting.optimizer, type_.dtype, type_.itemsize, local)
         return Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes)
 
     def _with_policies(self, site: Site, type_: TensorType) -> Site:

@@ -95,6 +95,12 @@ class Scale(torch.autograd.Function):
         return g * 3
 
 
+def writes_behind_a_range(m, x):
+    h = (x @ m.weight) * 1
+    h[1:, x[0] > 0] = 0.5
+    return (h * x).sum()
+
+
 FUNCTIONS = {
     "a pad that shifts": lambda m, x: (
         (F.pad(x @ m.weight, (1, -1)) * x).sum() + (F.pad(x @ m.weight, (0, 0, 1, -1)) * x).sum()
@@ -179,6 +185,7 @@ FUNCTIONS = {
     "writes to every other row": writes_every_other,
     "writes where it is true": writes_where,
     "a backward that writes": lambda m, x: (WritesBackward.apply(x @ m.weight) * x).sum(),
+    "writes where it is true behind a range": writes_behind_a_range,
     "overwritten": overwrites,
     "the largest of nothing": lambda m, x: (
         (x @ m.weight).masked_fill(torch.arange(36).view(6, 6) // 6 == 1, -torch.inf).amax(1).clamp(min=-9).pow(2).sum()

@@ -65,7 +65,7 @@ def spaces(draw):
                     True,
                 )
             )
-    return Space(Setting(MESH, manager.prices.cluster), tuple(sites), tuple(edges), manager, "none")
+    return Space(Setting(MESH, manager.costs.cluster), tuple(sites), tuple(edges), manager, "none")
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""`Prices`: seconds of what a device runs and of what devices exchange, on one cluster.
+"""`CostModel`: seconds of what a device runs and of what devices exchange, on one cluster.
 
 Every quantity has its sources in one order, and the first that knows it answers:
 
@@ -6,7 +6,7 @@ Every quantity has its sources in one order, and the first that knows it answers
 2. for what only reads and writes, the measured curve of a sum of two of as many bytes;
 3. the formula of `costs`, on the rates and links of the cluster.
 
-What is priced is the same on every cluster. `space.op_seconds` says which kernels an op runs, `Prices` how long they
+What is priced is the same on every cluster. `space.op_seconds` says which kernels an op runs, `CostModel` how long they
 take.
 """
 
@@ -40,7 +40,7 @@ class Kernel:
     as_cut: tuple[str, np.ndarray] | None = None  # another name of its time, and the choices that have that
 
 
-class Prices:
+class CostModel:
     """Seconds on a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -95,9 +95,10 @@ class Prices:
         return float(seconds("copy", bytes=nbytes, launch=device.launch_s, bandwidth=device.memory_bytes_per_s))
 
     def step(self, kind: str, dim: int, levels: Sequence[tuple[int, Any]], nbytes: float, bucket: float = 0.0) -> float:
-        """Seconds of a step of a conversion, for `nbytes` of the tensor as it is when the axis does not cut it.
+        """Seconds of a step of a conversion.
 
-        A reduction that travels in a `bucket` of so many bytes pays a share of it.
+        `nbytes` are those of the tensor as it is when the axis does not cut it. A reduction that travels in a `bucket`
+        of so many bytes pays a share of it.
         """
         n = math.prod(size for size, _ in levels)
         if kind in LOCAL:
