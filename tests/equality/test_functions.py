@@ -96,9 +96,9 @@ class Scale(torch.autograd.Function):
 
 
 def writes_behind_a_range(m, x):
-    h = (x @ m.weight) * 1
+    h = (x @ m.weight)[:4] * 1
     h[1:, x[0] > 0] = 0.5
-    return (h * x).sum()
+    return (h * x[:4]).sum()
 
 
 FUNCTIONS = {
