@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from autopar.sharding.cluster import Cluster, Timed
-from autopar.sharding.costs import LOCAL, collective_seconds, measured_seconds, optimizer_figures, seconds
+from autopar.sharding.costs import LOCAL, collective_seconds, is_measured, measured_seconds, optimizer_figures, seconds
 
 SUM, TURNED, SUM_OVER_ROWS, COPY = "add", "copy turned", "sum over rows", "clone"  # kernels by the names of their times
 _SUMMED = 12  # bytes that a sum of two moves for each element of its result
@@ -107,6 +107,8 @@ class CostModel:
             moved = collective_seconds(kind, levels, bucket) * nbytes / bucket
         else:
             moved = collective_seconds(kind, levels, nbytes)
+        if kind == "all_to_all" and not is_measured(levels):  # packed for those who receive, put together from all
+            return moved + 2 * self.copy(nbytes / n)
         # a collective packs by the first dim: what is gathered or scattered along another is turned on the way
         turned = kind in ("all_gather", "reduce_scatter") and dim > 0
         return moved + (self.copy(nbytes * (1 + 1 / n), TURNED) if turned else 0.0)

@@ -74,6 +74,11 @@ def measured_seconds(curve: Sequence[tuple[float, float]], amount: Any) -> Any:
     return np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))
 
 
+def is_measured(levels: Sequence[tuple[int, Any]]) -> bool:
+    """Was a collective measured on these levels? It is one then, and its times hold the packing."""
+    return bool(getattr(levels[0][1], "times", ()))
+
+
 def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: float) -> float:
     """A collective on an axis whose devices are joined by these levels, innermost first.
 
@@ -82,8 +87,8 @@ def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: flo
     A collective that spans nodes is one within each node and one between them: a gather brings each device its share
     from the other nodes, then the shares are gathered inside.
     """
-    if curve := getattr(levels[0][1], "times", ()):  # one level, measured
-        return float(measured_seconds(curve, bytes_))
+    if is_measured(levels):
+        return float(measured_seconds(levels[0][1].times, bytes_))
     count = math.prod(n for n, _ in levels)
     total, inside, outside = 0.0, 1, count
     for n, link in levels:

@@ -127,7 +127,8 @@ class World:
                 yield result(gathered, partial, gather_s(total) + turned_s(dim, total, n))
                 for to, to_blocks in self.runs(gathered):
                     if to != dim and (made := self.cut(gathered, axis, n, to, to_blocks)) is not None:
-                        yield result(made, partial, exchange_s(total / n))
+                        copies_s = 2 * (device.launch_s + 2 * total / n / device.memory_bytes_per_s)
+                        yield result(made, partial, exchange_s(total / n) + copies_s)
 
     def prices(self, axis, n):
         """Seconds of a gather to so many bytes, and of an exchange of so many held.
