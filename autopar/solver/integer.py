@@ -16,7 +16,7 @@ seconds belong to the choices at the other end (`fold_single_ends`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,25 +80,43 @@ class IntegerProgram:
             self.rows += [pulp.LpAffineExpression([(hidden, 1), *part]) <= 0 for part in (moved, run)]
 
     def within(self, time: int, most: float, unit: float, variable: Any = None) -> None:
-        """Hold at most so much at a time, or at most a variable; both in units."""
+        """Hold at most so much at a time, or so much and a variable; the variable in units.
+
+        What a site holds under any choice stands on the right: beside 4 GiB that nothing moves, a backend's tolerance
+        is hundreds of bytes.
+        """
         assert self.space.memory is not None
         sites, edges = self.space.memory.row(time)
+        least = self._least_of(sites)
         terms = [
-            (v, b / unit)
+            (v, (b - least[i]) / unit)
             for i, held in sites.items()
             for v, b in zip(self.x[i], held, strict=True)
-            if v is not None and b
+            if v is not None and b > least[i]
         ]
         terms += [(v, float(held[fg]) / unit) for k, held in edges.items() for fg, v in self.y[k].items() if held[fg]]
-        self.problem.addConstraint(
-            pulp.LpAffineExpression(terms + ([(variable, -1)] if variable is not None else [])) <= most / unit
-        )
+        terms += [(variable, -1)] if variable is not None else []
+        self.problem.addConstraint(pulp.LpAffineExpression(terms) <= (most - sum(least.values())) / unit)
+
+    def _least_of(self, sites: Mapping[int, np.ndarray]) -> dict[int, float]:
+        """The bytes that each site holds whatever it chooses."""
+        found = {}
+        for i, held in sites.items():
+            is_there = [v is not None for v in self.x[i]]
+            found[i] = float(held[is_there].min())
+        return found
+
+    def least(self, time: int) -> float:
+        """Bytes that are held at a time whatever is chosen."""
+        assert self.space.memory is not None
+        return sum(self._least_of(self.space.memory.row(time)[0]).values())
 
     def unit(self, time: int) -> float:
-        """The largest that anything holds at a time."""
+        """The largest that a choice moves at a time."""
         assert self.space.memory is not None
         sites, edges = self.space.memory.row(time)
-        return max([1.0, *(float(held.max()) for held in (*sites.values(), *edges.values()))])
+        moved = [float(held.max() - held.min()) for held in sites.values()]
+        return max([1.0, *moved, *(float(held.max()) for held in edges.values())])
 
     def solve(self) -> Answer:
         """The backend's answer; a letter where the program has none."""
@@ -144,7 +162,7 @@ def optimise(space: Space, backend: Any, budget: float = math.inf, times: Sequen
     counted: set[int] = set()
     while True:
         for time in sorted({*times} - counted):
-            program.within(time, budget, max(budget, program.unit(time)))
+            program.within(time, budget, max(budget - program.least(time), program.unit(time)))
         counted |= set(times)
         answer = program.solve()
         answer = replace(answer, value=answer.value / _SCALE)
@@ -160,22 +178,28 @@ def optimise(space: Space, backend: Any, budget: float = math.inf, times: Sequen
         times = [int(held.argmax())]
 
 
-def smallest(space: Space, backend: Any, unit: float) -> Answer:
-    """The choices whose peak is least; where the search ended, the value is what no peak goes under."""
+def smallest(space: Space, backend: Any, peak: float) -> Answer:
+    """The choices whose peak is least, under one that is known.
+
+    Where the search ended, the value is what no peak goes under.
+    """
+    assert space.memory is not None
     program = IntegerProgram(space, backend, fold=False)
-    peak = pulp.LpVariable("peak", lowBound=0)
-    program.pose([(peak, 1)])
+    base = max(program.least(time) for time in range(2 * len(space.memory.ops) + 1))
+    unit = max(1.0, peak - base)
+    over = pulp.LpVariable("peak", lowBound=0)  # of the base, in units
+    program.pose([(over, 1)])
     counted: set[int] = set()
     while True:
         answer = program.solve()
-        answer = replace(answer, value=answer.value * unit)
+        answer = replace(answer, value=base + answer.value * unit)
         if answer.picked is None or not answer.ended:
             return answer
         held = _held(space, answer.picked)
         if held.max() <= answer.value * (1 + 1e-9) or int(held.argmax()) in counted:
             return answer
         counted.add(int(held.argmax()))
-        program.within(int(held.argmax()), 0.0, unit, peak)
+        program.within(int(held.argmax()), base, unit, over)
 
 
 def _picks(site: int, costs: np.ndarray) -> list[Any]:

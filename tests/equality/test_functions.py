@@ -231,6 +231,17 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 def test_it_is_right_under_random_plans(name, threads):
+    check(name, threads, range(2))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+def test_it_is_right_under_many_random_plans(name, threads):
+    check(name, threads, range(2, 10))
+
+
+def check(name, threads, seeds):
     model, batch = FunctionModel(FUNCTIONS[name], 6, 6), {"x": torch.randn(6, 6).double()}
     reference = copy.deepcopy(model)
     loss = reference(**batch)
@@ -249,6 +260,6 @@ def test_it_is_right_under_random_plans(name, threads):
         return {"loss": loss.detach(), "weight": whole(mine.weight.grad), "mean": mine.mean + 1, "var": mine.var}
 
     for mesh in MESHES:
-        for seed in range(4):
+        for seed in seeds:
             for result in threads(mesh.size, body, random_plan(model, batch, mesh, seed)):
                 Equality.in_float64(f"{name} on {mesh}, plan {seed}", result, expected, 1e-9).check()
