@@ -18,15 +18,30 @@ from autopar.sharding.notation import Rule
 
 
 def index(input: Tensor, index: Any) -> Tensor:
-    """x[index], where index holds tensors or steps; plain ranges are spelled out."""
-    return input[index]
+    """x[index], where index holds tensors or steps; plain ranges are spelled out.
+
+    A tensor of one number is an index like others, as in aten, and no question for the number, as in Python.
+    """
+    places = _places(index)
+    return input[index] if places is None else torch.ops.aten.index.Tensor(input, places)
 
 
 def setitem(input: Tensor, index: Any, value: Any) -> Tensor:
     """A copy with another value at [index]."""
+    if (places := _places(index)) is not None:
+        put = value.to(input.dtype) if isinstance(value, Tensor) else input.new_full((), value)
+        return torch.ops.aten.index_put.default(input, places, put)
     made = input.clone()
     made[index] = value
     return made
+
+
+def _places(index: Any) -> list[Tensor | None] | None:
+    """The index as aten takes it, where a tensor of one number is in it."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(item, Tensor) and not item.dim() for item in items):
+        return None
+    return [item if isinstance(item, Tensor) else None for item in items]
 
 
 def scatter(input: Tensor, dim: int, index: Tensor, src: Any) -> Tensor:
@@ -122,7 +137,8 @@ def _looked_into(tensor: Any, index: Any, mark: str) -> IndexLetters | None:
     """The letters of x[:, i, j, ...], whose index holds tensors among ranges; None for any other.
 
     Tensors are broadcast together; their dims stand where they do when they are neighbours, and in front when they are
-    not. A number beside them is one of them. A mask stands alone, for all of its dims.
+    not. A number beside them chooses before they look up: a graph that was captured has none there. A mask stands
+    alone, for all of its dims.
     """
     if isinstance(index, list) and not any(hasattr(e, "dtype") for e in index):
         return None
@@ -158,10 +174,10 @@ def _looked_into(tensor: Any, index: Any, mark: str) -> IndexLetters | None:
 
 
 def _holds_tensors_and_ranges(index: Sequence[Any]) -> bool:
-    """Are the entries of an index tensors, ranges, numbers and new dims, and a mask alone among ranges?"""
-    if any(isinstance(e, (bool, list, tuple)) for e in index):
+    """Are the entries of an index tensors, ranges and new dims, and a mask alone among ranges?"""
+    if any(isinstance(e, (bool, int, list, tuple)) for e in index):
         return False
-    places = [e for e in index if hasattr(e, "dtype") or isinstance(e, int)]
+    places = [e for e in index if hasattr(e, "dtype")]
     return len(places) == 1 or not any(map(_is_mask, places))
 
 

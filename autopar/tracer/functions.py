@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -177,6 +178,80 @@ def respelled(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
         return spelled(*args, **kwargs)
 
 
+def looked_up(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x[i, 0, j]: tensors of one number and numbers choose before other tensors look up."""
+    tensor, items = args[0], _items(args[1])
+    if not _choose_first(items):
+        return op(recorder, function, args, kwargs)
+    row, kept = _chosen(recorder, tensor, items)
+    if not kept:
+        return row
+    with Above(recorder):
+        return row[tuple(kept)]
+
+
+def assigned(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """x[i, 0, j] = v: a write to the row that x[i, 0] shows."""
+    tensor, items, value = args[0], _items(args[1]), args[2]
+    if not _choose_first(items):
+        in_place(recorder, function, args, kwargs)
+        return
+    row, kept = _chosen(recorder, tensor, items)
+    with Above(recorder):
+        row[tuple(kept)] = value
+
+
+def _items(index: Any) -> list[Any]:
+    return list(index) if isinstance(index, tuple) else [index]
+
+
+def _choose_first(items: Sequence[Any]) -> bool:
+    """Is there a tensor of one number in an index, or a number beside a tensor?"""
+    has_tensors = any(isinstance(item, Tensor) for item in items)
+    return any(map(_is_one_number, items)) or (has_tensors and any(map(_is_int, items)))
+
+
+def _chosen(recorder: Recorder, tensor: Tensor, items: Sequence[Any]) -> tuple[Tensor, list[Any]]:
+    """What numbers choose of a tensor, on its memory as in eager, and the items that are left.
+
+    torch would ask a tensor of one number for it; here it looks up a row.
+    """
+    kept: list[Any] = []
+    for k, item in enumerate(items):
+        is_behind = Ellipsis in map(_plain, kept)
+        dim = tensor.dim() - sum(map(_dims_of, items[k:])) if is_behind else sum(map(_dims_of, kept))
+        if _is_one_number(item):
+            row = recorder.execute(Tensor.select, (tensor, dim, 0), {})
+            recorder.record(Tensor.__getitem__, (tensor, (*[slice(None)] * dim, item)), {}, row)
+            tensor = row
+        elif _is_int(item):
+            with Above(recorder):
+                tensor = tensor.select(dim, item)
+        else:
+            kept.append(item)
+    return tensor, kept
+
+
+def _plain(item: Any) -> Any:
+    """An item of an index, but for tensors, which compare by their values."""
+    return None if isinstance(item, Tensor) else item
+
+
+def _is_int(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _is_one_number(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dim() == 0 and not item.is_floating_point() and item.dtype != torch.bool
+
+
+def _dims_of(item: Any) -> int:
+    """How many dims of a tensor an item of an index speaks of."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+
+
 def assertion(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """An assertion about values changes none; one about shapes is checked here."""
     if not isinstance(args[0], Tensor):
@@ -191,6 +266,8 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(TURNED, turned),
     **dict.fromkeys(RESPELLED, respelled),
     **dict.fromkeys(ASSERTIONS, assertion),
+    Tensor.__getitem__: looked_up,
+    Tensor.__setitem__: assigned,
     **dict.fromkeys((Tensor.__repr__, Tensor.__format__), shown),
     **dict.fromkeys((Tensor.requires_grad_, Tensor.requires_grad.__set__), wants_gradient),
 }

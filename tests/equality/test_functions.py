@@ -101,6 +101,23 @@ def writes_behind_a_range(m, x):
     return (h * x[:4]).sum()
 
 
+def rows_of_numbers(m, x):
+    """Tensors of one number choose a row, look at it, and are written through; numbers choose before tensors."""
+    y = (x @ m.weight).view(2, 3, 6)
+    one, places = torch.arange(2)[-1], torch.tensor([2, 0, 1, 2, 5, 3])
+    z = y * 1
+    z[one].mul_(0.5)
+    z[:, one] = y[:, 0] * 2
+    z[0, one, 1:3] += 1
+    z[1, :, places[:3]] = y[0, :, 3:] * 3
+    return (
+        (y[one, :, places] * y[0, :, places]).sum()
+        + y[y.detach().sum((1, 2)).argmax()].pow(2).sum()
+        + y[..., one, places].sum()
+        + z.pow(3).sum()
+    )
+
+
 FUNCTIONS = {
     "a pad that shifts": lambda m, x: (
         (F.pad(x @ m.weight, (1, -1)) * x).sum() + (F.pad(x @ m.weight, (0, 0, 1, -1)) * x).sum()
@@ -186,6 +203,7 @@ FUNCTIONS = {
     "writes where it is true": writes_where,
     "a backward that writes": lambda m, x: (WritesBackward.apply(x @ m.weight) * x).sum(),
     "writes where it is true behind a range": writes_behind_a_range,
+    "rows of numbers": rows_of_numbers,
     "overwritten": overwrites,
     "the largest of nothing": lambda m, x: (
         (x @ m.weight).masked_fill(torch.arange(36).view(6, 6) // 6 == 1, -torch.inf).amax(1).clamp(min=-9).pow(2).sum()
