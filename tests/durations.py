@@ -14,8 +14,8 @@ DEAREST = 12  # tests that are listed by themselves
 
 HEAD = """# Seconds of the tests
 
-`make test`, two workers on two cores without a GPU: seconds of the calls by the clock of a worker, which stands still
-for nobody. Written by `python -m tests.durations`, which says how.
+`make test`, two workers on two cores without a GPU: seconds of each test by the clock. `python -m tests.durations`
+writes this page and says how.
 """
 
 
@@ -24,7 +24,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def main(path: str) -> None:
+def main(path: str, note: str = "") -> None:
     areas, single = defaultdict(list), []
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         folder, file = case.attrib["classname"].split(".")[1:3] if case.attrib["classname"].count(".") > 1 else ("", "")
@@ -41,6 +41,8 @@ def main(path: str) -> None:
         seconds = sum(taken for _, taken in cases)
         rows.append([folder, str(len(cases)), f"{seconds:.0f}", f"{seconds / total:.0%}", dearest])
     print(HEAD)
+    if note:
+        print(note + "\n")
     print(f"{len(single)} tests, {total:.0f} seconds, {total / 120:.0f} minutes on two workers.\n")
     print(table(["area", "tests", "seconds", "share", "dearest files"], rows))
     print()
@@ -53,4 +55,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
