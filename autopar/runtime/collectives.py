@@ -322,9 +322,12 @@ def _(x: Tensor, forward: str, backward: str, shape: list[int], dtype: str = "")
 def _remember(ctx: Any, inputs: tuple[Tensor, str, str, list[int], str], output: Tensor) -> None:
     x, ctx.forward_steps, ctx.backward_steps, _, dtype = inputs
     ctx.shape, ctx.dtype = list(x.shape), str(x.dtype).removeprefix("torch.") if dtype else ""
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+def _backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+    if gradient is None:  # of no value that is read, such as a norm of order 0
+        return None, None, None, None, None
     return convert(gradient, ctx.backward_steps, ctx.forward_steps, ctx.shape, ctx.dtype), None, None, None, None
 
 

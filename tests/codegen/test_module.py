@@ -420,3 +420,25 @@ def test_other_parameters_for_one_call():
         return True
 
     assert all(on_threads(2, body))
+
+
+class CountedEntries(nn.Module):
+    """torch gives a norm of order 0 no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.counted = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.linear(x).sum() + torch.linalg.vector_norm(self.counted, ord=0)
+
+
+def test_a_gradient_that_eager_does_not_have_is_none_behind_a_conversion(threads):
+    batch, made = {"x": torch.randn(4, 4)}, [CountedEntries() for _ in range(2)]
+
+    def body(rank):
+        mine = autopar.autoparallelize(made[rank], batch, mesh=2, constraints={"counted": "S(0); R"})
+        mine(**batch).backward()
+        return mine.counted.grad is None, "convert(counted" in mine.code
+
+    assert threads(2, body) == [(True, True)] * 2
