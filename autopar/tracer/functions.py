@@ -212,7 +212,7 @@ def _choose_first(items: Sequence[Any]) -> bool:
 
 
 def _chosen(recorder: Recorder, tensor: Tensor, items: Sequence[Any]) -> tuple[Tensor, list[Any]]:
-    """What numbers choose of a tensor, on its memory as in eager, and the items that are left.
+    """The part of a tensor that numbers choose, on its memory as in eager, and the items that are left.
 
     torch would ask a tensor of one number for it; here it looks up a row.
     """
@@ -221,8 +221,11 @@ def _chosen(recorder: Recorder, tensor: Tensor, items: Sequence[Any]) -> tuple[T
         is_behind = Ellipsis in map(_plain, kept)
         dim = tensor.dim() - sum(map(_dims_of, items[k:])) if is_behind else sum(map(_dims_of, kept))
         if _is_one_number(item):
+            with Above(recorder):
+                place = item.clone()  # nobody writes to it: the row stays where it is
             row = recorder.execute(Tensor.select, (tensor, dim, 0), {})
-            recorder.record(Tensor.__getitem__, (tensor, (*[slice(None)] * dim, item)), {}, row)
+            recorder.record(Tensor.__getitem__, (tensor, (*[slice(None)] * dim, place)), {}, row)
+            recorder.values.looked_up[id(row)] = recorder.node(item), dim
             tensor = row
         elif _is_int(item):
             with Above(recorder):
@@ -246,7 +249,7 @@ def _is_one_number(item: Any) -> bool:
 
 
 def _dims_of(item: Any) -> int:
-    """How many dims of a tensor an item of an index speaks of."""
+    """The number of dims of a tensor that an item of an index speaks of."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1

@@ -47,6 +47,8 @@ class Values:
         self.alive: list[Tensor] = []  # ids stay unique while their tensors live
         self.recipes: dict[int, Recipe] = {}  # id(tensor) -> how it was made
         self.stale: set[int] = set()  # views of memory that has been written since
+        # id(view) -> the value that says where it lies, and along which dim: two of those may look as if they were one
+        self.looked_up: dict[int, tuple[fx.Node, int]] = {}
         self._sharing: dict[int, list[Tensor]] = {}  # storage -> its tensors
         self._indexed = 0
         self._held: set[int] | None = None  # the storages of the module's tensors
@@ -113,7 +115,7 @@ class Values:
 
     def is_that_view(self, whole: Tensor, index: Any, value: Tensor) -> bool:
         """Is `value` the view of `whole` at this index?"""
-        if _storage(value) != _storage(whole):
+        if _storage(value) != _storage(whole) or self._places_of(value) != self._places_of(whole):
             return False
         self.recorder.call.function = "index"  # a look, not the model's own call
         try:
@@ -121,6 +123,15 @@ class Values:
         finally:
             self.recorder.call.function = None
         return _storage(view) == _storage(whole) and not self.overlaps(value, view)
+
+    def _places_of(self, tensor: Tensor | None) -> list[tuple[fx.Node, int]]:
+        """The values that say where a tensor lies, where numbers do not."""
+        found = []
+        while tensor is not None:
+            if id(tensor) in self.looked_up:
+                found.append(self.looked_up[id(tensor)])
+            tensor = self._parent(tensor)
+        return found
 
     def is_shared(self, tensor: Tensor) -> bool:
         """Does another known tensor lie on this memory, or does it belong to the model or its inputs?"""
@@ -212,6 +223,7 @@ class Values:
         made = [weakref.ref(t) for t in self.alive]
         self.alive.clear()
         self.recipes.clear()
+        self.looked_up.clear()
         self._sharing.clear()
         return made
 

@@ -118,6 +118,23 @@ def rows_of_numbers(m, x):
     )
 
 
+def copies_rows(m, x):
+    """Rows that only values tell apart are written to each other, and stay where they were chosen."""
+    y = (x @ m.weight) * 1
+    two, three = torch.arange(3)[-1], torch.arange(4)[-1]
+    y[two] = y[three]
+    y[two, three] = y[three, two]
+    kept = y[two]
+    y[0] = 7
+    y[three] = kept
+    place = two * 1
+    row = y[place]
+    place.add_(2)
+    row.add_(3)
+    y[place] = y[0]
+    return (y * torch.arange(36).view(6, 6)).pow(2).sum()
+
+
 FUNCTIONS = {
     "a pad that shifts": lambda m, x: (
         (F.pad(x @ m.weight, (1, -1)) * x).sum() + (F.pad(x @ m.weight, (0, 0, 1, -1)) * x).sum()
@@ -204,6 +221,7 @@ FUNCTIONS = {
     "a backward that writes": lambda m, x: (WritesBackward.apply(x @ m.weight) * x).sum(),
     "writes where it is true behind a range": writes_behind_a_range,
     "rows of numbers": rows_of_numbers,
+    "rows are copied": copies_rows,
     "overwritten": overwrites,
     "the largest of nothing": lambda m, x: (
         (x @ m.weight).masked_fill(torch.arange(36).view(6, 6) // 6 == 1, -torch.inf).amax(1).clamp(min=-9).pow(2).sum()
