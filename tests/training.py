@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -30,26 +32,48 @@ def whole(tensor):
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    mesh, local = tensor.device_mesh, tensor.to_local()
     if dist.get_backend() == "fake":  # LocalTensors: nobody to ask
         return tensor.full_tensor()
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (mesh.get_coordinate(), local.detach()))
-    result = torch.full(tensor.shape, float("nan"), dtype=local.dtype)
-    for coordinate, part in parts:
-        where = [torch.arange(n) for n in tensor.shape]
-        for axis, placement in enumerate(tensor.placements):
-            if not placement.is_replicate():
-                blocks = where[placement.dim].chunk(getattr(placement, "split_factor", 1))
-                pieces = [block.chunk(mesh.size(axis)) for block in blocks]
-                where[placement.dim] = torch.cat(
-                    [p[coordinate[axis]] if coordinate[axis] < len(p) else p[0][:0] for p in pieces]
-                )
-        index = torch.meshgrid(*where, indexing="ij") if where else ()
-        if not torch.equal(result[index][~result[index].isnan()], part[~result[index].isnan()]):
+    local = tensor.to_local().detach()
+    held = [places_on(tensor, rank) for rank in range(dist.get_world_size())]
+    shapes = [tuple(map(len, places)) for places in held]
+    if tuple(local.shape) != shapes[dist.get_rank()]:
+        raise Unequal(f"a part of shape {tuple(local.shape)} where {shapes[dist.get_rank()]} is expected")
+    message = local.new_zeros(max(map(math.prod, shapes)))
+    message[: local.numel()] = local.flatten()
+    messages = [torch.empty_like(message) for _ in held]
+    dist.all_gather(messages, message)
+    result, written = local.new_empty(tensor.shape), torch.zeros(tensor.shape, dtype=torch.bool)
+    for places, shape, message in zip(held, shapes, messages, strict=True):
+        part, index = message[: math.prod(shape)].view(shape), index_of(places)
+        one, other = result[index], part
+        if not bool(((one == other) | (one.isnan() & other.isnan()) | ~written[index]).all()):
             raise Unequal("copies differ between ranks")
-        result[index] = part
+        result[index], written[index] = part, True
     return result
+
+
+def places_on(tensor: DTensor, rank: int):
+    """The indices that a rank holds, of each dim."""
+    mesh = tensor.device_mesh
+    coordinate = (mesh.mesh == rank).nonzero()[0].tolist()
+    places = [torch.arange(n) for n in tensor.shape]
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            blocks = places[placement.dim].chunk(getattr(placement, "split_factor", 1))
+            pieces = [block.chunk(mesh.size(axis)) for block in blocks]
+            places[placement.dim] = torch.cat(
+                [p[coordinate[axis]] if coordinate[axis] < len(p) else p[0][:0] for p in pieces]
+            )
+    return places
+
+
+def index_of(places):
+    """An index of a tensor's elements: slices, for they make no table of places, or a grid where blocks are cut."""
+    ends = [(int(p[0]), int(p[-1]) + 1) if len(p) else (0, 0) for p in places]
+    if all(stop - start == len(p) for (start, stop), p in zip(ends, places, strict=True)):
+        return tuple(slice(*end) for end in ends)
+    return torch.meshgrid(*places, indexing="ij")
 
 
 def call(model, batch, loss: str):
@@ -119,18 +143,37 @@ def eager(model, batch, optimizer, loss, dtype, permuted=None):
         return train(mine, inputs, optimizer, loss)
 
 
-def check(what, actual, model, batch, optimizer, loss, dtype):
-    """Equality as the contract defines it, for losses, gradients and parameters."""
-    expected = eager(model, batch, optimizer, loss, "float64")
-    if dtype == "float64":
-        for part, tolerance, a, e in zip(("losses", "gradients", "parameters"), (1e-9, 1e-9, 1e-8), actual, expected):
-            Equality.in_float64(f"{what}: {part}", a, e, tolerance).check()
-        return
-    own = eager(model, batch, optimizer, loss, "float32")
-    permuted = (
-        [eager(model, batch, optimizer, loss, "float32", seed) for seed in range(5)] if optimizer == "adamw" else []
-    )
-    for i, part in enumerate(("losses", "gradients", "parameters")):
-        Equality.in_float32(
-            f"{what}: {part}", actual[i], own[i], expected[i], [p[i] for p in permuted] if i != 1 else ()
-        ).check()
+@dataclass(frozen=True)
+class Reference:
+    """What one device leaves of a run: computed once, for all ranks are held against it."""
+
+    in_float64: tuple
+    own: tuple | None = None  # in float32, as are the permuted
+    permuted: tuple = ()
+
+    @classmethod
+    def of(cls, model, batch, optimizer, loss, dtype) -> Reference:
+        exact = eager(model, batch, optimizer, loss, "float64")
+        if dtype == "float64":
+            return cls(exact)
+        seeds = range(5 if optimizer == "adamw" else 0)
+        return cls(
+            exact,
+            eager(model, batch, optimizer, loss, "float32"),
+            tuple(eager(model, batch, optimizer, loss, "float32", seed) for seed in seeds),
+        )
+
+    def check(self, what, actual):
+        """Equality as the contract defines it, for losses, gradients and parameters."""
+        for i, (part, tolerance) in enumerate(zip(("losses", "gradients", "parameters"), (1e-9, 1e-9, 1e-8))):
+            (
+                Equality.in_float64(f"{what}: {part}", actual[i], self.in_float64[i], tolerance)
+                if self.own is None
+                else Equality.in_float32(
+                    f"{what}: {part}",
+                    actual[i],
+                    self.own[i],
+                    self.in_float64[i],
+                    [p[i] for p in self.permuted] if part != "gradients" else (),
+                )
+            ).check()

@@ -24,7 +24,7 @@ from autopar.testing import Equality, on_processes, on_threads
 from tests.models import eager_links
 from tests.oracle import ByPosition, InFloat64
 from tests.training import whole
-from tests.zoo.families import DECODER, ENCODER, T5, VISION, WHISPER, clip, hf, timm, tokens
+from tests.zoo.families import DECODER, ENCODER, T5, VISION, WHISPER, clip, extras, hf, timm, tokens
 
 STEPS, ROWS, SEED = 3, 8, 1234567
 BOTH = dict(tensor=2, data=dict(size=2, zero=3))
@@ -177,7 +177,11 @@ MODELS = {
         10,
     ),
     "timm mixer": Model(
-        timm("mixer_s32_224", img_size=64, num_classes=10, drop_rate=0.1, drop_path_rate=0.1), lambda: image(64), 10
+        lambda: extras()[1].models.mlp_mixer.MlpMixer(
+            img_size=32, patch_size=8, embed_dim=64, num_blocks=2, num_classes=10, drop_rate=0.1, drop_path_rate=0.1
+        ),
+        lambda: image(32),
+        10,
     ),
 }
 CASES = [(name, mesh, preset) for name in MODELS for mesh, presets in MESHES.items() for preset in presets]

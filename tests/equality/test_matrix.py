@@ -10,6 +10,7 @@ import pytest
 from tests.equality.matrix import CASES, MESHES, MODELS, worst
 from tests.zoo.families import has_extras
 
+QUICKEST = ("gpt2", "bert", "llama")  # for eight devices
 SLOW = ("swin", "resnet50", "convnext", "timm mixer")  # many small ops, or large ones: in the sample once
 NIGHTLY = ("2.5d", "{'tensor': {'size': 4")  # kinds for eight devices that other tests hold against eager, too
 
@@ -23,7 +24,8 @@ def sample():
         if mesh.size == 4 or not str(preset).startswith(NIGHTLY)
     ]
     quick = [m for m in MODELS if m not in SLOW]
-    return [(quick[i % len(quick)], *kind) for i, kind in enumerate(kinds)] + [
+    models = [quick if mesh.size == 4 else QUICKEST for mesh, _ in kinds]
+    return [(of[i % len(of)], *kind) for i, (of, kind) in enumerate(zip(models, kinds))] + [
         (name, *kinds[(7 * i + 3) % len(kinds)]) for i, name in enumerate(SLOW)
     ]
 

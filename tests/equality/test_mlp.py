@@ -9,7 +9,7 @@ import torch
 
 import autopar
 from tests.models import eager_links, mean_square, mlp_case, mlp_pins
-from tests.training import check, train_parallel
+from tests.training import Reference, train_parallel
 
 MESHES = [
     autopar.DeviceMesh((2,), ("tp",)),
@@ -45,13 +45,18 @@ def sample(mesh, kind, count=3):
     return [RUNS[(first + i) % len(RUNS)] for i in range(count)]
 
 
+def references(model, batch, runs):
+    """What one device leaves of each run."""
+    return {run: Reference.of(model, batch, *run) for run in runs}
+
+
 def on_threads_it_trains_the_same(threads, mesh, kind, runs):
     model, batch = mlp_case()
-    for rank, results in enumerate(
-        threads(mesh.size, train_parallel, model, batch, plans(model, batch, mesh, kind, runs), runs)
-    ):
+    planned = plans(model, batch, mesh, kind, runs)  # which rounds the model to float32
+    expected = references(model, batch, runs)
+    for rank, results in enumerate(threads(mesh.size, train_parallel, model, batch, planned, runs)):
         for run, result in zip(runs, results):
-            check(f"{kind} on {mesh}, rank {rank}, {run}", result, model, batch, *run)
+            expected[run].check(f"{kind} on {mesh}, rank {rank}, {run}", result)
 
 
 def on_local_tensors_it_trains_the_same(local_tensor, mesh, kind, runs):
@@ -62,16 +67,17 @@ def on_local_tensors_it_trains_the_same(local_tensor, mesh, kind, runs):
         (result,) = local_tensor(
             mesh.size, train_parallel, model.to(dtype), {k: v.to(dtype) for k, v in batch.items()}, planned, [run]
         )
-        check(f"{kind} on {mesh}, {run}", result, model.double(), batch, *run)
+        Reference.of(model.double(), batch, *run).check(f"{kind} on {mesh}, {run}", result)
 
 
 def on_processes_it_trains_the_same(processes, mesh, cases):
     model, batch = mlp_case()
     work = [(plans(model, batch, mesh, kind, runs), runs) for kind, runs in cases]
+    expected = references(model, batch, [run for _, runs in cases for run in runs])
     for rank, answers in enumerate(processes(mesh.size, train_many, model, batch, work, timeout_s=600)):
         for (kind, runs), results in zip(cases, answers):
             for run, result in zip(runs, results):
-                check(f"{kind} on {mesh}, rank {rank}, {run}", result, model, batch, *run)
+                expected[run].check(f"{kind} on {mesh}, rank {rank}, {run}", result)
 
 
 def train_many(rank, model, batch, work):
@@ -117,8 +123,9 @@ def test_the_full_matrix(mesh, threads, local_tensor, processes):
 def test_uneven_parts_change_nothing(mesh, kind, threads):
     model, batch = mlp_case(width=11, batch=7)
     runs = [("adamw", "inside", "float64")]
+    expected = references(model, batch, runs)
     for (result,) in threads(mesh.size, train_parallel, model, batch, plans(model, batch, mesh, kind, runs), runs):
-        check(f"{kind} on {mesh}", result, model, batch, *runs[0])
+        expected[runs[0]].check(f"{kind} on {mesh}", result)
 
 
 def test_one_device_is_a_mesh_too(threads):
@@ -127,4 +134,4 @@ def test_one_device_is_a_mesh_too(threads):
     (result,) = threads(
         1, train_parallel, model, batch, plans(model, batch, autopar.DeviceMesh((1,)), "free", runs), runs
     )[0]
-    check("one device", result, model, batch, *runs[0])
+    Reference.of(model, batch, *runs[0]).check("one device", result)
