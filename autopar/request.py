@@ -38,6 +38,7 @@ from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
 from autopar.solver.program import peak_where_nothing_is_dear, solve
 from autopar.space.constraints import Preset
+from autopar.space.edges import Managers
 from autopar.space.presets import preset_of, said_of, window_of
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
@@ -256,7 +257,14 @@ class _Planning:
             BUCKET if preset is None else window_of(asked.parallel, mesh),
             strict=asked.strict,
         )
-        space_in = functools.partial(shardings, self.graph, constraints=asked.constraints, preset=preset, known=known)
+        space_in = functools.partial(
+            shardings,
+            self.graph,
+            constraints=asked.constraints,
+            preset=preset,
+            known=known,
+            managers=Managers.of(self.graph, setting),
+        )
         space = space_in(setting)
         if math.isinf(asked.budget) or peak_where_nothing_is_dear(space) <= asked.budget:
             plan = self._fastest(space, math.inf, defaults)

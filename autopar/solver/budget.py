@@ -22,6 +22,7 @@ import numpy as np
 import pulp
 
 from autopar.solver.eliminate import minimise, regions_of
+from autopar.solver.lookup import Flows, HeldBytes, Tables
 from autopar.solver.tables import Factor, Problem
 from autopar.space.space import Space
 
@@ -101,6 +102,19 @@ class Budgeted:
             key = (w.times, *(id(t) for _, t in (*w.communication, *w.compute)))
             self.kind_of.append(kinds.setdefault(key, len(kinds)))
         self.kinds = len(kinds)
+        self.flows = Flows(self.space)
+        self.seconds = Tables(
+            ((i, s.seconds) for i, s in enumerate(self.space.sites)),
+            ((k, e.seconds) for k, e in enumerate(self.space.edges)),
+        )
+        windows = self.space.windows
+        self.beside = Tables((p for w in windows for p in w.compute), (p for w in windows for p in w.communication))
+        self.window_of_run: np.ndarray = np.repeat(range(len(windows)), [len(w.compute) for w in windows]).astype(int)
+        self.window_of_message: np.ndarray = np.repeat(
+            range(len(windows)), [len(w.communication) for w in windows]
+        ).astype(int)
+        self.times_of_windows = np.array([w.times for w in windows], float)
+        self._held = HeldBytes(self.memory) if self.memory is not None else None
         entries = sum({id(e.seconds): e.seconds.size for e in self.space.edges}.values())
         self.rounds = max(ROUNDS, min(_MOST_ROUNDS, _WORK // max(1, entries)))
 
@@ -152,21 +166,15 @@ class Budgeted:
         return Problem(costs, factors, self.regions)
 
     def point(self, picked: Sequence[int]) -> Point:
-        over, moved, hidden = [0.0] * self.kinds, 0.0, 0.0
-        for w, kind in zip(self.space.windows, self.kind_of, strict=True):
-            comm, run = w.seconds(picked, self.space.edges)
-            over[kind] += w.times * (comm - run)
-            moved += w.times * comm
-            hidden += w.times * min(comm, run)
-        whole = self.in_line(picked)
-        held = np.sum(list(self.memory.held(picked, self.space.edges).values()), axis=0) if self.memory else np.zeros(1)
-        return Point(list(picked), whole - hidden, held, whole - moved, tuple(over))
-
-    def in_line(self, picked: Sequence[int]) -> float:
-        return float(
-            sum(s.seconds[i] for s, i in zip(self.space.sites, picked, strict=True))
-            + sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in self.space.edges)
-        )
+        """The plan of these choices, with its exact seconds and bytes."""
+        taken, times, count = self.flows.under(picked), self.times_of_windows, len(self.space.windows)
+        whole = float(self.seconds.of_sites(taken).sum() + self.seconds.of_edges(taken).sum())
+        moved = np.bincount(self.window_of_message, self.beside.of_edges(taken), count)
+        run = np.bincount(self.window_of_run, self.beside.of_sites(taken), count)
+        over = np.bincount(np.array(self.kind_of, int), times * (moved - run), self.kinds)
+        hidden, in_line = float((times * np.minimum(moved, run)).sum()), whole - float((times * moved).sum())
+        held = self._held.under(taken) if self._held is not None else np.zeros(1)
+        return Point(list(picked), whole - hidden, held, in_line, tuple(over.tolist()))
 
     def row(self, time: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
         assert self.memory is not None
@@ -214,8 +222,8 @@ class Budgeted:
             left = 0.0 if best is None else _LITTLE * (best.seconds - bound)
             if points and most - bound <= max(_WORTH * abs(bound), left):
                 break  # no price is worth more, or so little of what is open
-            # after a leap that led nowhere, half the way
-            steps = (ahead,) if centre is at else (ahead.towards(centre), ahead)
+            # before any plan fits it leaps, until a leap leads nowhere; from then on it goes half the way
+            steps = (ahead,) if best is None and centre is at else (ahead.towards(centre), ahead)
             step = next((step for step in steps if step.rounded not in tried), None)
             if step is None:
                 break

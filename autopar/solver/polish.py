@@ -12,8 +12,7 @@ Neither makes a bound. What they miss, the plan's gap says.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +22,12 @@ from autopar.graph.layers import around_number
 from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Outcome, Point
 from autopar.solver.integer import IntegerProgram, backend_of
+from autopar.solver.lookup import Tables, Taken
 from autopar.space.space import Edge, Site, Space
 from autopar.space.windows import Window
 
 _GAP, _NODES, _PIVOTS = 4e-3, 50, 5_000  # of the integer program
+_CLOSE, _FEW = 0.01, 4  # of a bound: what a plan may be worth more, to be built upon; and so many are, if there are
 _STEPS = 3  # of the search for a price of memory
 _ENOUGH = 1e-3  # a gap that is not worth it
 _BIG = 1e9  # seconds of what leads nowhere
@@ -44,9 +45,21 @@ def polished(
     if (found := best()) is not None and found.seconds - outcome.bound <= max(gap, _ENOUGH) * found.seconds:
         return found
     if counted.space.windows:
-        points += alike(counted, points, budget, outcome.prices.of_bytes, solver, stopped)
+        points += alike(counted, _near(outcome, budget), budget, outcome.prices.of_bytes, solver, stopped)
     points += spliced(counted, points, budget)
     return best()
+
+
+def _near(outcome: Outcome, budget: float) -> list[Point]:
+    """The plans that are worth about as little as the bound at its prices: between others there is little to find."""
+    prices, worth = outcome.prices, {}
+    for p in outcome.points:
+        exposed = sum(share * over for share, over in zip(prices.exposed, p.over, strict=True))
+        of_bytes = sum(price * (p.held[t] - budget) for t, price in prices.of_bytes.items() if price)
+        worth[id(p)] = p.in_line + exposed + of_bytes
+    ordered = sorted(outcome.points, key=lambda p: worth[id(p)])
+    near = sum(worth[id(p)] <= outcome.bound + _CLOSE * abs(outcome.bound) for p in ordered)
+    return ordered[: max(near, _FEW)]
 
 
 # -- layers that do the same
@@ -230,13 +243,16 @@ def spliced(counted: Budgeted, points: Sequence[Point], budget: float) -> list[P
 
     Of a few that are near the budget, one is over it and one within it.
     """
-    place = _places(counted.space)
     under = sorted((p for p in points if p.peak <= budget), key=lambda p: p.seconds)[:3]
     over = sorted(
         (p for p in points if p.peak > budget and under and p.seconds < under[0].seconds), key=lambda p: p.peak
     )[:3]
+    if not over:
+        return []
+    place, rows = _places(counted.space), [Tables(*(of.items() for of in counted.row(t))) for t in counted.rows]
     pairs = [pair for a in under for b in over for pair in ((a, b), (b, a))]
-    return [p for first, second in pairs if (p := _best_splice(counted, place, first, second, budget)) is not None]
+    found = [_best_splice(counted, rows, _Splices(counted, place, *pair), budget) for pair in pairs]
+    return [p for p in found if p is not None]
 
 
 def _places(space: Space) -> np.ndarray:
@@ -251,44 +267,85 @@ def _places(space: Space) -> np.ndarray:
     return place
 
 
-def _best_splice(counted: Budgeted, place: np.ndarray, first: Point, second: Point, budget: float) -> Point | None:
+class _Splices:
+    """All plans that are `first` in the places before k and `second` from there on, for every k at once.
+
+    An entry of a table changes with k once for each of its ends: sums over entries are sums of these changes.
+    """
+
+    def __init__(self, counted: Budgeted, place: np.ndarray, first: Point, second: Point) -> None:
+        self.first, self.second = first, second
+        self.place, self.flows = place, counted.flows
+        self.count = len(place) + 1
+        self.of_first, self.of_second = counted.flows.under(first.picked), counted.flows.under(second.picked)
+
+    def changes(self, tables: Tables) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of tables of sites, then of edges: the entries where k is 0; and which entry changes at which k, by how much.
+
+        An edge's entry changes with the first of its ends, then with the other.
+        """
+        sites, places = len(tables.sites), self.place
+        ends = places[self.flows.source[tables.edges]], places[self.flows.target[tables.edges]]
+        first, second = self.of_first, self.of_second
+        leaves_first = Taken(first.choices, first.leaves, second.arrives)
+        arrives_first = Taken(first.choices, second.leaves, first.arrives)
+        before, after = tables.of_edges(second), tables.of_edges(first)
+        between = np.where(ends[0] < ends[1], tables.of_edges(leaves_first), tables.of_edges(arrives_first))
+        before, between, after = (np.minimum(entries, _BIG) for entries in (before, between, after))
+        alone = tables.of_sites(second)
+        number = np.arange(sites + len(tables.edges))
+        return (
+            np.concatenate([alone, before]),
+            np.concatenate([number, number[sites:]]),
+            np.concatenate([places[tables.sites], np.minimum(*ends), np.maximum(*ends)]) + 1,
+            np.concatenate([tables.of_sites(first) - alone, between - before, after - between]),
+        )
+
+    def sums(self, tables: Tables) -> np.ndarray:
+        """The sum of all entries, by k."""
+        start, _, at, change = self.changes(tables)
+        return start.sum() + np.cumsum(np.bincount(at, change, self.count + 1))[: self.count]
+
+    def hidden(self, counted: Budgeted) -> np.ndarray:
+        """Seconds of communication that compute hides in all windows, by k."""
+        start, entry, at, change = self.changes(counted.beside)
+        runs, times = len(counted.beside.sites), counted.times_of_windows
+        window = np.concatenate([counted.window_of_run, counted.window_of_message])
+        # the windows' events in order: their beginning at 0, then one change after the other
+        everything = np.concatenate([start, change])
+        which = np.concatenate([np.arange(len(start)), entry])
+        when = np.concatenate([np.zeros(len(start), int), at])
+        order = np.lexsort((when, window[which]))
+        of, when, is_run = window[which][order], when[order], which[order] < runs
+        amounts = everything[order]
+        run, moved = (_sums_within(of, np.where(part, amounts, 0.0)) for part in (is_run, ~is_run))
+        hides = times[of] * np.minimum(run, moved)
+        begins = np.flatnonzero(np.diff(of, prepend=-1))
+        steps = np.diff(hides, prepend=0.0)
+        steps[begins] = hides[begins]
+        return np.cumsum(np.bincount(when, steps, self.count + 1))[: self.count]
+
+    def picked(self, k: int) -> list[int]:
+        """The choices of the plan that takes `second` from place k on."""
+        return np.where(self.place < k, self.first.picked, self.second.picked).tolist()
+
+
+def _sums_within(groups: np.ndarray, amounts: np.ndarray) -> np.ndarray:
+    """Running sums that begin anew with each group; groups stand together."""
+    sums, begins = np.cumsum(amounts), np.flatnonzero(np.diff(groups, prepend=-1))
+    before = (sums - amounts)[begins]
+    return sums - np.repeat(before, np.diff(begins, append=len(groups)))
+
+
+def _best_splice(counted: Budgeted, rows: Sequence[Tables], splices: _Splices, budget: float) -> Point | None:
     """The fastest of those within the budget, where it is faster than both that are."""
-    sites, edges, n = counted.space.sites, counted.space.edges, len(counted.space.sites)
-
-    def along(on_sites: Any, on_edges: Any) -> np.ndarray:
-        """The sum of site and edge tables, by how many places take the first plan."""
-        steps = np.zeros(n + 2)
-
-        def count(places: Sequence[int], value: Callable[..., float]) -> None:
-            marks = sorted({0, *(p + 1 for p in places), n + 1})
-            for low, high in itertools.pairwise(marks):
-                amount = value(*(first.picked if low > p else second.picked for p in places))
-                steps[low] += amount
-                steps[high] -= amount
-
-        for i, table in on_sites:
-            count((int(place[i]),), lambda picks, i=i, table=table: table[picks[i]])
-        for k, table in on_edges:
-            e = edges[k]
-            count(
-                (int(place[e.source]), int(place[e.target])),
-                lambda a, b, e=e, table=table: min(_BIG, table[e.given_by[a[e.source]], e.taken_by[b[e.target]]]),
-            )
-        return np.cumsum(steps)[: n + 1]
-
-    seconds = along(((i, s.seconds) for i, s in enumerate(sites)), ((k, e.seconds) for k, e in enumerate(edges)))
-    for w in counted.space.windows:
-        seconds = seconds - w.times * np.minimum(along((), w.communication), along(w.compute, ()))
-    limit = min(p.seconds for p in (first, second) if p.peak <= budget)
+    seconds = splices.sums(counted.seconds) - splices.hidden(counted)
+    limit = min(p.seconds for p in (splices.first, splices.second) if p.peak <= budget)
     able = seconds < limit
-    for time in counted.rows:
-        on_sites, on_edges = counted.row(time)
-        able &= along(on_sites.items(), on_edges.items()) <= budget
-    order = np.argsort(place)
-    for k in sorted(np.flatnonzero(able), key=lambda k: (seconds[k], k))[:24]:
-        picked = np.array(second.picked)
-        picked[order[:k]] = np.array(first.picked)[order[:k]]
-        point = counted.point(picked.tolist())
+    for row in rows:
+        able &= splices.sums(row) <= budget
+    for k in sorted(np.flatnonzero(able).tolist(), key=lambda k: (seconds[k], k))[:24]:
+        point = counted.point(splices.picked(k))
         if point.peak <= budget and np.isfinite(point.seconds):
             return point
     return None

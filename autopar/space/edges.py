@@ -56,25 +56,41 @@ class _Table(NamedTuple):
     backward: np.ndarray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Managers:
+    """What finds and prices conversions: of values, and of parameters' gradients, whose reductions travel in buckets.
+
+    They keep what they have found; spaces of one graph on one mesh may share them.
+    """
+
+    values: ShapeConsistencyManager
+    gradients: ShapeConsistencyManager
+
+    @staticmethod
+    def of(graph: Graph, setting: Setting) -> Managers:
+        trained = sum(t.nbytes for t in map(type_of, graph.parameters.values()) if t.requires_grad)
+        return Managers(
+            ShapeConsistencyManager(setting.mesh, setting.cluster),
+            ShapeConsistencyManager(setting.mesh, setting.cluster, bucket=min(BUCKET, trained)),
+        )
+
+
 class EdgeBuilder:
     """Prices what may travel between sites."""
 
     def __init__(
         self,
-        graph: Graph,
         setting: Setting,
         parameters: ParameterValues,
         schedule: Schedule,
         habits: Sequence[tuple[int, str]],
+        managers: Managers,
     ) -> None:
         self.setting = setting
         self.parameters = parameters
         self.schedule = schedule
         self.habits = habits
-        self.conversions = ShapeConsistencyManager(setting.mesh, setting.cluster)
-        trained = sum(t.nbytes for t in map(type_of, graph.parameters.values()) if t.requires_grad)
-        # gradients travel in buckets
-        self.reductions = ShapeConsistencyManager(setting.mesh, setting.cluster, bucket=min(BUCKET, trained))
+        self.conversions, self.reductions = managers.values, managers.gradients
         self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = {}
         self._tables: dict[Any, _Table] = {}
         self._ways: dict[int, _Table] = {}  # by the id of the seconds

@@ -20,7 +20,7 @@ from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.space.bindings import Bindings
 from autopar.space.constraints import Constraints, Preset
-from autopar.space.edges import EdgeBuilder
+from autopar.space.edges import EdgeBuilder, Managers
 from autopar.space.overlap import windows_of
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.pieces import memory_of
@@ -38,10 +38,12 @@ def shardings(
     constraints: Mapping[str, Any] | None = None,
     preset: Preset | None = None,
     known: float = math.inf,
+    managers: Managers | None = None,
 ) -> Space:
     """Every legal way to run `graph` in a setting, priced, less what `constraints` and a preset's forbid.
 
-    Raises `Outdone` where the ops alone take as long as a plan that is `known`.
+    Raises `Outdone` where the ops alone take as long as a plan that is `known`. `managers` are those of another space
+    of this graph on this mesh.
     """
     pins = Constraints(constraints, setting.mesh, preset)
     setting = replace(setting, regather=setting.regather or pins.speak_of_gathering)
@@ -54,7 +56,8 @@ def shardings(
     _check_against(known, [draft.site for draft in drafts.values()])
     ops = list(bindings.rules)
     schedule = schedule_of(ops, setting.window_bytes)
-    edges = EdgeBuilder(graph, setting, parameters, schedule, pins.habits)
+    managers = managers or Managers.of(graph, setting)
+    edges = EdgeBuilder(setting, parameters, schedule, pins.habits, managers)
     wiring = edges.wiring(drafts)
     if pins.habits:  # they leave many choices that go with none
         for draft, keep in zip(drafts.values(), supported(wiring.sites, wiring.edges), strict=True):

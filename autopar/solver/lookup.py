@@ -1,0 +1,94 @@
+"""Entries of many tables at once: what one plan takes of the tables of sites and edges.
+
+A space has tens of thousands of tables, and a search asks for the entries of hundreds of plans. Laid end to end, the
+tables answer a plan in one indexing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.space.memory import Memory
+from autopar.space.space import Space
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """The choice of every site under a plan, and of every edge what leaves and what arrives."""
+
+    choices: np.ndarray
+    leaves: np.ndarray
+    arrives: np.ndarray
+
+
+class Flows:
+    """What leaves and what arrives on every edge, by the choices at its ends."""
+
+    def __init__(self, space: Space) -> None:
+        self.source = np.array([e.source for e in space.edges], int)
+        self.target = np.array([e.target for e in space.edges], int)
+        self._given, self._given_at = _end_to_end([e.given_by for e in space.edges])
+        self._taken, self._taken_at = _end_to_end([e.taken_by for e in space.edges])
+
+    def under(self, picked: Sequence[int]) -> Taken:
+        """The flows of a plan."""
+        choices = np.asarray(picked, int)
+        leaves = self._given[self._given_at + choices[self.source]].astype(int)
+        return Taken(choices, leaves, self._taken[self._taken_at + choices[self.target]].astype(int))
+
+
+class Tables:
+    """Tables of sites, by choice, then tables of edges, by what leaves and what arrives."""
+
+    def __init__(
+        self, of_sites: Iterable[tuple[int, np.ndarray]] = (), of_edges: Iterable[tuple[int, np.ndarray]] = ()
+    ) -> None:
+        on_sites, on_edges = list(of_sites), list(of_edges)
+        self.sites = np.array([i for i, _ in on_sites], int)
+        self.edges = np.array([k for k, _ in on_edges], int)
+        self._by_choice, self._choice_at = _end_to_end([table for _, table in on_sites])
+        self._by_flows, self._flow_at = _end_to_end([table for _, table in on_edges])
+        self._width = np.array([table.shape[1] for _, table in on_edges], int)
+
+    def of_sites(self, taken: Taken) -> np.ndarray:
+        """The entries of the sites' tables."""
+        return self._by_choice[self._choice_at + taken.choices[self.sites]]
+
+    def of_edges(self, taken: Taken) -> np.ndarray:
+        """The entries of the edges' tables."""
+        row, column = taken.leaves[self.edges], taken.arrives[self.edges]
+        return self._by_flows[self._flow_at + row * self._width + column]
+
+
+class HeldBytes:
+    """Bytes at every time of a step, for one plan after the other."""
+
+    def __init__(self, memory: Memory) -> None:
+        pieces = [p for p in memory.pieces if not p.is_edge] + [p for p in memory.pieces if p.is_edge]
+        count = sum(not p.is_edge for p in pieces)
+        self.tables = Tables(
+            [(p.place, p.bytes) for p in pieces[:count]],
+            [(p.place, p.bytes) for p in pieces[count:]],
+        )
+        self.times = memory.times
+        self.first = np.array([p.first for p in pieces], int)
+        self.after = np.array([p.last + 1 for p in pieces], int)
+
+    def under(self, taken: Taken) -> np.ndarray:
+        """The bytes of a plan at every time."""
+        amounts = np.concatenate([self.tables.of_sites(taken), self.tables.of_edges(taken)])
+        come = np.bincount(self.first, amounts, self.times + 1)
+        return np.cumsum(come - np.bincount(self.after, amounts, self.times + 1))[:-1]
+
+
+def _end_to_end(tables: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The entries of all tables in one array, and where each table begins; a table that comes again is there once."""
+    apart = {id(table): table for table in tables}
+    ends = itertools.accumulate((table.size for table in apart.values()), initial=0)
+    begins = dict(zip(apart, ends, strict=False))
+    entries = [table.reshape(-1) for table in apart.values()]
+    return np.concatenate(entries) if entries else np.zeros(0), np.array([begins[id(t)] for t in tables], int)
