@@ -16,6 +16,7 @@ import numpy as np
 
 CHEAP = 1 << 16  # tables up to this size are all as good: what has been through least goes first
 _RIVALS, _NOWHERE = 12, 1e300  # kinds that others are compared with; and what stands for infinity there
+_LARGE, _ROOM = 1 << 24, 1 << 24  # sums, from which on it is looked first which can be least; and room to do so
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +83,10 @@ def minimum_over(
     # what is small is added up before it is spread
     order = sorted(range(len(terms)), key=lambda i: math.prod(terms[i].shape[1:]))
     count = kinds.shape[1]
+    if count * result.size > _LARGE and (sides := _sides(least, terms, kinds, shape)) is not None:
+        axis, rows, others = sides
+        by_rows = _least_sums(rows, others).reshape(shape[axis], *shape[:axis], *shape[axis + 1 :])
+        return joint, np.ascontiguousarray(np.moveaxis(by_rows, 0, axis))
     whole: np.ndarray = np.empty(shape)
     for k in _undominated(least, terms, kinds) if count * result.size > CHEAP else range(count):
         total: Any = least[k]
@@ -159,3 +164,50 @@ def _undominated(least: np.ndarray, terms: Sequence[np.ndarray], kinds: np.ndarr
         beaten[rival] = False
         left &= ~beaten
     return [int(k) for k in np.flatnonzero(left)]
+
+
+def _sides(
+    least: np.ndarray, terms: Sequence[np.ndarray], kinds: np.ndarray, shape: tuple[int, ...]
+) -> tuple[int, np.ndarray, np.ndarray] | None:
+    """An axis of the result that no term shares with another axis, the terms over it and the terms over the others.
+
+    Each is by kind of the variable: [kind, place on the axis] and [kind, place on all other axes]. None where every
+    axis is shared, or where the others would be too many.
+    """
+    count = kinds.shape[1]
+    for axis in sorted(range(len(shape)), key=lambda axis: -shape[axis]):
+        over = [term.shape[axis + 1] > 1 for term in terms]
+        alone = [term.size == term.shape[0] * term.shape[axis + 1] for term in terms]
+        size = math.prod(shape) // shape[axis]
+        if any(o and not a for o, a in zip(over, alone, strict=True)) or count * size > _ROOM:
+            continue
+        rows, others = np.zeros((count, shape[axis])), np.zeros((count, *shape[:axis], *shape[axis + 1 :]))
+        for term, own, is_over in zip(terms, kinds, over, strict=True):
+            if is_over:
+                rows += term.reshape(term.shape[0], -1)[own]
+            else:
+                others += np.squeeze(term, axis + 1)[own]
+        return axis, rows + least[:, None], others.reshape(count, -1)
+    return None
+
+
+def _least_sums(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """The minimum over k of rows[k, i] + others[k, j], by i and j.
+
+    Most k cannot be least anywhere in a row i: a rival is cheaper there whatever j is. They are left out.
+    """
+    a, b = np.minimum(rows, _NOWHERE), np.minimum(others, _NOWHERE)
+    mean = b.mean(axis=1)
+    nearest, count = np.unique((a + mean[:, None]).argmin(axis=0), return_counts=True)
+    rivals = nearest[np.argsort(-count, kind="stable")[:_RIVALS]]
+    able: np.ndarray = np.ones(a.shape, bool)
+    for rival in rivals:
+        more = (b - b[rival]).min(axis=1)  # by how much a kind is dearer than the rival, at least
+        may = a - a[rival] + more[:, None] < 0
+        may[rival] = True
+        able &= may | ~able[rival]  # of two that are equal, only one rules out the other
+    result = np.empty((rows.shape[1], others.shape[1]))
+    for i, column in enumerate(able.T):
+        left = np.flatnonzero(column)
+        np.min(rows[left, i, None] + others[left], axis=0, out=result[i])
+    return result
