@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.fx as fx
 
-from autopar.codegen.buffers import COPIES, is_view
-from autopar.codegen.joint_graph import JointGraph
+from autopar.codegen.buffers import COPIES, buffer_of, is_view
+from autopar.codegen.joint_graph import OP, RECOMPUTED, JointGraph
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, Axis, part_start
 
@@ -42,12 +43,15 @@ class Joint:
         return tuple(_described(n) for g in (self.forward, self.backward) for n in g.nodes if n.target in COLLECTIVES)
 
 
-def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
+SMALL = 64 * 2**10  # bytes of a value that is saved whatever is recomputed: statistics, counts
+
+
+def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Collection[str] = ()) -> Joint:
     """Cut the joint graph: forward is what the outputs need, backward the rest, saved is what crosses.
 
-    What is made from a regathered parameter by collectives, casts, copies and views alone does not cross: backward
-    makes it again. Copies count because only some ranks may need one: an uneven part of one row is in memory order
-    however it is turned.
+    What is made from a regathered parameter by collectives, casts, copies and views alone does not cross, and neither
+    does what comes of the `recomputed` ops of the local program: backward makes it again. Copies count because only
+    some ranks may need one: an uneven part of one row is in memory order however it is turned.
     """
     forward = walks.ancestors(joint.outputs)
     for node in joint.graph.nodes:  # the parts of an op with several results live with it
@@ -55,7 +59,8 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
             forward.add(node)
     present = [g for g in joint.gradients if g is not None]
     backward = walks.ancestors(present) - forward
-    again = _made_again(joint, set(regathered), forward)
+    late = _recomputed(joint, recomputed, forward)
+    again = _made_again(joint, set(regathered), forward) | late
     saved: dict[fx.Node, None] = {}
     extra: set[fx.Node] = set()
     wanted = [a for n in joint.graph.nodes if n in backward and n.op == "call_function" for a in n.all_input_nodes]
@@ -67,6 +72,8 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = ()) -> Joint:
         if node in again:
             extra.add(node)
             pending += node.all_input_nodes
+            if node in late:
+                node.meta[RECOMPUTED] = True
         else:
             saved[node] = None
     first = extract(
@@ -116,6 +123,30 @@ def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Nod
         if is_cheap and all(a in parameters or a in found for a in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _recomputed(joint: JointGraph, ops: Collection[str], forward: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that come of these ops, and all views of them: a view that crossed would hold what it shows.
+
+    What is small is saved, and so are outputs: they are there anyway.
+    """
+    found: set[fx.Node] = set()
+    there = {buffer_of(output) for output in joint.outputs} if ops else set()
+    for node in joint.graph.nodes:
+        if node not in forward or node.op != "call_function":
+            continue
+        if node.target is operator.getitem or is_view(node):
+            comes = node.all_input_nodes[0] in found
+        else:
+            comes = node.meta.get(OP, "") in ops
+        if comes and not _is_small(node) and buffer_of(node) not in there:
+            found.add(node)
+    return found
+
+
+def _is_small(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.numel() * value.element_size() <= SMALL
 
 
 def extract(source: fx.Graph, inputs: Sequence[fx.Node], nodes: set[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:

@@ -13,6 +13,7 @@ Nothing here knows the rank's process groups: a collective names its mesh axis, 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from autopar.codegen import joint_graph, joint_passes, schedule
 from autopar.codegen.halves import Joint, split
@@ -46,44 +47,52 @@ class Lowerings:
 LOWERED = Lowerings(most=64)
 
 
+@dataclass(frozen=True, slots=True)
+class States:
+    """The part of a program that the plan decides beside its ops: what waits, and what backward makes again."""
+
+    regathered: frozenset[str]  # parameters
+    scattered: frozenset[str]
+    reads: Mapping[str, Read]
+    recomputed: frozenset[str]  # nodes of the local program
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal states."""
+        return self.regathered, self.scattered, tuple(sorted(self.reads.items())), self.recomputed
+
+
 def lower_jointly(
     program: LocalProgram,
     differentiable: Sequence[int],
     regathered: Iterable[str] = (),
     scattered: Iterable[str] = (),
     reads: Mapping[str, Read] | None = None,
+    recomputed: Iterable[str] = (),
     device: str = "cpu",
 ) -> Joint:
     """Trace, rewrite, split, schedule.
 
     The same program is lowered once in a process. Gradients of `scattered` parameters are reduced in every micro-batch;
-    `reads` say of a parameter where it is first read.
+    `reads` say of a parameter where it is first read; what comes of the nodes named `recomputed` backward makes again.
     """
-    reads = reads or {}
-    again, at_once = frozenset(regathered), frozenset(scattered)
-    of_reads = tuple(sorted(reads.items()))
-    key = (program.fingerprint, tuple(differentiable), again, at_once, of_reads, device)
+    states = States(frozenset(regathered), frozenset(scattered), reads or {}, frozenset(recomputed))
+    key = (program.fingerprint, tuple(differentiable), states.key, device)
     with TRACING:
-        return LOWERED.get(key, lambda: _lower(program, differentiable, again, at_once, reads, device))
+        return LOWERED.get(key, lambda: _lower(program, differentiable, states, device))
 
 
-def _lower(
-    program: LocalProgram,
-    differentiable: Sequence[int],
-    regathered: Iterable[str],
-    scattered: Iterable[str],
-    reads: Mapping[str, Read],
-    device: str,
-) -> Joint:
+def _lower(program: LocalProgram, differentiable: Sequence[int], states: States, device: str) -> Joint:
     with clean_room():
         joint = trace(program, differentiable, device)
     primals = dict(zip(program.parameters, joint.primals[joint.inputs :], strict=False))
     types = dict(zip(program.parameters, list(program.types.values())[joint.inputs :], strict=False))
-    at = {primal: reads.get(name) or Read(0, 0, types[name].nbytes) for name, primal in primals.items()}
+    at = {primal: states.reads.get(name) or Read(0, 0, types[name].nbytes) for name, primal in primals.items()}
     joint.whole = {primal: read.nbytes for primal, read in at.items()}
-    joint.reduced_at_once = {primal for name, primal in primals.items() if name in scattered}
+    joint.reduced_at_once = {primal for name, primal in primals.items() if name in states.scattered}
     run_passes("joint graph", joint_passes.PASSES, joint, joint_graph.verify, JointGraph.text)
-    halves = split(joint, {primal for name, primal in primals.items() if name in regathered})
+    regathered = {primal for name, primal in primals.items() if name in states.regathered}
+    halves = split(joint, regathered, states.recomputed)
     _schedule(halves, {primal.name: read for primal, read in at.items()})
     return halves
 

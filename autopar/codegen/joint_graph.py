@@ -8,6 +8,8 @@ import torch
 import torch.fx as fx
 
 CONVERT = torch.ops.autopar.convert.default
+# entries of a node's `meta`: the op of the local program that it comes of, and whether backward makes it again
+OP, RECOMPUTED = "op", "recomputed"
 
 
 @dataclass(slots=True, eq=False)

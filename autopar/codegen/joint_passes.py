@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.buffers import buffer_of, hands_on, numbers_of, own
-from autopar.codegen.joint_graph import CONVERT, JointGraph
+from autopar.codegen.joint_graph import CONVERT, OP, JointGraph
 from autopar.runtime.collectives import STEPS, part_start
 from autopar.runtime.private import TO_COPY, UNSAFE_VIEW
 from autopar.sharding.convert import LocalStep
@@ -30,8 +30,11 @@ def write_out_conversions(joint: JointGraph) -> None:
     after     a = _to_copy(x, dtype=bfloat16);  y = all_gather(a, "dp", 0, 64)
     """
     for node in joint.graph.find_nodes(op="call_function", target=CONVERT):
+        before = node.prev
         with joint.graph.inserting_before(node):
             value = _written_out(joint.graph, node)
+        while (before := before.next) is not node:  # its steps come of what it comes of
+            before.meta[OP] = node.meta.get(OP, "")
         node.replace_all_uses_with(value)
         joint.graph.erase_node(node)
     for node in joint.graph.find_nodes(op="call_function", target=START):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.fx as fx
@@ -24,7 +24,7 @@ from autopar.runtime.collectives import convert
 from autopar.sharding.convert import REDUCTIONS, Step, localise
 from autopar.sharding.placement import Sharding, local_shape
 from autopar.sharding.strategies import values
-from autopar.solver.decision import Decision
+from autopar.solver.decision import Decision, conversion_name
 from autopar.solver.plan import Plan
 from autopar.space.parameter_values import casts_of_parameters, reduced_in
 
@@ -180,7 +180,9 @@ class Localiser:
             given = (here, forward, backward, list(shape), *dtype)
             made = self.written[key] = self.fx.create_node("call_function", convert, given, name=f"{here.name}_as")
             made.meta["info"] = Info(f"{info(source).key} to {target}", "conversion", (whole,), module)
-        return self.written[key]
+        made, name = self.written[key], conversion_name(target, operand)
+        made.meta["info"] = replace(info(made), names=(*info(made).names, name))
+        return made
 
     def _has_rows(self, node: fx.Node) -> bool:
         return info(node).kind == "input" and info(node).key in self.rows[1]

@@ -1,7 +1,8 @@
-"""When collectives of parameters begin and end in an emitted half, as `space/windows.py` prices them.
+"""When an emitted half recomputes, and when its collectives of parameters begin and end, as `space/` prices them.
 
 Each pass has a before and an after; none changes what is computed.
 
+    recompute_late      what is recomputed stands where it is first read
     fetch_late          what is made of a parameter alone stands where it is first read
     gather_ahead        the gathers of a window travel together, and begin where the window beside which they move
                         begins
@@ -22,6 +23,7 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.buffers import hands_on, numbers_of
+from autopar.codegen.joint_graph import RECOMPUTED
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
 
@@ -68,6 +70,24 @@ def fetched(graph: fx.Graph, reads: Mapping[str, Read]) -> dict[fx.Node, fx.Node
         return node.op == "placeholder" and node.name in reads
 
     return walks.made_of_one(graph.nodes, is_parameter, hands_on)
+
+
+def recompute_late(half: Half) -> None:
+    """Move what is recomputed to its first reader. The parts of an op with several results stay with it.
+
+    before    a = gelu(x);  b = gelu(y);  d = mm(g, w);  e = gelu_backward(d, y, b);  f = gelu_backward(e, x, a)
+    after     d = mm(g, w);  b = gelu(y);  e = gelu_backward(d, y, b);  a = gelu(x);  f = gelu_backward(e, x, a)
+    """
+    if not half.is_backward:
+        return
+    made = [n for n in half.graph.nodes if n.meta.get(RECOMPUTED) and n.target is not operator.getitem]
+    for node in reversed(made):  # its readers have moved before
+        parts = walks.parts(node)
+        readers = [u for of in (node, *parts) for u in of.users if u.op != "output" and u not in parts]
+        if readers:
+            min(readers).prepend(node)
+            for part in reversed(parts):
+                node.append(part)
 
 
 def fetch_late(half: Half) -> None:
@@ -280,7 +300,7 @@ def _leads_only_to(nodes: list[fx.Node], end: fx.Node) -> bool:
     return all(user is end or hands_on(user) for node in nodes for user in walks.uses(node, hands_on))
 
 
-PASSES: tuple[Callable[[Half], None], ...] = (fetch_late, gather_ahead, reduce_beside)
+PASSES: tuple[Callable[[Half], None], ...] = (recompute_late, fetch_late, gather_ahead, reduce_beside)
 
 
 def verify(half: Half, after: str) -> None:

@@ -5,7 +5,7 @@ forward     on fake tensors, segment by segment: how what a segment leaves lies 
 backward    from the last segment to the first: make_fx over torch.autograd.grad; segments that are alike - ops,
             constants, how their inputs and the gradients that arrive lie - share one trace
 compose     copies of the traces: forwards in order, backwards in reverse; gradients of what several segments read are
-            added up
+            added up; every node of the forward says of which op of the local program it comes
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.codegen.joint_graph import JointGraph
+from autopar.codegen.joint_graph import OP, JointGraph
 from autopar.codegen.local import LocalProgram
 from autopar.graph import walks
 from autopar.graph.graph import info, run
@@ -177,6 +178,9 @@ class _Composition:
         for segment, traced in zip(segments, traces, strict=True):
             at = {i: self.env[n] for i, n in zip(traced.inputs, segment.reads, strict=True)}
             self._copy(traced.forward, at)
+            for node in traced.forward:
+                place = node.meta.get("custom", {}).get(OP)
+                at[node].meta[OP] = "" if place is None else segment.nodes[place].name
             for leaf, output in zip(segment.leaves, traced.outputs, strict=True):
                 self.env[leaf] = at[output]
             self.places.append(at)
@@ -242,8 +246,10 @@ def _is_several(node: fx.Node) -> bool:
 
 
 def _run(segment: Segment, env: dict[fx.Node, Any]) -> list[torch.Tensor]:
-    for node in segment.nodes:
-        env[node] = run(node, env)
+    """The values that a segment leaves; what is traced meanwhile says of which of its ops it comes."""
+    for place, node in enumerate(segment.nodes):
+        with traceback.annotate({OP: place}):
+            env[node] = run(node, env)
     return [env[n] for n in segment.leaves]
 
 
@@ -261,9 +267,11 @@ def _traced(segment: Segment, reads: Sequence[Lies], tangents: Sequence[Lies | N
         return (*outputs, *torch.autograd.grad(reached, wanted, arriving, allow_unused=True))
 
     fake = [like.made(device).detach() for like in reads], [like.made(device) for like in given]
-    made = make_fx(step)(*fake)
-    if any(map(_writes, made.graph.nodes)):  # an op's body, or a backward, that writes to memory: as values
-        made = make_fx(torch.func.functionalize(made, remove="mutations"))(*fake)
+    with traceback.preserve_node_meta():
+        made = make_fx(step)(*fake)
+        if any(map(_writes, made.graph.nodes)):  # an op's body, or a backward, that writes to memory: as values
+            values = torch.func.functionalize(fx.Interpreter(made).run, remove="mutations")
+            made = make_fx(values)(*fake)
     assert not any(map(_writes, made.graph.nodes))
     for node in made.graph.find_nodes(op="get_attr"):  # torch.tensor([1, 2]) is written out where it stands
         _write_out(made, node, device)

@@ -21,7 +21,8 @@ from autopar.solver.decision import Conversion, Decision
 if TYPE_CHECKING:
     from autopar.solver.plan import Plan
 
-VERSION = 3
+VERSION = 4
+_READ = (3, VERSION)  # a plan of version 3 recomputes nothing
 _MOST = 2**62  # whole numbers of a file are below
 _WINDOW_BYTES = 25 * 2**20  # of a file that does not say it
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
@@ -76,6 +77,7 @@ def written(plan: Plan) -> dict[str, Any]:
         "accumulation": plan.accumulation,
         "precision": list(plan.precision) if plan.precision else None,
         "scattered": sorted(plan.scattered),
+        "recomputed": sorted(plan.recomputed),
         "first_peak_bytes": plan.first_peak_bytes,
         "window_bytes": plan.window_bytes,
         "suspected": [list(pair) for pair in plan.suspected],
@@ -107,7 +109,7 @@ def _conversion_data(c: Conversion, axes: Sequence[str]) -> dict[str, Any]:
 def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the plan that `written` wrote."""
     try:
-        if data["version"] != VERSION:
+        if data["version"] not in _READ:
             version = _shown(data["version"])
             raise BadPlan(f"the plan is of version {version}, this autopar reads {VERSION}", advice="plan again")
         return _fields(data)
@@ -148,6 +150,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "accumulation": _whole(data["accumulation"], least=1),
         "precision": None if data["precision"] is None else _pair(data["precision"], _text),
         "scattered": _names(data["scattered"]),
+        "recomputed": frozenset() if data["version"] < VERSION else _names(data["recomputed"]),
         "first_peak_bytes": _whole(data.get("first_peak_bytes", 0)),
         "suspected": _each(data.get("suspected", []), lambda pair: _pair(pair, _text)),
         "stopped": _each(data.get("stopped", []), _text),
@@ -276,6 +279,10 @@ def refuse_contradictions(plan: Plan) -> None:
         raise BadPlan(f"the plan speaks of {unknown[0]}, for which it decides nothing")
     if len({(c.target, c.operand) for c in plan.conversions}) < len(plan.conversions):
         raise BadPlan("the plan converts a value twice")
+    conversions = {c.name for c in plan.conversions}
+    for value in sorted(plan.recomputed):
+        if value not in conversions and (value not in plan.decisions or plan.decisions[value].kind != "op"):
+            raise BadPlan(f"the plan recomputes {value}, which is neither an op nor a conversion of it")
     for c in plan.conversions:
         if c.source not in plan.decisions or c.target not in plan.decisions:
             raise BadPlan(

@@ -24,6 +24,11 @@ class Decision:
         return self.choice.output() if operand is None else self.choice.operand(operand)
 
 
+def conversion_name(target: str, operand: int) -> str:
+    """The name of what arrives at an operand, converted: `blocks.0.up/linear:0`."""
+    return f"{target}:{operand}"
+
+
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """A value that changes its sharding between two sites."""
@@ -36,3 +41,7 @@ class Conversion:
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     seconds: float
+
+    @property
+    def name(self) -> str:
+        return conversion_name(self.target, self.operand)

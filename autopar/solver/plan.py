@@ -77,6 +77,8 @@ class Plan:
     precision: tuple[str, str] | None = None  # dtypes of compute and of the reduction of gradients
     # parameters whose gradients are reduced in each micro-batch, not once at the end
     scattered: frozenset[str] = frozenset()
+    # values that are not saved for backward, which recomputes them: those of ops, and of conversions by their names
+    recomputed: frozenset[str] = frozenset()
     first_peak_bytes: int = 0  # of the first step, before the optimizer has states
     # ops without a rule, and the line under which each ran right when it was tried
     suspected: tuple[tuple[str, str], ...] = ()

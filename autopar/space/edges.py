@@ -151,6 +151,7 @@ class EdgeBuilder:
             like.itemsize,
             like.has_gradient,
             like.back,
+            like.forward,
             like.reduced_in,
         )
 
@@ -176,6 +177,7 @@ class EdgeBuilder:
             cargo.type.itemsize,
             cargo.type.requires_grad,
             self.reductions if cargo.is_parameter else None,
+            self._tables[key].forward,
             cargo.reduced_in,
         )
 

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autopar.space.line import Passages
+
 if TYPE_CHECKING:
     from autopar.space.space import Edge
 
@@ -56,6 +58,7 @@ class Memory:
     pieces: tuple[Piece, ...]
     ops: tuple[str, ...]  # names in the order of the forward
     updates: int = 1  # times of the optimizer's step
+    passages: Passages | None = None  # how values lie on each other: what recompute asks
 
     @property
     def times(self) -> int:

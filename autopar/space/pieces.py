@@ -12,6 +12,7 @@ from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import LocalBytes
 from autopar.space.memory import Memory, Piece
 from autopar.space.parameter_values import ParameterValues
+from autopar.space.passages import passages_of
 from autopar.space.schedule import Schedule
 from autopar.space.setting import Setting
 from autopar.space.site_pieces import SitePieces
@@ -34,7 +35,8 @@ def memory_of(
     for index in range(len(wiring.edges)):
         edges.add(index)
     pieces = (*sites.found, *edges.found, *_unread(graph, wiring, clock))
-    return Memory(pieces, tuple(info(n).key for n in clock.ops), clock.updates)
+    passages = passages_of(wiring, lifetimes, bytes_)
+    return Memory(pieces, tuple(info(n).key for n in clock.ops), clock.updates, passages)
 
 
 def _unread(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:

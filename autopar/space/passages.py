@@ -1,0 +1,106 @@
+"""`passages_of`: how the values of a graph lie on each other, and what backward reads of them (see `line.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch.fx as fx
+
+from autopar.graph.graph import info, op_name, type_of
+from autopar.sharding.strategies import Choice
+from autopar.space.lifetimes import Lifetimes
+from autopar.space.line import OWN, Made, Passage, Passages
+from autopar.space.local_bytes import LocalBytes, Tensors
+from autopar.space.saved import work_of
+from autopar.space.space import Flows
+from autopar.space.wiring import Wiring, source_of
+
+
+def passages_of(wiring: Wiring, lifetimes: Lifetimes, bytes_: LocalBytes) -> Passages:
+    """The ops of a graph with the edges by which their operands arrive."""
+    at = lifetimes.clock.at
+    entering: dict[int, list[int]] = {}
+    for k, edge in enumerate(wiring.edges):
+        entering.setdefault(edge.target, []).append(k)
+    builder = _Builder(wiring, lifetimes, bytes_, entering)
+    sources = []
+    for value in wiring.values:
+        op, _ = source_of(value)
+        port = lifetimes.outputs[op].index(value) if op in at else 0
+        sources.append((at.get(op, -1), port))
+    return Passages(
+        tuple(builder.passage(op) for op in lifetimes.clock.ops),
+        tuple(sources),
+        tuple(builder.numbered(edge.taken) for edge in wiring.edges),
+        tuple(builder.converted(k) for k in range(len(wiring.edges))),
+        frozenset(k for k, value in enumerate(wiring.values) if value in lifetimes.parameters.owners),
+        tuple(k for k, taker in enumerate(wiring.takers) if taker not in at),
+    )
+
+
+class _Builder:
+    """Passages of ops, one after the other."""
+
+    def __init__(
+        self, wiring: Wiring, lifetimes: Lifetimes, bytes_: LocalBytes, entering: Mapping[int, Sequence[int]]
+    ) -> None:
+        self.wiring = wiring
+        self.lifetimes = lifetimes
+        self.bytes = bytes_
+        self.entering = entering
+        self._known: dict[Flows, int] = {}
+        self._numbers: dict[int, tuple[tuple[Flows, ...], np.ndarray]] = {}
+
+    def passage(self, op: fx.Node) -> Passage:
+        """One op."""
+        lifetimes, index = self.lifetimes, self.wiring.index[op]
+        edges = tuple(self.entering.get(index, ()))
+        keeps = lifetimes.keeps[op]
+        made = []
+        for value in lifetimes.outputs[op]:
+            port = value.args[1] if info(value).kind == "part" else 0
+            lies = self._local(op, value, Tensors(port))
+            made.append(Made(lies, self._shown(op, value, edges), value in keeps))
+        besides, (work, _) = lifetimes.besides[op], work_of(op)
+        return Passage(
+            index,
+            edges,
+            tuple(self.wiring.values[k] in keeps for k in edges),
+            tuple(made),
+            self._as_first_operand(op, besides) if besides else None,
+            self._as_first_operand(op, work) if work else None,
+        )
+
+    def _shown(self, op: fx.Node, value: fx.Node, edges: Sequence[int]) -> int:
+        """The edge whose value's memory a value shows."""
+        memory = self.lifetimes.memory
+        if op_name(op) == "identity" or self.lifetimes.is_view[value]:
+            for k in edges:
+                if op_name(op) == "identity" or memory[self.wiring.values[k]] == memory[value]:
+                    return k
+        return OWN
+
+    def _local(self, op: fx.Node, value: fx.Node, tensors: Tensors) -> np.ndarray:
+        return self.bytes.by_choice(self.wiring.site(op).choices, type_of(value), tensors)
+
+    def _as_first_operand(self, op: fx.Node, nbytes: int) -> np.ndarray:
+        """So many bytes, as the first operand of an op is cut."""
+        first = next(n for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))
+        part = self._local(op, first, Tensors(0, Choice.operand))
+        return self.bytes.scaled(part, nbytes / max(1, type_of(first).nbytes))
+
+    def numbered(self, taken: tuple[Flows, ...]) -> np.ndarray:
+        """A number for each of these flows, equal for equal ones."""
+        if id(taken) not in self._numbers:
+            numbers = np.array([self._known.setdefault(flows, len(self._known)) for flows in taken], int)
+            self._numbers[id(taken)] = taken, numbers  # the flows are held, so that their id stays theirs
+        return self._numbers[id(taken)][1]
+
+    def converted(self, edge: int) -> np.ndarray:
+        """Bytes that a conversion on an edge makes, as `EdgePieces` counts them."""
+        value = self.wiring.values[edge]
+        bytes_ = self.bytes.by_flows(self.wiring.edges[edge], type_of(value))
+        if value in self.lifetimes.turned and type_of(value).requires_grad:
+            bytes_ = self.bytes.copied(bytes_)
+        return bytes_.made
