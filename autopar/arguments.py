@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from autopar.letters import BadBudget, BadSharding, NotServed
@@ -36,6 +36,16 @@ def refuse_unserved(**arguments: tuple[Any, tuple[Any, ...]]) -> None:
 def check_gap(gap: Any) -> None:
     if not isinstance(gap, (int, float)) or not 0 <= gap < 1:
         raise NotServed(f"gap={gap!r} is no share of the step time", advice="gap=0.01")
+
+
+def check_recompute(policy: Any, known: Collection[str]) -> None:
+    """Raise a letter unless it is "auto", a policy that is known by name, or a function."""
+    if policy != "auto" and policy not in known and not callable(policy):
+        raise NotServed(
+            f"recompute={policy!r} is no policy",
+            seen=f"known: auto, {', '.join(known)}",
+            advice="one of these, or a function of a line and a budget that returns names of its runs",
+        )
 
 
 def check_kinds(solver: Any, strict: Any, loss: Any, assume: Any) -> None:

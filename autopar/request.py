@@ -25,6 +25,7 @@ from autopar.arguments import (
     check_optimizer,
     check_outputs,
     check_precision,
+    check_recompute,
     check_time_limit,
     device_count,
     refuse_unserved,
@@ -37,6 +38,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
 from autopar.solver.program import peak_where_nothing_is_dear, solve
+from autopar.solver.recompute import POLICIES, Policy
 from autopar.space.constraints import Preset
 from autopar.space.edges import Managers
 from autopar.space.presets import preset_of, said_of, window_of
@@ -60,7 +62,7 @@ class Request:
     memory_budget: int | str | float | None = None
     optimizer: str | float = "adamw"
     precision: Precision | None = None
-    recompute: str = "auto"
+    recompute: str | Policy = "auto"
     loss: Callable[..., Any] | None = None
     parallel: str | Mapping[str, Any] | None = None
     constraints: Mapping[str, Any] | None = None
@@ -76,7 +78,8 @@ class Request:
     budget: float = field(init=False)  # bytes; infinite where there is none
 
     def __post_init__(self) -> None:
-        refuse_unserved(recompute=(self.recompute, ("auto", "none")), kernels=(self.kernels, (True, False)))
+        refuse_unserved(kernels=(self.kernels, (True, False)))
+        check_recompute(self.recompute, POLICIES)
         check_gap(self.gap)
         check_kinds(self.solver, self.strict, self.loss, self.assume)
         check_optimizer(self.optimizer)
@@ -167,7 +170,7 @@ class Request:
         if self.precision is None:
             said.append(("precision", "the model's own dtypes"))
         if self.recompute == "auto":
-            said.append(("recompute", "none: no stage drops activations yet"))
+            said.append(("recompute", "as little as the budget asks for"))
         if self.time_limit is not None:
             found = f"{self.time_limit:g} s: what was found by then; another run may give another plan"
             said.append(("time_limit", found))
@@ -276,7 +279,7 @@ class _Planning:
 
     def _fastest(self, space: Space, budget: float, defaults: Sequence[tuple[str, str]]) -> Plan:
         asked = self.request
-        plan = solve(space, asked.solver, budget=budget, gap=asked.gap, until=self.until)
+        plan = solve(space, asked.solver, budget=budget, gap=asked.gap, until=self.until, recompute=asked.recompute)
         return replace(
             plan,
             precision=(asked.precision.param, asked.precision.reduce) if asked.precision else None,

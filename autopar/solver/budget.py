@@ -46,6 +46,8 @@ class Point:
     held: np.ndarray
     in_line: float = 0.0  # seconds without the communication in windows
     over: tuple[float, ...] = ()  # of each kind of window: communication less compute
+    recomputed: frozenset[str] = frozenset()  # values that backward makes again (see `space/line.py`),
+    recompute_s: float = 0.0  # and the part of its seconds that this takes
 
     @property
     def peak(self) -> float:
@@ -218,7 +220,7 @@ class Budgeted:
                 if self.none_within(budget, at.of_bytes):
                     return Outcome(None, bound, points, centre, hopeless=True)
             times = sorted({*times, *self._overfull(point, budget)})
-            ahead, most = _prices(points, times, budget, self.kinds)
+            ahead, most = prices_of(points, times, budget, self.kinds)
             left = 0.0 if best is None else _LITTLE * (best.seconds - bound)
             if points and most - bound <= max(_WORTH * abs(bound), left):
                 break  # no price is worth more, or so little of what is open
@@ -300,7 +302,7 @@ def _backend() -> Any:
     return pulp.PULP_CBC_CMD(msg=False, threads=1, options=[f"maxIterations {_PIVOTS}"])
 
 
-def _prices(points: Sequence[Point], times: Sequence[int], budget: float, kinds: int) -> tuple[Prices, float]:
+def prices_of(points: Sequence[Point], times: Sequence[int], budget: float, kinds: int) -> tuple[Prices, float]:
     """The prices under which the plans met so far are worth most, and what they are then.
 
     Max theta, theta <= seconds in line + sum of share * over + sum of price * (bytes - budget).

@@ -10,13 +10,15 @@ import numpy as np
 from autopar.sharding.convert import Step
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import gradients, values
+from autopar.solver.budget import Point
 from autopar.solver.decision import Conversion, Decision
 from autopar.solver.plan import Plan
 from autopar.space.space import Edge, Flows, Space, reduces
 
 
-def plan_of(space: Space, picked: Sequence[int], bound: float, budget: float = math.inf) -> Plan:
-    """The plan that picks these choices; no plan takes less than `bound` seconds."""
+def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) -> Plan:
+    """The plan of these choices and states; no plan takes less than `bound` seconds."""
+    picked = point.picked
     chosen = list(zip(space.sites, picked, strict=True))
     conversions, moved = _conversions(space, picked)
     beside, hidden = _overlap(space, picked)
@@ -24,8 +26,8 @@ def plan_of(space: Space, picked: Sequence[int], bound: float, budget: float = m
     step = sum(d.seconds for d in decisions.values())
     for seconds in moved:
         step += seconds
-    step -= hidden
-    memory, peak_at = _peak(space, picked)
+    step += point.recompute_s - hidden
+    memory, peak_at = _peak(space, point)
     names = _named_for_policies(space)
     return Plan(
         mesh=space.setting.mesh,
@@ -50,6 +52,8 @@ def plan_of(space: Space, picked: Sequence[int], bound: float, budget: float = m
         accumulation=space.setting.accumulation,
         scattered=frozenset(name for name, (s, i) in zip(names, chosen, strict=True) if s.scattered and s.scattered[i]),
         first_peak_bytes=round(space.memory.first(picked, space.edges)) if space.memory else 0,
+        recomputed=point.recomputed,
+        recompute_s=point.recompute_s,
         suspected=tuple(sorted({(s.op, s.suspected) for s in space.sites if s.suspected})),
     )
 
@@ -94,12 +98,16 @@ def _overlap(space: Space, picked: Sequence[int]) -> tuple[float, float]:
     return float(beside), float(hidden)
 
 
-def _peak(space: Space, picked: Sequence[int]) -> tuple[dict[str, int], str]:
+def _peak(space: Space, point: Point) -> tuple[dict[str, int], str]:
     """Bytes at the fullest time by kind, and when that is."""
     if space.memory is None:
         return {}, ""
-    held = space.memory.held(picked, space.edges)
-    time = int(np.sum(list(held.values()), axis=0).argmax())
+    held = space.memory.held(point.picked, space.edges)
+    whole = np.sum(list(held.values()), axis=0)
+    if point.recomputed:  # of what is saved there is less, and what is made again is there for the while
+        saved = "saved activations"
+        held[saved], whole = held[saved] + point.held - whole, point.held
+    time = int(whole.argmax())
     return {kind: round(float(n[time])) for kind, n in held.items()}, space.memory.when(time)
 
 

@@ -79,6 +79,7 @@ class Plan:
     scattered: frozenset[str] = frozenset()
     # values that are not saved for backward, which recomputes them: those of ops, and of conversions by their names
     recomputed: frozenset[str] = frozenset()
+    recompute_s: float = 0.0  # and the part of the step that this takes
     first_peak_bytes: int = 0  # of the first step, before the optimizer has states
     # ops without a rule, and the line under which each ran right when it was tried
     suspected: tuple[tuple[str, str], ...] = ()

@@ -10,6 +10,7 @@ from autopar.solver.budget import Budgeted, Prices
 from autopar.solver.chosen import plan_of
 from autopar.solver.integer import backend_of, infeasible
 from autopar.solver.plan import Plan
+from autopar.solver.recompute import Policy, Recompute
 from autopar.solver.rivals import PricedSpace
 from autopar.solver.searches import SEARCHES, Findings, Search, Task, over_budget
 from autopar.solver.ties import settled
@@ -26,16 +27,19 @@ def solve(
     gap: float = 0.0,
     until: float = math.inf,
     searches: Sequence[Search] = SEARCHES,
+    recompute: str | Policy = "none",
 ) -> Plan:
     """The fastest plan of the space that was found. No device holds more than `budget` bytes.
+
+    `recompute` is the policy by which backward makes values again (`recompute.py`).
 
     The search ends within `gap` of its bound, or where the searches can do no more; the plan's own gap says how near
     that is. `until` is a time of the monotonic clock after which a plan that was found is not improved.
     """
     counted = Budgeted(space)
-    task = Task(counted, budget, solver, backend_of(solver), gap, until)
+    task = Task(counted, budget, solver, backend_of(solver), gap, until, recompute != "none")
     found = Findings()
-    for search in searches:
+    for search in (*searches, Recompute(recompute)):
         if search.accepts(task, found):
             found = search.look(task, found)
             if found.bound == math.inf:
@@ -44,8 +48,10 @@ def solve(
         raise over_budget(task)
     if found.best is None:
         raise infeasible(space, "elimination had to split, and found no choices that go together")
-    best = settled(counted, found.best, budget) if task.has_time else found.best
-    plan = plan_of(space, best.picked, found.bound, budget if counted.rows else math.inf)
+    best = found.best
+    if task.has_time and not best.recomputed:
+        best = settled(counted, best, budget)
+    plan = plan_of(space, best, found.bound, budget if counted.rows or best.recomputed else math.inf)
     is_open = plan.gap > max(gap, _CLOSED)  # where the bound is met, what was stopped had nothing left to find
     prices = found.outcome.prices if found.outcome else Prices({}, (0.0,) * counted.kinds)
     return replace(

@@ -44,6 +44,7 @@ class Task:
     backend: Any  # of integer programs
     gap: float  # at which a plan is good enough
     until: float  # a time of the monotonic clock, after which a plan that was found is not improved
+    recomputes: bool = False  # may a plan that is over the budget come to fit, because backward makes values again?
 
     @property
     def space(self) -> Space:
@@ -109,7 +110,7 @@ class PriceSearch:
 
     def look(self, task: Task, found: Findings) -> Findings:
         outcome = task.counted.fastest(task.budget, task.gap, until=task.until)
-        if outcome.hopeless:
+        if outcome.hopeless and not task.recomputes:
             raise over_budget(task)
         return replace(found, best=outcome.best, bound=max(found.bound, outcome.bound), outcome=outcome)
 

@@ -99,11 +99,17 @@ def _head(plan: Plan) -> list[str]:
         f"plan for {plan.mesh.size} devices, mesh {plan.mesh}, cluster {plan.cluster}{dtypes}",
         f"step      {_time(plan.step_time_s)} a step: {_time(compute)} compute and optimizer{batches}, "
         f"{_time(moved - plan.beside_s)} communication in line, {exposed} exposed of {_time(plan.beside_s)} beside "
-        "compute, no recompute",
+        f"compute, {_recomputing(plan)}",
         f"bound     {_time(plan.lower_bound_s)} at least for any plan of this model on this mesh{within}: gap "
         f"{plan.gap:.2%}",
         f"memory    {_size(plan.peak_bytes)} at the {plan.peak_at}{of_budget}: {held}",
     ]
+
+
+def _recomputing(plan: Plan) -> str:
+    if not plan.recomputed:
+        return "no recompute"
+    return f"{_time(plan.recompute_s)} recompute of {len(plan.recomputed)} values"
 
 
 def _parameter_rows(plan: Plan) -> Iterator[_Row]:

@@ -15,8 +15,7 @@ holds - parameters, gradients, messages - is in the pieces of `memory.py`, and d
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -47,6 +46,8 @@ class Passage:
     edges: tuple[int, ...]  # by which its operands arrive
     kept: tuple[bool, ...]  # of each: does its backward read what arrives?
     made: tuple[Made, ...]
+    region: str = ""  # the model's own checkpoint region around it
+    is_core: bool = False  # is it in the core of an attention, between the products?
     besides: np.ndarray | None = None  # bytes that its backward reads besides, by choice
     work: np.ndarray | None = None  # and bytes that it makes for the while
 
@@ -55,12 +56,14 @@ class Passage:
 class Passages:
     """The ops of a graph in the order of the forward, and the edges between them."""
 
-    ops: tuple[Passage, ...]
-    sources: tuple[tuple[int, int], ...]  # of each edge the op that makes its value, as which; of a resident (-1, 0)
-    arrives: tuple[np.ndarray, ...]  # of each edge a number for each flow of `taken`: equal ones are converted once
-    converted: tuple[np.ndarray, ...]  # of each edge the bytes that a conversion makes, by [given, taken]
-    gathered: frozenset[int]  # edges of parameters: what a conversion makes there is no value of an op
-    ends: tuple[int, ...]  # edges by which values leave the graph
+    ops: tuple[Passage, ...] = ()
+    sources: tuple[tuple[int, int], ...] = ()  # of each edge the op whose value it carries, as which; or (-1, 0)
+    arrives: tuple[
+        np.ndarray, ...
+    ] = ()  # of each edge a number for each flow of `taken`: equal ones are converted once
+    converted: tuple[np.ndarray, ...] = ()  # of each edge the bytes that a conversion makes, by [given, taken]
+    gathered: frozenset[int] = frozenset()  # edges of parameters
+    ends: tuple[int, ...] = ()  # edges by which values leave the graph
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +78,9 @@ class Run:
     time: int  # of the op in forward (see `memory.py`)
     work: float = 0.0  # bytes that it makes for the while
     is_op: bool = True
+    region: str = ""  # the model's own checkpoint region around it
+    is_core: bool = False  # is it in the core of an attention?
+    is_forced: bool = False  # is what it makes always dropped? The copy of a parameter that is gathered again
 
 
 @dataclass(slots=True, eq=False)
@@ -91,12 +97,15 @@ class Line:
     fixed: np.ndarray = field(init=False)  # of each value: it is not dropped, for it leaves, or is small
     other: np.ndarray = field(init=False)  # bytes of what is in no run, by time
     needed: frozenset[int] = field(init=False)  # values that some backward reads
+    forced: frozenset[int] = field(init=False)  # runs that come again wherever what they make is needed
 
     def __post_init__(self) -> None:
         self.needed = frozenset(v for run in self.runs for v in run.keeps)
+        self.forced = frozenset(i for i, run in enumerate(self.runs) if run.is_forced)
         self.fixed = self.leaves | (self.bytes <= SMALL)
+        self.fixed[[v for i in self.forced for v in self.runs[i].makes]] = False
         self.other = np.zeros(len(self.held))
-        own, times = self._own(frozenset())
+        own, times = self._own(self.forced)
         most = np.zeros(len(self.held))
         np.maximum.at(most, times, own)
         self.other = self.held - most
@@ -113,7 +122,7 @@ class Line:
 
     def again(self, recomputed: Collection[str]) -> frozenset[int]:
         """The runs that these names are of."""
-        return frozenset(i for i, run in enumerate(self.runs) if run.name in recomputed)
+        return frozenset(i for i, run in enumerate(self.runs) if run.name in recomputed) | self.forced
 
     def seconds_of(self, again: Collection[int]) -> float:
         """Seconds of what runs a second time, where these runs are recomputed."""
@@ -131,9 +140,7 @@ class Line:
 
     def peak(self, again: frozenset[int] = frozenset()) -> float:
         """The most bytes that a device holds at any time of a step."""
-        own, times = self._own(again)
-        tail = self.held[2 * self.ops :]
-        return float(max((own + self.other[times]).max(initial=0.0), tail.max(initial=0.0)))
+        return float(self.held_under(again | self.forced).max(initial=0.0))
 
     def held_under(self, again: frozenset[int]) -> np.ndarray:
         """Bytes at every time of a step."""
@@ -146,10 +153,11 @@ class Line:
 
     def _steps(self, again: frozenset[int]) -> list[tuple[bool, int, int]]:
         """The backward: for each op those of its runs that come again, then its own; with the time of each."""
-        steps, there, last = [], set[int](), 2 * self.ops - 1
+        steps = list[tuple[bool, int, int]]()
+        there, last = set[int](), 2 * self.ops - 1
         for i in range(len(self.runs) - 1, -1, -1):
             run = self.runs[i]
-            if not run.keeps:
+            if not run.is_op:
                 continue
             time = last - run.time
             for value in run.keeps:
@@ -243,7 +251,7 @@ class _Writer:
 
     def _op(self, time: int, op: Passage) -> None:
         site, choice = self.space.sites[op.site], self.picked[op.site]
-        arrived = {edge: self._arrives(edge, time) for edge in op.edges}
+        arrived = {e: self._arrives(e, time, kept) for e, kept in zip(op.edges, op.kept, strict=True)}
         values, makes = list[int](), list[int]()
         keeps = [arrived[e] for e, kept in zip(op.edges, op.kept, strict=True) if kept]
         for made in op.made:
@@ -261,25 +269,50 @@ class _Writer:
             keeps.append(makes[-1])
         seconds = float(site.compute[0][choice]) if site.compute else 0.0
         work = float(op.work[choice]) if op.work is not None else 0.0
-        self._run(site.name, seconds, list(arrived.values()), makes, keeps, time, work)
+        reads = tuple(v for v in _values(arrived.values()) if v not in makes)
+        run = Run(
+            site.name,
+            seconds,
+            reads,
+            tuple(makes),
+            _values(keeps),
+            time,
+            work,
+            region=op.region,
+            is_core=op.is_core,
+        )
+        self._write(run)
 
-    def _arrives(self, edge: int, time: int) -> int:
-        """The value that arrives over an edge: that which leaves, or what a conversion makes of it."""
-        source, port = self.passages.sources[edge]
-        if source < 0:
-            return RESIDENT
-        value, e = self.values[source][port], self.space.edges[edge]
-        place = e.place(self.picked)
+    def _arrives(self, edge: int, time: int, is_kept: bool = False) -> int:
+        """The value that arrives over an edge: that which leaves, or what a conversion makes of it.
+
+        The gathered copy of a parameter is among the pieces, with as long as the op's own backward keeps it.
+        """
+        (source, port), e = self.passages.sources[edge], self.space.edges[edge]
+        value = self.values[source][port] if source >= 0 else RESIDENT
+        place, is_gathered = e.place(self.picked), edge in self.passages.gathered
         made = float(self.passages.converted[edge][place])
-        if made and edge in self.passages.gathered:
-            return RESIDENT
-        if not made or value == RESIDENT:
+        if not made or (value == RESIDENT and not is_gathered):
             return value
-        key = (source, port, int(self.passages.arrives[edge][place[1]]))
+        if is_gathered and is_kept:
+            return RESIDENT
+        key = (e.source, port, int(self.passages.arrives[edge][place[1]]))
         if key not in self.converted:
             made_value = self.converted[key] = self._value(made)
-            target = self.space.sites[e.target].name
-            self._run(f"{target}:{e.operand}", float(e.forward[place]), [value], [made_value], [], time, is_op=False)
+            reads = [value] if value != RESIDENT else []
+            policies = self.space.sites[e.source].regathered
+            is_forced = is_gathered and bool(policies) and policies[self.picked[e.source]]
+            run = Run(
+                f"{self.space.sites[e.target].name}:{e.operand}",
+                float(e.forward[place]),
+                tuple(reads),
+                (made_value,),
+                (),
+                time,
+                is_op=False,
+                is_forced=is_forced,
+            )
+            self._write(run)
         return self.converted[key]
 
     def _value(self, nbytes: float) -> int:
@@ -287,19 +320,12 @@ class _Writer:
         self.made_by.append(-1)  # until its run is written
         return len(self.bytes) - 1
 
-    def _run(
-        self,
-        name: str,
-        seconds: float,
-        reads: list[int],
-        makes: list[int],
-        keeps: list[int],
-        time: int,
-        work: float = 0.0,
-        is_op: bool = True,
-    ) -> None:
-        for value in makes:
+    def _write(self, run: Run) -> None:
+        for value in run.makes:
             self.made_by[value] = len(self.runs)
-        reads, keeps = ([v for v in dict.fromkeys(of) if v != RESIDENT] for of in (reads, keeps))
-        reads = [v for v in reads if v not in makes]
-        self.runs.append(Run(name, seconds, tuple(reads), tuple(makes), tuple(keeps), time, work, is_op))
+        self.runs.append(run)
+
+
+def _values(values: Iterable[int]) -> tuple[int, ...]:
+    """The values, each once, without what is there anyway."""
+    return tuple(v for v in dict.fromkeys(values) if v != RESIDENT)

@@ -16,7 +16,7 @@ emitted program holds with its outputs in the user's hands until backward has en
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,7 +58,7 @@ class Memory:
     pieces: tuple[Piece, ...]
     ops: tuple[str, ...]  # names in the order of the forward
     updates: int = 1  # times of the optimizer's step
-    passages: Passages | None = None  # how values lie on each other: what recompute asks
+    passages: Passages = field(default_factory=Passages)  # how values lie on each other: what recompute asks
 
     @property
     def times(self) -> int:

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch.fx as fx
 
+from autopar.graph import walks
 from autopar.graph.graph import info, op_name, type_of
+from autopar.ops.entry import facts_of
 from autopar.sharding.strategies import Choice
 from autopar.space.lifetimes import Lifetimes
 from autopar.space.line import OWN, Made, Passage, Passages
@@ -49,6 +51,7 @@ class _Builder:
         self.lifetimes = lifetimes
         self.bytes = bytes_
         self.entering = entering
+        self.cores = _cores(lifetimes.clock.ops)
         self._known: dict[Flows, int] = {}
         self._numbers: dict[int, tuple[tuple[Flows, ...], np.ndarray]] = {}
 
@@ -68,6 +71,8 @@ class _Builder:
             edges,
             tuple(self.wiring.values[k] in keeps for k in edges),
             tuple(made),
+            str(info(op).checkpoint[0]) if info(op).checkpoint else "",
+            op in self.cores,
             self._as_first_operand(op, besides) if besides else None,
             self._as_first_operand(op, work) if work else None,
         )
@@ -104,3 +109,27 @@ class _Builder:
         if value in self.lifetimes.turned and type_of(value).requires_grad:
             bytes_ = self.bytes.copied(bytes_)
         return bytes_.made
+
+
+def _cores(ops: Sequence[fx.Node]) -> set[fx.Node]:
+    """The cores of attentions: the op itself, or what stands around a softmax up to the products before and behind.
+
+    The product before belongs to it, the one behind does not.
+    """
+    found = {op for op in ops if op_name(op) == "scaled_dot_product_attention"}
+    for op in ops:
+        if op_name(op) != "softmax":
+            continue
+        before = walks.ancestors([op], lambda n: info(n).kind != "op" or info(n).module != info(op).module)
+        scores = [n for n in before if _is_product(n)]
+        if not scores:
+            continue
+        last = max(scores)  # nodes compare by their place
+        behind = list(walks.uses(op, lambda n: info(n).kind == "op" and not _is_product(n)))
+        found |= {n for n in before if not n < last}
+        found |= {n for n in behind if info(n).module == info(op).module and not _is_product(n)}
+    return found
+
+
+def _is_product(node: fx.Node) -> bool:
+    return info(node).kind == "op" and facts_of(op_name(node)).flops is not None

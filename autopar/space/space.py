@@ -8,7 +8,7 @@ Window  communication that moves while some ops compute: the shorter of both tak
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,8 @@ class Edge:
     has_gradient: bool
     # by which its gradient is converted, where that is not the space's: reductions of parameters travel in buckets
     back: ShapeConsistencyManager | None = None
-    forward: np.ndarray | None = None  # seconds of converting the value once, by [given, taken]
+    # seconds of converting the value once, by [given, taken]
+    forward: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     reduced_in: int = 0  # bytes of an element of its gradient while it is reduced, where they are not its own
 
     def place(self, picked: Sequence[int]) -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ from autopar.runtime.collectives import STEPS
 from autopar.sharding.cluster import Measured, Timed
 from autopar.sharding.costs import OPTIMIZERS, collective_seconds, measured_seconds
 from autopar.solver import solve
+from autopar.solver.budget import Budgeted
 from autopar.solver.chosen import plan_of
 from autopar.space.constraints import Preset
 from autopar.space.setting import Setting
@@ -294,7 +295,7 @@ def test_only_the_measured_share_is_hidden(hidden):
     plan = solve(full)
     picked = [s.choices.index(plan.decisions[s.name].choice) for s in full.sites]
     assert full.hidden(picked) > 1e-6
-    assert plan_of(part, picked, 0.0).step_time_s == pytest.approx(
+    assert plan_of(part, Budgeted(part).point(picked), 0.0).step_time_s == pytest.approx(
         plan.step_time_s + (1 - hidden) * full.hidden(picked)
     )
     assert part.hidden(picked) == pytest.approx(hidden * full.hidden(picked))

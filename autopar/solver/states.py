@@ -1,0 +1,205 @@
+"""The states of a line's values under a budget: which runs backward repeats, for the fewest seconds.
+
+At given prices of bytes the cheapest states are a minimum cut. A run that is repeated needs its operands; a value that
+backward needs is saved, at the price of its bytes from its last reader in forward to its first in backward, or its run
+is repeated, at its seconds:
+
+    source -> needed(v)                 the backward of some op reads v
+    repeated(u) -> needed(v)            run u reads v
+    needed(v) -> repeated(run of v)     price of the bytes of v
+    repeated(u) -> sink                 seconds of u
+
+The price is raised until states fit. These are then filled up: states that are one up to some place and another from
+there on, and runs that need not be repeated after all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+from networkx.algorithms.flow import boykov_kolmogorov
+
+from autopar.space.line import Line
+
+Again = frozenset[int]
+_STEP, _RAISED, _HALVED = 2.0, 12, 4  # of a price: by which it is raised, how often, and how often a step is halved
+_TRIED = 256  # runs that are tried to be left out, those that take longest first
+_SOURCE, _SINK = -1, -2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class States:
+    """Runs that backward repeats, the seconds that they take, and the bytes of a step at every time."""
+
+    again: Again
+    seconds: float
+    held: np.ndarray
+
+    @property
+    def peak(self) -> float:
+        return float(self.held.max())
+
+
+class StateSearch:
+    """Looks for states of one line."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.known: dict[Again, States] = {}
+        self.none = self.of(line.forced)
+        self.windows = _windows(line)
+
+    def of(self, again: Again) -> States:
+        """The states in which these runs are repeated, where anything asks for it."""
+        again = again | self.line.forced
+        ran = frozenset(self.line.ran(again)) if again else again
+        if ran not in self.known:
+            seconds = sum(self.line.runs[i].seconds for i in ran - self.line.forced)
+            self.known[ran] = States(ran, seconds, self.line.held_under(ran))
+        return self.known[ran]
+
+    def within(self, budget: float, seeds: Iterable[Collection[str]] = ()) -> States | None:
+        """The fastest states found within a budget, none slower than those of the `seeds`; None where none was."""
+        if self.none.peak <= budget:
+            return self.none
+        for names in seeds:
+            self.of(self.line.again(names))
+        self._price(budget)
+        best = self._fastest(budget)
+        for states in self._splices(budget):
+            best = min((s for s in (best, states) if s is not None), key=lambda s: s.seconds)
+        return self._filled(best, budget) if best is not None else None
+
+    def _fastest(self, budget: float) -> States | None:
+        return min((s for s in self.known.values() if s.peak <= budget), key=lambda s: s.seconds, default=None)
+
+    # -- at prices
+
+    def at(self, prices: Mapping[int, float]) -> States:
+        """The states of the fewest seconds and priced bytes."""
+        return self.of(cheapest(self.line, self.windows, prices))
+
+    def _price(self, budget: float) -> None:
+        """Raise the price of a byte until states fit, then look between the last two prices.
+
+        The price is on the fullest time. Where bytes cost more than everything else, backward would begin with the
+        whole forward: the peak rises again, so that the price is raised step by step.
+        """
+        time = int(self.none.held.argmax())
+        price = _usual_price(self.line, self.windows, time) / _STEP**2
+        low, found = 0.0, None
+        for _ in range(_RAISED):
+            states = self.at({time: price})
+            if states.peak <= budget:
+                found = price
+                break
+            low, price = price, price * _STEP
+        if found is None:
+            return
+        low = low or found / _STEP**2
+        for _ in range(_HALVED):
+            middle = math.sqrt(low * found)
+            if self.at({time: middle}).peak <= budget:
+                found = middle
+            else:
+                low = middle
+
+    # -- between states
+
+    def _splices(self, budget: float) -> Iterable[States]:
+        """States that are one up to some run, and another from there on."""
+        all_ = sorted(self.known.values(), key=lambda s: s.seconds)
+        under = [s for s in all_ if s.peak <= budget][:2]
+        over = [s for s in all_ if s.peak > budget and (not under or s.seconds < under[0].seconds)][-3:]
+        for one in under:
+            for other in over:
+                yield from self._spliced(one, other, budget)
+
+    def _spliced(self, under: States, over: States, budget: float) -> Iterable[States]:
+        """The states with as much of the faster ones as fits: at the beginning, and at the end."""
+        for first in (True, False):
+            low, high = 0, len(self.line.runs)  # so many runs of the faster fit; so many may not
+            while high - low > 1:
+                middle = (low + high) // 2
+                place = middle if first else len(self.line.runs) - middle
+                front, back = (over, under) if first else (under, over)
+                mixed = frozenset(i for i in front.again if i < place) | frozenset(i for i in back.again if i >= place)
+                states = self.of(mixed)
+                if states.peak <= budget:
+                    low = middle
+                    yield states
+                else:
+                    high = middle
+
+    def _filled(self, best: States, budget: float) -> States:
+        """The states without what need not be repeated after all."""
+        runs = self.line.runs
+        for i in sorted(best.again, key=lambda i: -runs[i].seconds)[:_TRIED]:
+            if i in best.again and runs[i].seconds > 0:
+                states = self.of(best.again - {i})
+                if states.peak <= budget and states.seconds < best.seconds:
+                    best = states
+        return best
+
+
+def cheapest(line: Line, windows: Sequence[tuple[int, int]], prices: Mapping[int, float]) -> Again:
+    """The runs to repeat at prices of bytes, by a minimum cut."""
+    network: nx.DiGraph = nx.DiGraph()
+    of_time = np.zeros(len(line.held) + 1)
+    for t, price in prices.items():
+        of_time[t + 1] += price
+    total = np.cumsum(of_time)
+    count = len(line.runs)
+    for u, run in enumerate(line.runs):
+        if not run.makes:
+            continue
+        network.add_edge(u, _SINK, capacity=run.seconds)
+        for v in run.reads:
+            if not line.fixed[v]:
+                network.add_edge(u, count + v)  # without end
+    for v, (first, last) in enumerate(windows):
+        if line.fixed[v]:
+            continue
+        if v in line.needed:
+            network.add_edge(_SOURCE, count + v)
+        price = float(total[last] - total[first]) if last > first else 0.0
+        if line.made_by[v] in line.forced:
+            network.add_edge(count + v, line.made_by[v])
+        else:
+            network.add_edge(count + v, line.made_by[v], capacity=price * line.bytes[v])
+    if _SOURCE not in network or _SINK not in network:
+        return frozenset()
+    _, (kept, _) = nx.minimum_cut(network, _SOURCE, _SINK, flow_func=boykov_kolmogorov)
+    return frozenset(u for u in kept if 0 <= u < count)
+
+
+def _windows(line: Line) -> list[tuple[int, int]]:
+    """Of each value the times between its last reader in forward and its first in backward: saved, it costs there."""
+    last = 2 * line.ops - 1
+    reads = [line.runs[line.made_by[v]].time for v in range(len(line.bytes))]
+    needs = [last + 1] * len(line.bytes)
+    for run in reversed(line.runs):
+        for v in run.reads:
+            reads[v] = max(reads[v], run.time)
+        for v in run.keeps:
+            needs[v] = min(needs[v], last - run.time)
+    for run in reversed(line.runs):  # what only repeated runs read is read when they are needed
+        first = min((needs[v] for v in run.makes), default=last + 1)
+        for v in run.reads:
+            if v not in line.needed:
+                needs[v] = min(needs[v], first)
+    return [(a + 1, b) for a, b in zip(reads, needs, strict=True)]
+
+
+def _usual_price(line: Line, windows: Sequence[tuple[int, int]], time: int) -> float:
+    """Seconds of all runs for each byte that could be dropped at a time."""
+    droppable = sum(
+        float(line.bytes[v])
+        for v, (first, last) in enumerate(windows)
+        if v in line.needed and not line.fixed[v] and first <= time < last
+    )
+    return sum(run.seconds for run in line.runs) / max(1.0, droppable)
