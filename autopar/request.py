@@ -37,8 +37,8 @@ from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
+from autopar.solver.policies import POLICIES, Policy
 from autopar.solver.program import peak_where_nothing_is_dear, solve
-from autopar.solver.recompute import POLICIES, Policy
 from autopar.space.constraints import Preset
 from autopar.space.edges import Managers
 from autopar.space.presets import preset_of, said_of, window_of

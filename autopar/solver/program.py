@@ -10,7 +10,9 @@ from autopar.solver.budget import Budgeted, Prices
 from autopar.solver.chosen import plan_of
 from autopar.solver.integer import backend_of, infeasible
 from autopar.solver.plan import Plan
-from autopar.solver.recompute import Policy, Recompute
+from autopar.solver.policies import Policy
+from autopar.solver.recompute import lowest
+from autopar.solver.recompute import recompute as recomputing
 from autopar.solver.rivals import PricedSpace
 from autopar.solver.searches import SEARCHES, Findings, Search, Task, over_budget
 from autopar.solver.ties import settled
@@ -38,14 +40,16 @@ def solve(
     """
     counted = Budgeted(space)
     task = Task(counted, budget, solver, backend_of(solver), gap, until, recompute != "none")
-    found = Findings()
-    for search in (*searches, Recompute(recompute)):
-        if search.accepts(task, found):
-            found = search.look(task, found)
-            if found.bound == math.inf:
-                raise infeasible(space, "no choices go together")
+
+    def without() -> Findings:
+        return _searched(task, searches)
+
+    if recompute == "none" or (recompute == "auto" and not task.has_budget) or space.memory is None:
+        found = without()
+    else:
+        found = recomputing(task, recompute, without)
     if found.best is None and task.has_budget:
-        raise over_budget(task)
+        raise over_budget(task, lowest(task) if task.recomputes else None)
     if found.best is None:
         raise infeasible(space, "elimination had to split, and found no choices that go together")
     best = found.best
@@ -59,6 +63,17 @@ def solve(
         stopped=tuple(dict.fromkeys(found.stopped)) if is_open else (),
         search=PricedSpace(counted, best.picked, prices),
     )
+
+
+def _searched(task: Task, searches: Sequence[Search]) -> Findings:
+    """What the searches find, one after the other."""
+    found = Findings()
+    for search in searches:
+        if search.accepts(task, found):
+            found = search.look(task, found)
+            if found.bound == math.inf:
+                raise infeasible(task.space, "no choices go together")
+    return found
 
 
 def peak_where_nothing_is_dear(space: Space) -> float:

@@ -1,162 +1,185 @@
-"""What a plan recomputes: policies by name, a user's own, and the search for it.
+"""The search for shardings and for what backward recomputes, in one.
 
-A policy says which runs of a line backward repeats:
+    free         the fastest plans where memory is nothing
+    joint        at one price of a byte after the other, at the fullest time: the sharding for which the cheapest states
+                 are cheapest, and a bound for every sharding with every schedule (`joint.py`)
+    within       of each sharding that was met, the states that fit in the budget (`states.py`)
+    without      where that leaves more than a little open, shardings that fit without recompute, or hold less
 
-    none          nothing
-    full          everything but what enters a block of the model, and what collectives made of it
-    selective     the core of attention: scores, their softmax and dropout, and what they are multiplied with
-    as written    the model's own checkpoint regions, all but what enters them
-    chen          blocks of the model in segments, as many as their square root; the last is not repeated
-    auto          the fewest seconds under the budget, for whichever sharding
-
-A user's policy is a function of the line and the budget in bytes, which returns names of runs.
+A policy by name, or a user's own, takes the place of `within`; its shardings are the fastest under which it fits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from autopar.graph.layers import innermost_block
-from autopar.letters import NotServed
-from autopar.solver.budget import Point
+from autopar.solver.budget import Outcome, Point
+from autopar.solver.eliminate import minimise
+from autopar.solver.joint import JointTables
+from autopar.solver.policies import POLICIES, Policy, named
+from autopar.solver.polish import polished
 from autopar.solver.searches import Findings, Task
 from autopar.solver.states import States, StateSearch
-from autopar.space.line import Line, Run
+from autopar.space.line import Line
 
-Policy = Callable[[Line, float], Iterable[str]]
-_MOST = 12  # shardings for which states are looked for
+_ROUNDS = 9  # of prices
+_WIDER = 4.0  # by which a price is raised or lowered before one is known on either side
+_NEAR = 1.05  # of two prices: nothing is looked for between them
+_OPEN = 0.015  # a gap from which on shardings without recompute are looked at too
+_MOST = 8  # of those: so many
 
-
-def none(line: Line, budget: float) -> Iterable[str]:
-    """Nothing."""
-    return ()
-
-
-def full(line: Line, budget: float) -> Iterable[str]:
-    """Everything but what enters a block, and what collectives have made."""
-    return _all_but_entries(line, [innermost_block(_module(run)) for run in line.runs])
+Without = Callable[[], Findings]
 
 
-def selective(line: Line, budget: float) -> Iterable[str]:
-    """The core of attention."""
-    return [run.name for run in line.runs if run.is_op and run.is_core]
+@dataclass(slots=True, eq=False)
+class Lined:
+    """A sharding with its line, and the search for its states."""
 
+    point: Point
+    line: Line
+    states: StateSearch
 
-def as_written(line: Line, budget: float) -> Iterable[str]:
-    """The model's own checkpoint regions."""
-    return _all_but_entries(line, [run.region for run in line.runs])
-
-
-def chen(line: Line, budget: float) -> Iterable[str]:
-    """Segments of blocks, as many as the square root of their number."""
-    blocks = list(dict.fromkeys(b for run in line.runs if (b := innermost_block(_module(run)))))
-    length = max(1, round(math.sqrt(len(blocks))))
-    segment = {b: f"segment {i // length}" for i, b in enumerate(blocks)}
-    last = segment[blocks[-1]] if blocks else ""
-    parts = [segment.get(innermost_block(_module(run)), "") for run in line.runs]
-    return _all_but_entries(line, ["" if part == last else part for part in parts])
-
-
-POLICIES: dict[str, Policy] = {
-    "none": none,
-    "full": full,
-    "selective": selective,
-    "as written": as_written,
-    "chen": chen,
-}
-
-
-def _all_but_entries(line: Line, regions: Sequence[object]) -> list[str]:
-    """The runs of regions, but those whose values another region reads, and collectives.
-
-    Where a region has ended, what it leaves is an entry of the next.
-    """
-    read_by: dict[int, set[object]] = {}
-    for run, region in zip(line.runs, regions, strict=True):
-        for value in run.reads:
-            read_by.setdefault(value, set()).add(region)
-    found = []
-    for run, region in zip(line.runs, regions, strict=True):
-        leaves = any(read_by.get(value, set()) - {region} for value in run.makes)
-        if region and run.is_op and not leaves:
-            found.append(run.name)
-    return found
-
-
-def _module(run: Run) -> str:
-    return run.name.partition("/")[0]
-
-
-class Recompute:
-    """The search for what to recompute, under one policy."""
-
-    def __init__(self, policy: str | Policy) -> None:
-        self.policy = policy
-
-    def accepts(self, task: Task, found: Findings) -> bool:
-        """Can it add anything here? Where everything fits, "auto" recomputes nothing."""
-        if self.policy == "none" or task.space.memory is None:
-            return False
-        return self.policy != "auto" or task.has_budget
-
-    def look(self, task: Task, found: Findings) -> Findings:
-        """The findings with the fastest plan that recomputes.
-
-        Their bound is that of plans under no budget: a budget binds sharding alone, and not sharding with recompute.
-        """
-        counted = task.counted
-        free = counted.fastest(math.inf, task.gap, until=task.until)
-        known = [*free.points, *(found.outcome.points if found.outcome else ())]
-        best = found.best if self.policy == "auto" else None
-        for point in _frontier(known):
-            if best is not None and point.seconds >= best.seconds:
-                break
-            recomputed = self._recomputed(task, point)
-            if recomputed is not None and (best is None or recomputed.seconds < best.seconds):
-                best = recomputed
-        return replace(found, best=best, bound=free.bound, outcome=found.outcome or free)
-
-    def _recomputed(self, task: Task, point: Point) -> Point | None:
-        """A sharding with what the policy recomputes; None where it does not fit."""
+    @staticmethod
+    def of(task: Task, point: Point) -> Lined:
         line = Line.of(task.space, point.picked, point.seconds)
-        search = StateSearch(line)
-        if self.policy == "auto":
-            states = search.within(task.budget, [set(policy(line, task.budget)) for policy in POLICIES.values()])
-        else:
-            states = search.of(line.again(_names(self.policy, line, task.budget)))
-            states = states if states.peak <= task.budget else None
-        return None if states is None else _with(point, line, states)
+        return Lined(point, line, StateSearch(line))
 
-
-def _with(point: Point, line: Line, states: States) -> Point:
-    names = frozenset(line.runs[i].name for i in states.again - line.forced)
-    return replace(
-        point,
-        seconds=point.seconds + states.seconds,
-        held=states.held,
-        recomputed=names,
-        recompute_s=states.seconds,
-    )
-
-
-def _names(policy: str | Policy, line: Line, budget: float) -> Collection[str]:
-    """The names that a policy returns; a letter where they are none of runs that may be recomputed."""
-    names = set((POLICIES[policy] if isinstance(policy, str) else policy)(line, budget))
-    if unknown := sorted(map(str, names - {run.name for run in line.runs})):
-        raise NotServed(
-            f"recompute= returned {unknown[0]!r}, which the line does not run",
-            seen=", ".join(line.names[:8]),
-            advice="names of line.runs",
+    def under(self, states: States) -> Point:
+        """The plan with these states."""
+        names = frozenset(self.line.runs[i].name for i in states.again - self.line.forced)
+        return replace(
+            self.point,
+            seconds=self.point.seconds + states.seconds,
+            held=states.held,
+            recomputed=names,
+            recompute_s=states.seconds,
         )
-    return names & set(line.names)
+
+    def within(self, budget: float) -> Point | None:
+        """The fastest plan found within a budget, no slower than those of policies with a name."""
+        seeds = [set(policy(self.line, budget)) for policy in POLICIES.values()]
+        states = self.states.within(budget, seeds)
+        return None if states is None else self.under(states)
 
 
-def _frontier(points: Sequence[Point]) -> list[Point]:
+def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
+    """The fastest plan with recompute, by a policy or by the joint search; `without` finds plans that have none."""
+    if policy == "auto":
+        return _Auto(task, without).run()
+    free = task.counted.fastest(math.inf, task.gap, until=task.until)
+    for point in _chain(free, without):
+        lined = Lined.of(task, point)
+        states = lined.states.of(lined.line.again(named(policy, lined.line, task.budget)))
+        if states.peak <= task.budget:
+            return Findings(lined.under(states), free.bound, free)
+    return Findings(None, free.bound, free)
+
+
+def _chain(free: Outcome, without: Without) -> Iterator[Point]:
+    """The shardings met where memory is nothing, then those met under the budget; faster ones first."""
+    yield from frontier(free.points)
+    found = without()
+    yield from frontier(found.outcome.points if found.outcome else [])
+
+
+@dataclass(slots=True, eq=False)
+class _Auto:
+    """The joint search."""
+
+    task: Task
+    without: Without
+    best: Point | None = None
+    bound: float = -math.inf
+    tried: set[tuple[int, ...]] = field(default_factory=set)
+    stopped: list[str] = field(default_factory=list)
+
+    def run(self) -> Findings:
+        """The best plan and bound of all ways to look for them."""
+        task = self.task
+        free = task.counted.fastest(math.inf, task.gap, until=task.until)
+        fastest = polished(task.counted, free, math.inf, task.gap, task.solver, self.stopped)
+        if fastest is None:
+            return self.without()
+        first = Lined.of(task, fastest)
+        if not first.line.names:  # nothing could be dropped
+            return self.without()
+        self.bound = free.bound
+        self._take(first)
+        if self._is_open(task.gap):
+            self._price(first, free)
+        found = Findings(self.best, self.bound, free, tuple(self.stopped))
+        if self._is_open(max(task.gap, _OPEN)):
+            found = self._sharded()
+        return replace(found, best=self.best, bound=self.bound, outcome=free)
+
+    def _is_open(self, gap: float) -> bool:
+        return self.best is None or self.best.seconds - self.bound > gap * self.best.seconds
+
+    def _take(self, lined: Lined) -> None:
+        """Look for the states of a sharding, once."""
+        self.tried.add(tuple(lined.point.picked))
+        if self.best is not None and lined.point.seconds >= self.best.seconds:
+            return
+        plan = lined.within(self.task.budget)
+        if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
+            self.best = plan
+
+    def _price(self, first: Lined, free: Outcome) -> None:
+        """Let the price of a byte at the fullest time lead to shardings, and raise the bound."""
+        task, lined = self.task, first
+        time = int(first.point.held.argmax())
+        tables = JointTables(task.counted, time, free.prices.exposed)
+        low, high, price = 0.0, math.inf, first.states.usual_price(time)
+        for _ in range(_ROUNDS):
+            worth = tables.worth(lined.line, price)
+            least = minimise(tables.problem(price, worth), tries=1)
+            self.bound = max(self.bound, least.bound - price * task.budget)
+            point = task.counted.point(least.picked)
+            if math.isfinite(point.seconds):
+                lined = Lined.of(task, point)
+                if tuple(point.picked) not in self.tried:
+                    self._take(lined)
+            if not self._is_open(task.gap):
+                break
+            is_over = lined.states.of(tables.cheapest(lined.line, price)).held[time] > task.budget
+            low, high = (price, high) if is_over else (low, price)
+            if high <= low * _NEAR:
+                break
+            price = (
+                math.sqrt(low * high) if low and math.isfinite(high) else price * (_WIDER if is_over else 1 / _WIDER)
+            )
+
+    def _sharded(self) -> Findings:
+        """Shardings that were met while looking for one that fits without recompute."""
+        found = self.without()
+        self.stopped += found.stopped
+        if found.best is not None and (self.best is None or found.best.seconds < self.best.seconds):
+            self.best = found.best
+        for point in frontier(found.outcome.points if found.outcome else []):
+            if tuple(point.picked) not in self.tried:
+                self._take(Lined.of(self.task, point))
+        return replace(found, stopped=tuple(self.stopped))
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
     """The plans that hold less than every faster one, the fastest first."""
     found: list[Point] = []
     for point in sorted(points, key=lambda p: (p.seconds, p.peak)):
         if math.isfinite(point.seconds) and (not found or point.peak < found[-1].peak):
             found.append(point)
     return found[:_MOST]
+
+
+def lowest(task: Task) -> Point:
+    """The plan of the lowest peak that is known, with what it recomputes."""
+    smallest, _ = task.counted.smallest()
+    free = task.counted.fastest(math.inf, task.gap, until=task.until)
+    points = [smallest, *([free.best] if free.best is not None else [])]
+    return min((_lowest_of(Lined.of(task, p)) for p in points), key=lambda p: (p.peak, p.seconds))
+
+
+def _lowest_of(lined: Lined) -> Point:
+    lined.within(0.0)
+    return lined.under(min(lined.states.known.values(), key=lambda s: (s.peak, s.seconds)))

@@ -211,8 +211,11 @@ def problem_of(space: Space) -> Problem:
     return Problem([s.seconds for s in space.sites], factors, regions_of(space))
 
 
-def over_budget(task: Task) -> Infeasible:
-    """The letter about a budget that nothing fits: the bytes that any plan needs, and the smallest plan."""
+def over_budget(task: Task, lowest: Point | None = None) -> Infeasible:
+    """The letter about a budget that nothing fits: the bytes that any plan needs, and the smallest plan.
+
+    The `lowest` is the smallest plan with recompute.
+    """
     best, bound = task.counted.smallest()
     if task.is_small() and best.peak > bound:
         answer = smallest(task.space, task.backend, best.peak)
@@ -222,6 +225,15 @@ def over_budget(task: Task) -> Infeasible:
             bound = max(bound, _whole_bytes(answer.value))
     space, memory = task.space, task.space.memory
     assert memory is not None
+    if lowest is not None and lowest.peak < best.peak:
+        return Infeasible(
+            f"no plan of {task.budget:,.0f} bytes a device was found on mesh {space.setting.mesh}",
+            seen=(
+                f"{lowest.peak:,.0f} bytes, at the {memory.when(int(lowest.held.argmax()))}, in the smallest plan that "
+                f"was found, which recomputes {len(lowest.recomputed)} values; {best.peak:,.0f} without recompute"
+            ),
+            advice=f"memory_budget={math.ceil(lowest.peak)}, or more devices",
+        ).of_bytes(bound, lowest.peak)
     fullest = int(best.held.argmax())
     kinds = {kind: held[fullest] for kind, held in memory.held(best.picked, space.edges).items()}
     fills = ", ".join(f"{kind} {n:,.0f}" for kind, n in sorted(kinds.items(), key=lambda pair: -pair[1]) if n)

@@ -74,6 +74,16 @@ class StateSearch:
             best = min((s for s in (best, states) if s is not None), key=lambda s: s.seconds)
         return self._filled(best, budget) if best is not None else None
 
+    def usual_price(self, time: int) -> float:
+        """Seconds of all runs for each byte that could be dropped at a time."""
+        line = self.line
+        droppable = sum(
+            float(line.bytes[v])
+            for v, (first, last) in enumerate(self.windows)
+            if v in line.needed and not line.fixed[v] and first <= time < last
+        )
+        return sum(run.seconds for run in line.runs) / max(1.0, droppable)
+
     def _fastest(self, budget: float) -> States | None:
         return min((s for s in self.known.values() if s.peak <= budget), key=lambda s: s.seconds, default=None)
 
@@ -90,7 +100,7 @@ class StateSearch:
         whole forward: the peak rises again, so that the price is raised step by step.
         """
         time = int(self.none.held.argmax())
-        price = _usual_price(self.line, self.windows, time) / _STEP**2
+        price = self.usual_price(time) / _STEP**2
         low, found = 0.0, None
         for _ in range(_RAISED):
             states = self.at({time: price})
@@ -147,12 +157,30 @@ class StateSearch:
 
 
 def cheapest(line: Line, windows: Sequence[tuple[int, int]], prices: Mapping[int, float]) -> Again:
-    """The runs to repeat at prices of bytes, by a minimum cut."""
-    network: nx.DiGraph = nx.DiGraph()
+    """The runs to repeat at prices of bytes: a value costs at the times of its window."""
     of_time = np.zeros(len(line.held) + 1)
     for t, price in prices.items():
         of_time[t + 1] += price
     total = np.cumsum(of_time)
+    saved = {
+        v: float(total[last] - total[first]) * float(line.bytes[v]) if last > first else 0.0
+        for v, (first, last) in enumerate(windows)
+    }
+    return cut(line, line.needed, saved).again
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """The runs to repeat, and the flow that proves them cheapest: seconds by which a run asks for what it reads."""
+
+    again: Again
+    into: Mapping[tuple[int, int], float]  # (run, value that it reads)
+    wanted: Mapping[int, float]  # value -> what backward itself asks for it
+
+
+def cut(line: Line, wanted: Collection[int], saved: Mapping[int, float]) -> Flow:
+    """The runs to repeat so that backward has the `wanted` values, where to save a value costs so many seconds."""
+    network: nx.DiGraph = nx.DiGraph()
     count = len(line.runs)
     for u, run in enumerate(line.runs):
         if not run.makes:
@@ -161,20 +189,33 @@ def cheapest(line: Line, windows: Sequence[tuple[int, int]], prices: Mapping[int
         for v in run.reads:
             if not line.fixed[v]:
                 network.add_edge(u, count + v)  # without end
-    for v, (first, last) in enumerate(windows):
+    for v, cost in saved.items():
         if line.fixed[v]:
             continue
-        if v in line.needed:
+        if v in wanted:
             network.add_edge(_SOURCE, count + v)
-        price = float(total[last] - total[first]) if last > first else 0.0
         if line.made_by[v] in line.forced:
             network.add_edge(count + v, line.made_by[v])
         else:
-            network.add_edge(count + v, line.made_by[v], capacity=price * line.bytes[v])
+            network.add_edge(count + v, line.made_by[v], capacity=cost)
     if _SOURCE not in network or _SINK not in network:
-        return frozenset()
-    _, (kept, _) = nx.minimum_cut(network, _SOURCE, _SINK, flow_func=boykov_kolmogorov)
-    return frozenset(u for u in kept if 0 <= u < count)
+        return Flow(frozenset(), {}, {})
+    residual = boykov_kolmogorov(network, _SOURCE, _SINK)
+    kept = {_SOURCE}  # what the source still reaches
+    pending = [_SOURCE]
+    while pending:
+        for other, arc in residual[pending.pop()].items():
+            if other not in kept and arc["flow"] < arc["capacity"]:
+                kept.add(other)
+                pending.append(other)
+    into, asked = dict[tuple[int, int], float](), dict[int, float]()
+    for a, b in network.edges:
+        if b >= count and (amount := residual[a][b]["flow"]) > 0:
+            if a == _SOURCE:
+                asked[b - count] = amount
+            else:
+                into[a, b - count] = amount
+    return Flow(frozenset(u for u in kept if 0 <= u < count), into, asked)
 
 
 def _windows(line: Line) -> list[tuple[int, int]]:
@@ -193,13 +234,3 @@ def _windows(line: Line) -> list[tuple[int, int]]:
             if v not in line.needed:
                 needs[v] = min(needs[v], first)
     return [(a + 1, b) for a, b in zip(reads, needs, strict=True)]
-
-
-def _usual_price(line: Line, windows: Sequence[tuple[int, int]], time: int) -> float:
-    """Seconds of all runs for each byte that could be dropped at a time."""
-    droppable = sum(
-        float(line.bytes[v])
-        for v, (first, last) in enumerate(windows)
-        if v in line.needed and not line.fixed[v] and first <= time < last
-    )
-    return sum(run.seconds for run in line.runs) / max(1.0, droppable)

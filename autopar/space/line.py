@@ -94,6 +94,8 @@ class Line:
     ops: int  # in the forward
     held: np.ndarray  # bytes at every time where all is saved, as the plan's pieces say
     seconds: float  # of a step where all is saved
+    run_of: tuple[int, ...]  # of each op its run
+    travels: dict[int, tuple[int, int]]  # edge -> the value that leaves and the value that arrives, of those in runs
     fixed: np.ndarray = field(init=False)  # of each value: it is not dropped, for it leaves, or is small
     other: np.ndarray = field(init=False)  # bytes of what is in no run, by time
     needed: frozenset[int] = field(init=False)  # values that some backward reads
@@ -229,7 +231,10 @@ class _Writer:
         self.bytes: list[float] = []
         self.made_by: list[int] = []
         self.values: list[list[int]] = []  # of each op its values, as numbers
+        self.run_of: list[int] = []
+        self.travels: dict[int, tuple[int, int]] = {}
         self.converted: dict[tuple[int, int, int], int] = {}
+        self.times = space.setting.accumulation  # micro-batches: what a run takes, it takes in each
 
     def line(self, seconds: float) -> Line:
         """All runs in order."""
@@ -247,6 +252,8 @@ class _Writer:
             ops,
             held,
             seconds,
+            tuple(self.run_of),
+            self.travels,
         )
 
     def _op(self, time: int, op: Passage) -> None:
@@ -267,7 +274,7 @@ class _Writer:
         if op.besides is not None:
             makes.append(self._value(float(op.besides[choice])))
             keeps.append(makes[-1])
-        seconds = float(site.compute[0][choice]) if site.compute else 0.0
+        seconds = float(site.compute[0][choice]) * self.times if site.compute else 0.0
         work = float(op.work[choice]) if op.work is not None else 0.0
         reads = tuple(v for v in _values(arrived.values()) if v not in makes)
         run = Run(
@@ -281,6 +288,7 @@ class _Writer:
             region=op.region,
             is_core=op.is_core,
         )
+        self.run_of.append(len(self.runs))
         self._write(run)
 
     def _arrives(self, edge: int, time: int, is_kept: bool = False) -> int:
@@ -293,6 +301,8 @@ class _Writer:
         place, is_gathered = e.place(self.picked), edge in self.passages.gathered
         made = float(self.passages.converted[edge][place])
         if not made or (value == RESIDENT and not is_gathered):
+            if value != RESIDENT:
+                self.travels[edge] = value, value
             return value
         if is_gathered and is_kept:
             return RESIDENT
@@ -304,7 +314,7 @@ class _Writer:
             is_forced = is_gathered and bool(policies) and policies[self.picked[e.source]]
             run = Run(
                 f"{self.space.sites[e.target].name}:{e.operand}",
-                float(e.forward[place]),
+                float(e.forward[place]) * self.times,
                 tuple(reads),
                 (made_value,),
                 (),
@@ -313,6 +323,8 @@ class _Writer:
                 is_forced=is_forced,
             )
             self._write(run)
+        if not is_gathered:
+            self.travels[edge] = value, self.converted[key]
         return self.converted[key]
 
     def _value(self, nbytes: float) -> int:
