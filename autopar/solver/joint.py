@@ -119,7 +119,7 @@ class JointTables:
             id(op.besides) if wants else 0,
         )
         if key not in memo:
-            again = asked + (site.compute[0] * self.steps if site.compute else np.zeros(len(site.choices)))
+            again: np.ndarray = asked + (site.compute[0] * self.steps if site.compute else np.zeros(len(site.choices)))
             saved: np.ndarray = np.zeros(len(site.choices))
             for made, gain in zip(op.made, gains, strict=True):
                 is_kept = made.is_kept and wants
