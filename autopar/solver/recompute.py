@@ -27,7 +27,7 @@ from autopar.space.line import Line
 _ROUNDS = 9  # of prices
 _WIDER = 4.0  # by which a price is raised or lowered before one is known on either side
 _NEAR = 1.05  # of two prices: nothing is looked for between them
-_OPEN = 0.015  # a gap from which on shardings without recompute are looked at too
+_OPEN = 0.05  # a gap, beside that of the free plan, from which on shardings without recompute are looked at too
 _MOST = 8  # of those: so many
 
 Without = Callable[[], Findings]
@@ -43,7 +43,7 @@ class Lined:
 
     @staticmethod
     def of(task: Task, point: Point) -> Lined:
-        line = Line.of(task.space, point.picked, point.seconds)
+        line = Line.of(task.space, point.picked, point.held)
         return Lined(point, line, StateSearch(line))
 
     def under(self, states: States) -> Point:
@@ -57,11 +57,18 @@ class Lined:
             recompute_s=states.seconds,
         )
 
-    def within(self, budget: float) -> Point | None:
-        """The fastest plan found within a budget, no slower than those of policies with a name."""
-        seeds = [set(policy(self.line, budget)) for policy in POLICIES.values()]
-        states = self.states.within(budget, seeds)
+    def within(self, budget: float, price: float = 0.0) -> Point | None:
+        """The fastest plan found within a budget, from a price that may be near."""
+        states = self.states.within(budget, price)
         return None if states is None else self.under(states)
+
+    def polished(self, budget: float) -> Point | None:
+        """The fastest plan of all that are known, and of policies with a name, without what need not be repeated."""
+        for policy in POLICIES.values():
+            self.states.of(self.line.again(set(policy(self.line, budget))))
+        self.states.within(budget)
+        best = self.states.fastest(budget)
+        return None if best is None else self.under(self.states.filled(best, budget))
 
 
 def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
@@ -91,6 +98,7 @@ class _Auto:
     task: Task
     without: Without
     best: Point | None = None
+    lined: Lined | None = None  # of the best
     bound: float = -math.inf
     tried: set[tuple[int, ...]] = field(default_factory=set)
     stopped: list[str] = field(default_factory=list)
@@ -107,24 +115,33 @@ class _Auto:
             return self.without()
         self.bound = free.bound
         self._take(first)
+        self.lined = self.lined or first
         if self._is_open(task.gap):
             self._price(first, free)
+        self._polish()
         found = Findings(self.best, self.bound, free, tuple(self.stopped))
-        if self._is_open(max(task.gap, _OPEN)):
+        if self._is_open(max(task.gap, _OPEN + (fastest.seconds - free.bound) / fastest.seconds)):
             found = self._sharded()
         return replace(found, best=self.best, bound=self.bound, outcome=free)
+
+    def _polish(self) -> None:
+        """Look closer at the states of the best sharding."""
+        assert self.lined is not None
+        plan = self.lined.polished(self.task.budget) if self._is_open(self.task.gap) else None
+        if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
+            self.best = plan
 
     def _is_open(self, gap: float) -> bool:
         return self.best is None or self.best.seconds - self.bound > gap * self.best.seconds
 
-    def _take(self, lined: Lined) -> None:
+    def _take(self, lined: Lined, price: float = 0.0) -> None:
         """Look for the states of a sharding, once."""
         self.tried.add(tuple(lined.point.picked))
         if self.best is not None and lined.point.seconds >= self.best.seconds:
             return
-        plan = lined.within(self.task.budget)
+        plan = lined.within(self.task.budget, price)
         if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
-            self.best = plan
+            self.best, self.lined = plan, lined
 
     def _price(self, first: Lined, free: Outcome) -> None:
         """Let the price of a byte at the fullest time lead to shardings, and raise the bound."""
@@ -140,7 +157,7 @@ class _Auto:
             if math.isfinite(point.seconds):
                 lined = Lined.of(task, point)
                 if tuple(point.picked) not in self.tried:
-                    self._take(lined)
+                    self._take(lined, price)
             if not self._is_open(task.gap):
                 break
             is_over = lined.states.of(tables.cheapest(lined.line, price)).held[time] > task.budget
@@ -160,6 +177,7 @@ class _Auto:
         for point in frontier(found.outcome.points if found.outcome else []):
             if tuple(point.picked) not in self.tried:
                 self._take(Lined.of(self.task, point))
+        self._polish()
         return replace(found, stopped=tuple(self.stopped))
 
 

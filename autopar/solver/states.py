@@ -26,7 +26,8 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from autopar.space.line import Line
 
 Again = frozenset[int]
-_STEP, _RAISED, _HALVED = 2.0, 12, 4  # of a price: by which it is raised, how often, and how often a step is halved
+_STEP, _RAISED, _HALVED = 2.0, 12, 3  # of a price: by which it is raised, how often, and how often a step is halved
+_PAIRS = 2  # of states that are spliced
 _TRIED = 256  # runs that are tried to be left out, those that take longest first
 _SOURCE, _SINK = -1, -2
 
@@ -56,23 +57,25 @@ class StateSearch:
     def of(self, again: Again) -> States:
         """The states in which these runs are repeated, where anything asks for it."""
         again = again | self.line.forced
-        ran = frozenset(self.line.ran(again)) if again else again
-        if ran not in self.known:
+        if again not in self.known:
+            through = self.line.under(again)
+            ran = frozenset(through.ran)
             seconds = sum(self.line.runs[i].seconds for i in ran - self.line.forced)
-            self.known[ran] = States(ran, seconds, self.line.held_under(ran))
-        return self.known[ran]
+            self.known[again] = self.known[ran] = States(ran, seconds, through.held)
+        return self.known[again]
 
-    def within(self, budget: float, seeds: Iterable[Collection[str]] = ()) -> States | None:
-        """The fastest states found within a budget, none slower than those of the `seeds`; None where none was."""
+    def within(self, budget: float, price: float = 0.0) -> States | None:
+        """The fastest states within a budget that prices lead to, from one that may be near; None where none was."""
         if self.none.peak <= budget:
             return self.none
-        for names in seeds:
-            self.of(self.line.again(names))
-        self._price(budget)
-        best = self._fastest(budget)
-        for states in self._splices(budget):
-            best = min((s for s in (best, states) if s is not None), key=lambda s: s.seconds)
-        return self._filled(best, budget) if best is not None else None
+        self._price(budget, price)
+        for states in self._splices(budget, _PAIRS):
+            self.known[states.again] = states
+        return self.fastest(budget)
+
+    def fastest(self, budget: float) -> States | None:
+        """The fastest states within a budget that are known."""
+        return min((s for s in self.known.values() if s.peak <= budget), key=lambda s: s.seconds, default=None)
 
     def usual_price(self, time: int) -> float:
         """Seconds of all runs for each byte that could be dropped at a time."""
@@ -84,47 +87,45 @@ class StateSearch:
         )
         return sum(run.seconds for run in line.runs) / max(1.0, droppable)
 
-    def _fastest(self, budget: float) -> States | None:
-        return min((s for s in self.known.values() if s.peak <= budget), key=lambda s: s.seconds, default=None)
-
     # -- at prices
 
     def at(self, prices: Mapping[int, float]) -> States:
         """The states of the fewest seconds and priced bytes."""
         return self.of(cheapest(self.line, self.windows, prices))
 
-    def _price(self, budget: float) -> None:
+    def _price(self, budget: float, price: float) -> None:
         """Raise the price of a byte until states fit, then look between the last two prices.
 
         The price is on the fullest time. Where bytes cost more than everything else, backward would begin with the
         whole forward: the peak rises again, so that the price is raised step by step.
         """
         time = int(self.none.held.argmax())
-        price = self.usual_price(time) / _STEP**2
-        low, found = 0.0, None
+        price = price or self.usual_price(time) / _STEP**2
+        low, high = 0.0, math.inf
         for _ in range(_RAISED):
-            states = self.at({time: price})
-            if states.peak <= budget:
-                found = price
+            if self.at({time: price}).peak <= budget:
+                high = price
+            else:
+                low = price
+            if low and math.isfinite(high):
                 break
-            low, price = price, price * _STEP
-        if found is None:
+            price = price * _STEP if low else price / _STEP
+        if not low or math.isinf(high):
             return
-        low = low or found / _STEP**2
         for _ in range(_HALVED):
-            middle = math.sqrt(low * found)
+            middle = math.sqrt(low * high)
             if self.at({time: middle}).peak <= budget:
-                found = middle
+                high = middle
             else:
                 low = middle
 
     # -- between states
 
-    def _splices(self, budget: float) -> Iterable[States]:
+    def _splices(self, budget: float, pairs: int) -> Iterable[States]:
         """States that are one up to some run, and another from there on."""
         all_ = sorted(self.known.values(), key=lambda s: s.seconds)
-        under = [s for s in all_ if s.peak <= budget][:2]
-        over = [s for s in all_ if s.peak > budget and (not under or s.seconds < under[0].seconds)][-3:]
+        under = [s for s in all_ if s.peak <= budget][:1]
+        over = [s for s in all_ if s.peak > budget and (not under or s.seconds < under[0].seconds)][-pairs:]
         for one in under:
             for other in over:
                 yield from self._spliced(one, other, budget)
@@ -145,7 +146,7 @@ class StateSearch:
                 else:
                     high = middle
 
-    def _filled(self, best: States, budget: float) -> States:
+    def filled(self, best: States, budget: float) -> States:
         """The states without what need not be repeated after all."""
         runs = self.line.runs
         for i in sorted(best.again, key=lambda i: -runs[i].seconds)[:_TRIED]:
@@ -182,22 +183,26 @@ def cut(line: Line, wanted: Collection[int], saved: Mapping[int, float]) -> Flow
     """The runs to repeat so that backward has the `wanted` values, where to save a value costs so many seconds."""
     network: nx.DiGraph = nx.DiGraph()
     count = len(line.runs)
-    for u, run in enumerate(line.runs):
-        if not run.makes:
-            continue
-        network.add_edge(u, _SINK, capacity=run.seconds)
-        for v in run.reads:
-            if not line.fixed[v]:
-                network.add_edge(u, count + v)  # without end
-    for v, cost in saved.items():
-        if line.fixed[v]:
-            continue
-        if v in wanted:
-            network.add_edge(_SOURCE, count + v)
-        if line.made_by[v] in line.forced:
-            network.add_edge(count + v, line.made_by[v])
+    pending = [v for v in wanted if not line.fixed[v]]
+    network.add_edges_from((_SOURCE, count + v) for v in pending)  # without end, as all without a capacity
+    seen, ran = set(pending), set[int]()
+    while pending:  # what nobody could ask for is left out
+        v = pending.pop()
+        u = line.made_by[v]
+        if u in line.forced:
+            network.add_edge(count + v, u)
         else:
-            network.add_edge(count + v, line.made_by[v], capacity=cost)
+            network.add_edge(count + v, u, capacity=saved.get(v, 0.0))
+        if u in ran:
+            continue
+        ran.add(u)
+        network.add_edge(u, _SINK, capacity=line.runs[u].seconds)
+        for w in line.runs[u].reads:
+            if not line.fixed[w]:
+                network.add_edge(u, count + w)
+                if w not in seen:
+                    seen.add(w)
+                    pending.append(w)
     if _SOURCE not in network or _SINK not in network:
         return Flow(frozenset(), {}, {})
     residual = boykov_kolmogorov(network, _SOURCE, _SINK)

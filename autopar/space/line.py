@@ -6,9 +6,9 @@ The states of a value that backward needs:
     recomputed    it is dropped, and its op or conversion runs again in backward, just before what first reads it
     dropped       nothing in backward needs it
 
-A plan names what it recomputes; what is saved follows, for what runs again needs its operands. `Line.held` runs through
-forward and backward and frees each value behind its last reader: the emitted program does the same. What else a step
-holds - parameters, gradients, messages - is in the pieces of `memory.py`, and does not change.
+A plan names what it recomputes; what is saved follows, for what runs again needs its operands. `Line.under` goes
+through forward and backward and frees each value behind its last reader: the emitted program does the same. What else a
+step holds - parameters, gradients, messages - is in the pieces of `memory.py`, and does not change.
 
 `Passage`s are how the values of a graph lie on each other, whatever is chosen; a `Line` is that of one plan.
 """
@@ -93,29 +93,27 @@ class Line:
     made_by: tuple[int, ...]  # of each value the run that makes it
     ops: int  # in the forward
     held: np.ndarray  # bytes at every time where all is saved, as the plan's pieces say
-    seconds: float  # of a step where all is saved
     run_of: tuple[int, ...]  # of each op its run
     travels: dict[int, tuple[int, int]]  # edge -> the value that leaves and the value that arrives, of those in runs
     fixed: np.ndarray = field(init=False)  # of each value: it is not dropped, for it leaves, or is small
     other: np.ndarray = field(init=False)  # bytes of what is in no run, by time
     needed: frozenset[int] = field(init=False)  # values that some backward reads
     forced: frozenset[int] = field(init=False)  # runs that come again wherever what they make is needed
+    _forward: _Forward = field(init=False)
 
     def __post_init__(self) -> None:
         self.needed = frozenset(v for run in self.runs for v in run.keeps)
         self.forced = frozenset(i for i, run in enumerate(self.runs) if run.is_forced)
         self.fixed = self.leaves | (self.bytes <= SMALL)
         self.fixed[[v for i in self.forced for v in self.runs[i].makes]] = False
+        self._forward = _Forward.of(self)
         self.other = np.zeros(len(self.held))
-        own, times = self._own(self.forced)
-        most = np.zeros(len(self.held))
-        np.maximum.at(most, times, own)
-        self.other = self.held - most
+        self.other = self.held - self.under(self.forced).held
 
     @staticmethod
-    def of(space: Space, picked: Sequence[int], seconds: float) -> Line:
-        """The line of the plan that picks these choices."""
-        return _Writer(space, picked).line(seconds)
+    def of(space: Space, picked: Sequence[int], held: np.ndarray) -> Line:
+        """The line of the plan that picks these choices, and holds so many bytes at every time."""
+        return _Writer(space, picked).line(held)
 
     @property
     def names(self) -> list[str]:
@@ -126,98 +124,114 @@ class Line:
         """The runs that these names are of."""
         return frozenset(i for i, run in enumerate(self.runs) if run.name in recomputed) | self.forced
 
-    def seconds_of(self, again: Collection[int]) -> float:
-        """Seconds of what runs a second time, where these runs are recomputed."""
-        return sum(self.runs[i].seconds for i in self.ran(frozenset(again)))
-
-    def ran(self, again: frozenset[int]) -> list[int]:
-        """The runs that run a second time, in the order in which backward comes to them."""
-        return [i for is_op, i, _ in self._steps(again) if not is_op]
-
     def saved(self, again: frozenset[int]) -> frozenset[int]:
         """The values that are there from forward to their last reader in backward."""
-        ran = self.ran(again)
-        wanted = self.needed.union(*(self.runs[i].reads for i in ran))
+        wanted = self.needed.union(*(self.runs[i].reads for i in self.under(again).ran))
         return frozenset(v for v in wanted if self.fixed[v] or self.made_by[v] not in again)
 
     def peak(self, again: frozenset[int] = frozenset()) -> float:
         """The most bytes that a device holds at any time of a step."""
-        return float(self.held_under(again | self.forced).max(initial=0.0))
+        return float(self.under(again | self.forced).held.max(initial=0.0))
 
-    def held_under(self, again: frozenset[int]) -> np.ndarray:
-        """Bytes at every time of a step."""
-        own, times = self._own(again)
-        most = np.full(len(self.held), -np.inf)
-        np.maximum.at(most, times, own)
-        return np.where(np.isfinite(most), most + self.other, self.held)
+    def under(self, again: frozenset[int]) -> Through:
+        """The step in which these runs are repeated: what runs a second time, and the bytes at every time."""
+        forward, made_by, fixed = self._forward, self.made_by, self._forward.fixed
+        born, last, there = list(forward.born), list(forward.read), set[int]()
+        lives = list[tuple[int, int, int]]()  # first lives of values that are made again
+        ran, times, work, now = list[int](), list[int](), list[tuple[int, float]](), len(self.runs)
+        for keeps, time in forward.backward:
+            for value in keeps:
+                if made_by[value] in again and value not in there and not fixed[value]:
+                    for i in self._chain(value, again, there):
+                        run = self.runs[i]
+                        for v in run.makes:
+                            if not fixed[v]:
+                                lives.append((born[v], last[v], v))
+                                born[v] = last[v] = now
+                        for v in run.reads:
+                            last[v] = now
+                        if run.work:
+                            work.append((now, run.work))
+                        ran.append(i)
+                        times.append(time)
+                        now += 1
+            for value in keeps:
+                last[value] = now
+            times.append(time)
+            now += 1
+        return Through(tuple(ran), self._bytes(born, last, lives, work, times))
 
-    # -- running through
-
-    def _steps(self, again: frozenset[int]) -> list[tuple[bool, int, int]]:
-        """The backward: for each op those of its runs that come again, then its own; with the time of each."""
-        steps = list[tuple[bool, int, int]]()
-        there, last = set[int](), 2 * self.ops - 1
-        for i in range(len(self.runs) - 1, -1, -1):
-            run = self.runs[i]
-            if not run.is_op:
-                continue
-            time = last - run.time
-            for value in run.keeps:
-                self._make(value, again, there, steps, time)
-            steps.append((True, i, time))
-        return steps
-
-    def _make(
-        self, value: int, again: frozenset[int], there: set[int], steps: list[tuple[bool, int, int]], time: int
-    ) -> None:
-        """Let what makes a value run again, and before it what makes its operands, where they are not there."""
-        pending = [value]
+    def _chain(self, value: int, again: frozenset[int], there: set[int]) -> list[int]:
+        """What has to run again for a value, in order: the run that makes it, and before it those of its operands."""
+        found, pending, made_by, fixed = list[int](), [value], self.made_by, self._forward.fixed
         while pending:
             wanted = pending[-1]
-            run = self.made_by[wanted]
-            if wanted in there or self.fixed[wanted] or run not in again:
+            if wanted in there:
                 pending.pop()
                 continue
-            missing = [
-                v for v in self.runs[run].reads if v not in there and not self.fixed[v] and self.made_by[v] in again
-            ]
+            run = self.runs[made_by[wanted]]
+            missing = [v for v in run.reads if v not in there and not fixed[v] and made_by[v] in again]
             if missing:
                 pending += missing
-                continue
-            pending.pop()
-            there.update(self.runs[run].makes)
-            steps.append((False, run, time))
+            else:
+                pending.pop()
+                there.update(run.makes)
+                found.append(made_by[wanted])
+        return found
 
-    def _own(self, again: frozenset[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of the runs' values at every step of forward and backward, and the time of each step."""
-        forward = len(self.runs)
-        steps = self._steps(again)
-        count = forward + len(steps)
-        change = np.zeros(count + 1)
-        work = np.zeros(count)
-        size, fixed = self.bytes, self.fixed
-        born, last = dict[int, int](), dict[int, int]()
-        for t, run in enumerate(self.runs):
+    def _bytes(
+        self,
+        born: Sequence[int],
+        last: Sequence[int],
+        lives: Sequence[tuple[int, int, int]],
+        work: Sequence[tuple[int, float]],
+        times: Sequence[int],
+    ) -> np.ndarray:
+        """Bytes of a step at every time: the most at any of the runs in it, with what is in no run."""
+        count = len(self.runs) + len(times)
+        first = np.array(lives, int).reshape(-1, 3)
+        size = np.concatenate([self.bytes, self.bytes[first[:, 2]]])
+        begins = np.concatenate([born, first[:, 0]]).astype(int)
+        ends = np.concatenate([np.where(self.leaves, count - 1, last), first[:, 1]]).astype(int) + 1
+        change = np.bincount(begins, size, count + 1) - np.bincount(ends, size, count + 1)
+        own = np.cumsum(change)[:-1]
+        for step, made in work:
+            own[step] += made
+        at = np.concatenate([self._forward.times, times]).astype(int)  # from time to time, none is left out
+        starts = np.flatnonzero(np.diff(at, prepend=-1))
+        most = np.zeros(len(self.held))
+        most[at[starts]] = np.maximum.reduceat(own, starts)
+        return most + self.other
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Through:
+    """A step under some states: the runs that come a second time, in order, and the bytes at every time."""
+
+    ran: tuple[int, ...]
+    held: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Forward:
+    """What does not depend on states: where values are made and read in forward, and what backward keeps."""
+
+    born: tuple[int, ...]  # of each value the run that makes it,
+    read: tuple[int, ...]  # and the last that reads it
+    times: tuple[int, ...]  # of each run
+    backward: tuple[tuple[tuple[int, ...], int], ...]  # of each op, the last first: values that it keeps, and its time
+    fixed: tuple[bool, ...]
+
+    @staticmethod
+    def of(line: Line) -> _Forward:
+        read = list(line.made_by)
+        for t, run in enumerate(line.runs):
             for v in run.reads:
-                last[v] = t
-            for v in run.makes:
-                born[v] = last[v] = t
-        for t, (is_op, i, _) in enumerate(steps, forward):
-            run = self.runs[i]
-            if not is_op:
-                work[t] = run.work
-                for v in run.makes:
-                    if not fixed[v]:  # the first life of what is made again has ended
-                        change[born[v]] += size[v]
-                        change[last[v] + 1] -= size[v]
-                        born[v] = last[v] = t
-            for v in run.keeps if is_op else run.reads:
-                last[v] = t
-        for v, first in born.items():
-            change[first] += size[v]
-            change[count if self.leaves[v] else last[v] + 1] -= size[v]
-        times = np.array([run.time for run in self.runs] + [time for _, _, time in steps], int)
-        return np.cumsum(change[:-1]) + work, times
+                read[v] = t
+        last = 2 * line.ops - 1
+        backward = tuple((run.keeps, last - run.time) for run in reversed(line.runs) if run.is_op)
+        times = tuple(run.time for run in line.runs)
+        return _Forward(tuple(line.made_by), tuple(read), times, backward, tuple(line.fixed.tolist()))
 
 
 class _Writer:
@@ -236,13 +250,12 @@ class _Writer:
         self.converted: dict[tuple[int, int, int], int] = {}
         self.times = space.setting.accumulation  # micro-batches: what a run takes, it takes in each
 
-    def line(self, seconds: float) -> Line:
+    def line(self, held: np.ndarray) -> Line:
         """All runs in order."""
         for time, op in enumerate(self.passages.ops):
             self._op(time, op)
         left = {self._arrives(edge, len(self.passages.ops) - 1) for edge in self.passages.ends}
         leaves = [value in left for value in range(len(self.bytes))]
-        held = sum(self.memory.held(self.picked, self.space.edges).values(), np.zeros(self.memory.times))
         ops = len(self.passages.ops)
         return Line(
             tuple(self.runs),
@@ -251,7 +264,6 @@ class _Writer:
             tuple(self.made_by),
             ops,
             held,
-            seconds,
             tuple(self.run_of),
             self.travels,
         )
