@@ -159,7 +159,7 @@ class Request:
         assert letter is not None
         raise letter
 
-    def defaults(self) -> list[tuple[str, str]]:
+    def defaults(self, graph: Graph) -> list[tuple[str, str]]:
         """The meaning of each argument that was left at its default, and of a time limit."""
         said = []
         if self.cluster is None:
@@ -170,7 +170,11 @@ class Request:
         if self.precision is None:
             said.append(("precision", "the model's own dtypes"))
         if self.recompute == "auto":
-            said.append(("recompute", "as little as the budget asks for"))
+            regions = any(info(n).checkpoint for n in graph.nodes)
+            instead = (
+                ', not the model\'s own checkpoint regions: recompute="as written" keeps to those' if regions else ""
+            )
+            said.append(("recompute", f"as little as the budget asks for{instead}"))
         if self.time_limit is not None:
             found = f"{self.time_limit:g} s: what was found by then; another run may give another plan"
             said.append(("time_limit", found))
@@ -231,7 +235,7 @@ class _Planning:
 
     def _planned(self, mesh: DeviceMesh, known: float) -> Plan:
         """The plan on a mesh, by a preset or freely."""
-        parallel, defaults = self.request.parallel, self.request.defaults()
+        parallel, defaults = self.request.parallel, self.request.defaults(self.graph)
         if parallel is None:
             return self._solved(mesh, known, defaults)
         expert = preset_of(parallel, self.graph, mesh)

@@ -32,6 +32,13 @@ def random_plan_of(graph: Graph, mesh: DeviceMesh, rng: np.random.Generator) -> 
     return cheapest_at_random(shardings(graph, Setting(mesh, eager_links(), regather=bool(rng.integers(2)))), rng)
 
 
+def with_random_states(plan: Plan, rng: np.random.Generator) -> Plan:
+    """The plan where backward recomputes some of its values, all of them, or none."""
+    values = [name for name, d in plan.decisions.items() if d.kind == "op"] + [c.name for c in plan.conversions]
+    share = rng.choice([0.0, 0.2, 0.5, 1.0])
+    return replace(plan, recomputed=frozenset(v for v in values if rng.random() < share))
+
+
 def random_plan_with(cut: tuple[str, int, str], model: nn.Module, batch: dict, mesh: DeviceMesh, seed: int) -> Plan:
     """A random plan in which, of each op of a name, an operand has one placement on every axis."""
     op, operand, placement = cut

@@ -23,6 +23,11 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(target, OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
 
 
+def shows(node: fx.Node) -> bool:
+    """Is it a view of its operand, or a part of an op's results?"""
+    return node.op == "call_function" and (node.target is operator.getitem or is_view(node))
+
+
 def hands_on(node: fx.Node) -> bool:
     """A step, cast, copy or view of one tensor: of a parameter alone, it is the parameter in another form."""
     return (

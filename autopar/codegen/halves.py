@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from autopar.codegen.buffers import COPIES, buffer_of, is_view
-from autopar.codegen.joint_graph import OP, RECOMPUTED, JointGraph
+from autopar.codegen.buffers import COPIES, buffer_of, is_view, shows
+from autopar.codegen.joint_graph import CONVERTED, OP, RECOMPUTED, JointGraph
+from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, Axis, part_start
 
@@ -43,10 +44,7 @@ class Joint:
         return tuple(_described(n) for g in (self.forward, self.backward) for n in g.nodes if n.target in COLLECTIVES)
 
 
-SMALL = 64 * 2**10  # bytes of a value that is saved whatever is recomputed: statistics, counts
-
-
-def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Collection[str] = ()) -> Joint:
+def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Recomputed = NOTHING) -> Joint:
     """Cut the joint graph: forward is what the outputs need, backward the rest, saved is what crosses.
 
     What is made from a regathered parameter by collectives, casts, copies and views alone does not cross, and neither
@@ -59,12 +57,13 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Col
             forward.add(node)
     present = [g for g in joint.gradients if g is not None]
     backward = walks.ancestors(present) - forward
-    late = _recomputed(joint, recomputed, forward)
+    late = _recomputed(joint, recomputed.wanted, forward)
     again = _made_again(joint, set(regathered), forward) | late
     saved: dict[fx.Node, None] = {}
     extra: set[fx.Node] = set()
     wanted = [a for n in joint.graph.nodes if n in backward and n.op == "call_function" for a in n.all_input_nodes]
-    pending = wanted + present
+    exchanged = [n for n in late if n.target in COLLECTIVES and n.meta.get(OP) in recomputed.exchanged]
+    pending = wanted + present + sorted(exchanged)  # nodes compare by their place
     while pending:
         node = pending.pop(0)
         if node in backward or node in joint.tangents or node in extra or node in saved:
@@ -76,6 +75,9 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Col
                 node.meta[RECOMPUTED] = True
         else:
             saved[node] = None
+    for node in backward if late else ():  # what forward's trace made for backward alone may read what comes late
+        if node.op == "call_function" and OP in node.meta:
+            node.meta[RECOMPUTED] = True
     first = extract(
         joint.graph, joint.primals, {n for n in forward if n.op == "call_function"}, [*joint.outputs, *saved]
     )
@@ -126,27 +128,28 @@ def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Nod
 
 
 def _recomputed(joint: JointGraph, ops: Collection[str], forward: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that come of these ops, and all views of them: a view that crossed would hold what it shows.
+    """The nodes that come of these ops and conversions, and all views of them: a view that crossed holds what it shows.
 
-    What is small is saved, and so are outputs: they are there anyway.
+    Outputs are saved, for they are there anyway, and so is what an op exchanges inside: only a conversion repeats its
+    collectives. Every rank decides alike, whatever the sizes of its parts; a copy that only some need goes with what it
+    copies, unless the op does nothing but copy.
     """
     found: set[fx.Node] = set()
-    there = {buffer_of(output) for output in joint.outputs} if ops else set()
+    if not ops:
+        return found
+    there = {buffer_of(output) for output in joint.outputs}
+    computing = {n.meta.get(OP) for n in forward if n.op == "call_function" and not (shows(n) or n.target in COPIES)}
     for node in joint.graph.nodes:
         if node not in forward or node.op != "call_function":
             continue
-        if node.target is operator.getitem or is_view(node):
+        op = node.meta.get(OP, "")
+        if shows(node) or (node.target is torch.ops.aten.clone.default and op in computing):
             comes = node.all_input_nodes[0] in found
         else:
-            comes = node.meta.get(OP, "") in ops
-        if comes and not _is_small(node) and buffer_of(node) not in there:
+            comes = op in ops and not (node.target in COLLECTIVES and not node.meta.get(CONVERTED))
+        if comes and buffer_of(node) not in there:
             found.add(node)
     return found
-
-
-def _is_small(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and value.numel() * value.element_size() <= SMALL
 
 
 def extract(source: fx.Graph, inputs: Sequence[fx.Node], nodes: set[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:

@@ -19,6 +19,7 @@ from autopar.codegen import joint_graph, joint_passes, schedule
 from autopar.codegen.halves import Joint, split
 from autopar.codegen.joint_graph import JointGraph
 from autopar.codegen.local import LocalProgram
+from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.codegen.schedule import Half, Read, fetched
 from autopar.codegen.trace import trace
 from autopar.passes import run_passes
@@ -54,12 +55,12 @@ class States:
     regathered: frozenset[str]  # parameters
     scattered: frozenset[str]
     reads: Mapping[str, Read]
-    recomputed: frozenset[str]  # nodes of the local program
+    recomputed: Recomputed
 
     @property
     def key(self) -> Hashable:
         """Equal for equal states."""
-        return self.regathered, self.scattered, tuple(sorted(self.reads.items())), self.recomputed
+        return self.regathered, self.scattered, tuple(sorted(self.reads.items())), self.recomputed.key
 
 
 def lower_jointly(
@@ -68,15 +69,15 @@ def lower_jointly(
     regathered: Iterable[str] = (),
     scattered: Iterable[str] = (),
     reads: Mapping[str, Read] | None = None,
-    recomputed: Iterable[str] = (),
+    recomputed: Recomputed = NOTHING,
     device: str = "cpu",
 ) -> Joint:
     """Trace, rewrite, split, schedule.
 
     The same program is lowered once in a process. Gradients of `scattered` parameters are reduced in every micro-batch;
-    `reads` say of a parameter where it is first read; what comes of the nodes named `recomputed` backward makes again.
+    `reads` say of a parameter where it is first read; what is `recomputed` backward makes again.
     """
-    states = States(frozenset(regathered), frozenset(scattered), reads or {}, frozenset(recomputed))
+    states = States(frozenset(regathered), frozenset(scattered), reads or {}, recomputed)
     key = (program.fingerprint, tuple(differentiable), states.key, device)
     with TRACING:
         return LOWERED.get(key, lambda: _lower(program, differentiable, states, device))
@@ -93,18 +94,18 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
     run_passes("joint graph", joint_passes.PASSES, joint, joint_graph.verify, JointGraph.text)
     regathered = {primal for name, primal in primals.items() if name in states.regathered}
     halves = split(joint, regathered, states.recomputed)
-    _schedule(halves, {primal.name: read for primal, read in at.items()})
+    _schedule(halves, {primal.name: read for primal, read in at.items()}, states.recomputed)
     return halves
 
 
-def _schedule(halves: Joint, reads: Mapping[str, Read]) -> None:
+def _schedule(halves: Joint, reads: Mapping[str, Read], recomputed: Recomputed) -> None:
     """Let the collectives of each half begin early and end late; `reads` are by the names of primals."""
     stay = {node.name: reads[p.name] for node, p in fetched(halves.forward, reads).items() if reads[p.name].stays}
     kept = {name: read.window for name, read in stay.items()}
     for half in (
         Half(halves.forward, reads, is_backward=False),
-        Half(halves.backward, reads, is_backward=True, kept=kept),
-        Half(halves.hold, reads, is_backward=True, kept=kept),
+        Half(halves.backward, reads, is_backward=True, kept=kept, recomputed=recomputed),
+        Half(halves.hold, reads, is_backward=True, kept=kept, recomputed=recomputed),
     ):
         run_passes("half", schedule.PASSES, half, schedule.verify, Half.text)
         half.graph.lint()

@@ -8,8 +8,9 @@ import torch
 import torch.fx as fx
 
 CONVERT = torch.ops.autopar.convert.default
-# entries of a node's `meta`: the op of the local program that it comes of, and whether backward makes it again
-OP, RECOMPUTED = "op", "recomputed"
+# entries of a node's `meta`: the op of the local program that it comes of, or that whose backward it is; whether that
+# is a conversion between ops; and whether backward makes it again
+OP, BACK, CONVERTED, RECOMPUTED = "op", "backward", "converted", "recomputed"
 
 
 @dataclass(slots=True, eq=False)

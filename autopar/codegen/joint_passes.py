@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.buffers import buffer_of, hands_on, numbers_of, own
-from autopar.codegen.joint_graph import CONVERT, OP, JointGraph
+from autopar.codegen.joint_graph import BACK, CONVERT, CONVERTED, OP, JointGraph
 from autopar.runtime.collectives import STEPS, part_start
 from autopar.runtime.private import TO_COPY, UNSAFE_VIEW
 from autopar.sharding.convert import LocalStep
@@ -34,7 +34,7 @@ def write_out_conversions(joint: JointGraph) -> None:
         with joint.graph.inserting_before(node):
             value = _written_out(joint.graph, node)
         while (before := before.next) is not node:  # its steps come of what it comes of
-            before.meta[OP] = node.meta.get(OP, "")
+            before.meta.update((key, node.meta[key]) for key in (OP, BACK, CONVERTED) if key in node.meta)
         node.replace_all_uses_with(value)
         joint.graph.erase_node(node)
     for node in joint.graph.find_nodes(op="call_function", target=START):
@@ -72,6 +72,7 @@ def _in_memory_order(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
         return value
     copy = graph.call_function(torch.ops.aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
     copy.meta["val"] = like.meta["val"]
+    copy.meta[OP] = like.meta.get(OP, "")
     return copy
 
 

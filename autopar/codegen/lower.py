@@ -10,7 +10,7 @@ from autopar.codegen.halves import Joint
 from autopar.codegen.joint import lower_jointly
 from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.parts import WHOLE, Rows
-from autopar.codegen.recomputed import recomputed_nodes
+from autopar.codegen.recomputed import recomputed_of
 from autopar.codegen.schedule import Read
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, type_of
@@ -54,7 +54,7 @@ def lower(
         )
     differentiable = graph.differentiable if gradients else ()
     regathered = [name for name in plan.regathered if name in reads and not reads[name].stays]
-    recomputed = recomputed_nodes(graph, plan, program)
+    recomputed = recomputed_of(graph, plan, program, device)
     joint = lower_jointly(program, differentiable, regathered, plan.scattered, reads, recomputed, device)
     return Lowered(graph, plan, program, joint, rows)
 

@@ -15,6 +15,7 @@ its `finish`.
 
 from __future__ import annotations
 
+import bisect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,9 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.buffers import hands_on, numbers_of
-from autopar.codegen.joint_graph import RECOMPUTED
+from autopar.codegen.halves import COLLECTIVES
+from autopar.codegen.joint_graph import BACK, OP, RECOMPUTED
+from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
 
@@ -57,6 +60,7 @@ class Half:
     reads: Mapping[str, Read]  # of each parameter, by the name of its placeholder
     is_backward: bool
     kept: Mapping[str, int] = field(default_factory=dict)  # placeholders kept from forward, and the window of each
+    recomputed: Recomputed = NOTHING  # what backward makes again, and where that is wanted
 
     def text(self) -> str:
         """The graph as Python that a person can read."""
@@ -73,21 +77,59 @@ def fetched(graph: fx.Graph, reads: Mapping[str, Read]) -> dict[fx.Node, fx.Node
 
 
 def recompute_late(half: Half) -> None:
-    """Move what is recomputed to its first reader. The parts of an op with several results stay with it.
+    """Move what is recomputed before the backward of the op that wants it first.
 
     before    a = gelu(x);  b = gelu(y);  d = mm(g, w);  e = gelu_backward(d, y, b);  f = gelu_backward(e, x, a)
     after     d = mm(g, w);  b = gelu(y);  e = gelu_backward(d, y, b);  a = gelu(x);  f = gelu_backward(e, x, a)
+
+    Or before what reads it, where that comes earlier.
     """
-    if not half.is_backward:
+    made = [n for n in half.graph.nodes if n.meta.get(RECOMPUTED)] if half.is_backward else []
+    if not made:
         return
-    made = [n for n in half.graph.nodes if n.meta.get(RECOMPUTED) and n.target is not operator.getitem]
-    for node in reversed(made):  # its readers have moved before
-        parts = walks.parts(node)
-        readers = [u for of in (node, *parts) for u in of.users if u.op != "output" and u not in parts]
-        if readers:
-            min(readers).prepend(node)
-            for part in reversed(parts):
-                node.append(part)
+    places, wanted = half.recomputed.places, half.recomputed.wanted
+    rest = [n for n in half.graph.nodes if n.op != "placeholder" and not n.meta.get(RECOMPUTED)]
+    at = {node: i for i, node in enumerate(rest)}
+    steps, begins = (
+        list[int](),
+        list[int](),
+    )  # the places to which backward comes, each lower than all before, and where
+    for node, i in at.items():
+        place = places.get(node.meta.get(BACK, ""))
+        if place is not None and (not steps or -place > steps[-1]):
+            steps.append(-place)
+            begins.append(i)
+    goal: dict[fx.Node, int] = {}
+    for node in reversed(made):
+        op = node.meta.get(OP, "")
+        place = wanted.get(op, places.get(op, 0))
+        step = bisect.bisect_left(steps, -place)
+        before = begins[step] if step < len(steps) else len(rest) - 1
+        goal[node] = min([before, *(goal[u] if u in goal else at[u] for u in node.users)])
+    for node in made:
+        if node.target is operator.getitem and node.args[0] in goal:  # a part stays with the op
+            goal[node] = goal[node.args[0]]
+        rest[goal[node]].prepend(node)
+    _sink(half)
+
+
+def _sink(half: Half) -> None:
+    """Move what is recomputed without a parameter on to its first reader, but past no collective.
+
+    Parts of ranks are uneven, so that their first readers may differ: the order of collectives, and of what is gathered
+    for an op, must not.
+    """
+    held, barrier = fetched(half.graph, half.reads), half.graph.output_node()
+    for node in reversed(list(half.graph.nodes)):
+        if node.target in COLLECTIVES:
+            barrier = node
+        elif node.meta.get(RECOMPUTED) and node.target is not operator.getitem:
+            parts = walks.parts(node)
+            readers = [u for of in (node, *parts) for u in of.users if u not in parts]
+            if readers and not any(operand in held for operand in node.all_input_nodes):
+                min(barrier, *readers).prepend(node)
+                for part in reversed(parts):
+                    node.append(part)
 
 
 def fetch_late(half: Half) -> None:
@@ -297,7 +339,8 @@ def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, is_bucket: bool)
 
 def _leads_only_to(nodes: list[fx.Node], end: fx.Node) -> bool:
     """Do they, through steps and views of their own, only reach the end?"""
-    return all(user is end or hands_on(user) for node in nodes for user in walks.uses(node, hands_on))
+    users = [user for node in nodes for user in walks.uses(node, hands_on)]
+    return bool(users) and all(user is end or hands_on(user) for user in users)
 
 
 PASSES: tuple[Callable[[Half], None], ...] = (recompute_late, fetch_late, gather_ahead, reduce_beside)

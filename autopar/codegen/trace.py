@@ -5,15 +5,16 @@ forward     on fake tensors, segment by segment: how what a segment leaves lies 
 backward    from the last segment to the first: make_fx over torch.autograd.grad; segments that are alike - ops,
             constants, how their inputs and the gradients that arrive lie - share one trace
 compose     copies of the traces: forwards in order, backwards in reverse; gradients of what several segments read are
-            added up; every node of the forward says of which op of the local program it comes
+            added up; nodes say of which op of the local program they come, those of a backward too
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch.fx as fx
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.codegen.joint_graph import OP, JointGraph
+from autopar.codegen.joint_graph import BACK, CONVERTED, OP, JointGraph
 from autopar.codegen.local import LocalProgram
 from autopar.graph import walks
 from autopar.graph.graph import info, run
@@ -177,10 +178,7 @@ class _Composition:
         """Copy the forwards, in order."""
         for segment, traced in zip(segments, traces, strict=True):
             at = {i: self.env[n] for i, n in zip(traced.inputs, segment.reads, strict=True)}
-            self._copy(traced.forward, at)
-            for node in traced.forward:
-                place = node.meta.get("custom", {}).get(OP)
-                at[node].meta[OP] = "" if place is None else segment.nodes[place].name
+            self._copy(traced.forward, at, segment)
             for leaf, output in zip(segment.leaves, traced.outputs, strict=True):
                 self.env[leaf] = at[output]
             self.places.append(at)
@@ -190,14 +188,17 @@ class _Composition:
         for segment, traced, at in zip(reversed(segments), reversed(traces), reversed(self.places), strict=True):
             given = [self.gradients[n] for n in segment.leaves if n in self.gradients]
             at.update(zip(traced.tangents, given, strict=True))
-            self._copy(traced.backward, at)
+            self._copy(traced.backward, at, segment)
             for read, gradient in zip(segment.reads, traced.gradients, strict=True):
                 if gradient is not None:
                     self.add(read, at[gradient])
 
-    def _copy(self, nodes: Sequence[fx.Node], at: dict[fx.Node, fx.Node]) -> None:
+    def _copy(self, nodes: Sequence[fx.Node], at: dict[fx.Node, fx.Node], segment: Segment) -> None:
         for node in nodes:
-            at[node] = self.graph.node_copy(node, at.__getitem__)
+            copy = at[node] = self.graph.node_copy(node, at.__getitem__)
+            for key, place in node.meta.get("custom", {}).items():
+                op = segment.nodes[place]
+                copy.meta[key], copy.meta[CONVERTED] = op.name, info(op).kind == "conversion"
 
 
 def _alone(like: Lies) -> Lies:
@@ -246,11 +247,31 @@ def _is_several(node: fx.Node) -> bool:
 
 
 def _run(segment: Segment, env: dict[fx.Node, Any]) -> list[torch.Tensor]:
-    """The values that a segment leaves; what is traced meanwhile says of which of its ops it comes."""
+    """The values that a segment leaves; what is traced meanwhile, or in their backward, says of which op it comes."""
+    seen = {getattr(value, "grad_fn", None) for value in env.values()}
     for place, node in enumerate(segment.nodes):
         with traceback.annotate({OP: place}):
-            env[node] = run(node, env)
+            result = env[node] = run(node, env)
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            step = getattr(value, "grad_fn", None)
+            if step is not None and step not in seen:  # not of an op that hands its operand on
+                seen.add(step)
+                step.register_prehook(functools.partial(_say, place))
     return [env[n] for n in segment.leaves]
+
+
+def _say(place: int, *_: Any) -> None:
+    """Let what is traced from here on come of this op, until another says so."""
+    traceback.current_meta["custom"] = {BACK: place}
+
+
+@contextlib.contextmanager
+def _without_a_say() -> Iterator[None]:
+    """Forget at the end of which op comes what is traced."""
+    try:
+        yield
+    finally:
+        traceback.current_meta.pop("custom", None)
 
 
 def _traced(segment: Segment, reads: Sequence[Lies], tangents: Sequence[Lies | None], device: str) -> Traced:
@@ -264,7 +285,8 @@ def _traced(segment: Segment, reads: Sequence[Lies], tangents: Sequence[Lies | N
             return (*outputs,)
         reached = [o for o, t in zip(outputs, tangents, strict=True) if t is not None]
         wanted = [inputs[i] for i in held]
-        return (*outputs, *torch.autograd.grad(reached, wanted, arriving, allow_unused=True))
+        with _without_a_say():
+            return (*outputs, *torch.autograd.grad(reached, wanted, arriving, allow_unused=True))
 
     fake = [like.made(device).detach() for like in reads], [like.made(device) for like in given]
     with traceback.preserve_node_meta():

@@ -17,7 +17,7 @@ from autopar.testing import Equality, Unequal, on_threads
 from autopar.tracer import ColoTracer
 from tests.fuzz.modules import Drawn
 from tests.oracle import ByPosition
-from tests.random_plans import random_plan_of
+from tests.random_plans import random_plan_of, with_random_states
 from tests.training import whole
 
 SEED = 97531
@@ -72,7 +72,7 @@ def fuzz(seed: int, of_all: bool = False, limit_s: float = 60.0) -> Drawn:
     alone = Drawn(seed, of_all)  # made before draws go by position
     with ByPosition(SEED) as numbers:
         expected = two_steps(alone, model.batch, accumulates, numbers.next_step)
-    plan = random_plan_of(ColoTracer().trace(model, model.batch), mesh, rng)
+    plan = with_random_states(random_plan_of(ColoTracer().trace(model, model.batch), mesh, rng), rng)
 
     made = [Drawn(seed, of_all) for _ in range(mesh.size)]
 

@@ -40,7 +40,7 @@ WAYS = {
     "mixed, zero3, two": dict(precision=autopar.Precision("bfloat16", "bfloat16"), parallel="zero3", accumulation=2),
     "2d": dict(parallel="2d"),
     "states of 12 bytes": dict(optimizer=12),
-    "tight": dict(memory_budget=0.85),
+    "tight": dict(memory_budget=0.85, recompute="none"),
 }
 
 

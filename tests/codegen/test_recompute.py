@@ -1,0 +1,427 @@
+"""Values that backward recomputes.
+
+Gradients and buffers are bit for bit those of the plan that saves all, training on four ranks is what one device
+trains, the peak is what the plan says, and each broken compiler is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import DeviceMesh, Plan
+from autopar.codegen import halves, joint, schedule
+from autopar.codegen.joint_graph import RECOMPUTED
+from autopar.graph.graph import write_buffer
+from autopar.letters import BadPlan
+from autopar.module import parallel
+from autopar.solver import archive, policies
+from autopar.space import line
+from benchmarks.memory import Live
+from tests import language
+from tests.equality.gpt2 import check, gpt2, train_parallel
+from tests.models import eager_links, mean_square
+from tests.oracle import InFloat64
+from tests.random_plans import with_random_states
+
+
+class Pictures(nn.Module):
+    """Convolutions with running statistics, dropout, and a view of half of what was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.drop = nn.Conv2d(4, 8, 3), nn.Dropout(0.2)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        a, b = torch.relu(self.norm(self.first(x))).chunk(2, 1)
+        return self.head(self.drop(self.second(a * torch.sigmoid(b))).mean((2, 3)))
+
+
+def tokens(model, vocabulary, rows=4, length=16):
+    return model, language.drawn(rows, length, vocabulary), {}
+
+
+MODELS = {
+    "gpt2": lambda: tokens(language.gpt2(vocabulary=128), 128),
+    "llama": lambda: tokens(language.llama(), 256),
+    "bert": lambda: tokens(language.bert(), 256),
+    "eager gpt2": lambda: tokens(language.gpt2(vocabulary=128, attn_implementation="eager"), 128),
+    "pictures": lambda: (Pictures(), (torch.randn(4, 3, 8, 8),), {"loss": mean_square}),
+    "layers": lambda: (
+        nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).train(),
+        (torch.randn(4, 8, 32),),
+        {"loss": mean_square},
+    ),
+}
+
+
+@contextlib.contextmanager
+def everything_counts():
+    """What is small may be recomputed too: these models are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(line, "SMALL", 0)
+        joint.LOWERED.clear()
+        yield patch
+    joint.LOWERED.clear()
+
+
+def schedules(plan: Plan, model, batch, how) -> dict[str, Plan]:
+    """The plan under two policies and with two draws of values, the layers each otherwise."""
+    named = {
+        policy: autopar.plan(model, batch, mesh=(1,), recompute=policy, memory_budget="inf", **how)
+        for policy in ("full", "selective")
+    }
+    drawn = {f"drawn {seed}": with_random_states(plan, np.random.default_rng(seed)) for seed in (1, 2)}
+    return {name: replace(plan, recomputed=p.recomputed) for name, p in {**named, **drawn}.items()}
+
+
+def trained(model, batch, plan, how):
+    """Losses, gradients and buffers after two steps that move parameters."""
+    torch.manual_seed(3)
+    mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan, **how)
+    given = (batch, {}) if isinstance(batch, tuple) else ((), batch)
+    found, optimizer = {}, torch.optim.SGD(mine.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        out = mine(*given[0], **given[1])
+        loss = out[0] if isinstance(out, tuple) else out.loss
+        loss.backward()
+        found[f"loss {step}"] = loss.detach()
+        found |= {f"{n} {step}": p.grad.full_tensor().clone() for n, p in mine.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return found | {n: b.clone() for n, b in mine.named_buffers()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_and_buffers_are_bit_for_bit_those_of_the_plan_that_saves_all(name):
+    model, batch, how = MODELS[name]()
+    with everything_counts():
+        plan = autopar.plan(model, batch, mesh=(1,), memory_budget="inf", **how)
+        expected = trained(model, batch, plan, how)
+        states = schedules(plan, model, batch, how)
+        assert states["full"].recomputed and len({p.recomputed for p in states.values()}) == len(states)
+        for kind, other in states.items():
+            found = trained(model, batch, other, how)
+            differing = [n for n in expected if not torch.equal(found[n], expected[n])]
+            assert not differing and found.keys() == expected.keys(), (kind, differing)
+
+
+RANKS = {
+    "megatron": (DeviceMesh((4,), ("tp",)), "megatron"),
+    "tensors and sequence": (DeviceMesh((2, 2), ("dp", "tp")), dict(tensor=dict(size=2, sequence=True), data=2)),
+    "zero3": (DeviceMesh((4,), ("dp",)), "zero3"),
+    "tensors and zero3": (DeviceMesh((2, 2), ("dp", "tp")), dict(tensor=2, data=dict(size=2, zero=3))),
+}
+
+
+def planned(name: str, policy="none") -> Plan:
+    mesh, how = RANKS[name]
+    model, batch = gpt2(0.1)
+    with InFloat64():
+        return autopar.plan(
+            model, batch, mesh=mesh, parallel=how, cluster=eager_links(), recompute=policy, memory_budget="inf"
+        )
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_four_ranks_train_what_one_device_trains(name, threads):
+    with everything_counts():
+        plan = planned(name)
+        every = [n for n, d in plan.decisions.items() if d.kind == "op"] + [c.name for c in plan.conversions]
+        for kind, values in {
+            "full": planned(name, "full").recomputed,
+            "everything, collectives too": frozenset(every),
+        }.items():
+            states = replace(plan, recomputed=values)
+            model, batch = gpt2(0.1)
+            for rank, result in enumerate(threads(4, train_parallel, model, batch, states, "adamw", "float64")):
+                check(f"{name}, {kind}, rank {rank}", result, 0.1, "adamw", "float64")
+
+
+def two_batches(rank, model, batch, plan):
+    """Gradients of two micro-batches, of which the first waits."""
+    mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
+    mine.random_state.seed = 5
+    with mine.no_sync():
+        mine(**batch).loss.backward()
+    mine(**batch).loss.backward()
+    return {n: p.grad.full_tensor() for n, p in mine.named_parameters()}
+
+
+def test_gradients_that_wait_are_the_same(threads):
+    model, batch = language.gpt2(vocabulary=128), language.drawn(4, 16, 128)
+    plan = autopar.plan(model, batch, mesh=(2,), parallel="dp", memory_budget="inf")
+    with everything_counts():
+        full = autopar.plan(model, batch, mesh=(2,), parallel="dp", memory_budget="inf", recompute="full")
+        assert full.recomputed
+        for one, other in zip(threads(2, two_batches, model, batch, plan), threads(2, two_batches, model, batch, full)):
+            assert all(torch.equal(one[n], other[n]) for n in one)
+
+
+def collectives(plan: Plan, model, batch) -> int:
+    def body(rank):
+        return len(autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan).joint.collectives)
+
+    return body
+
+
+def test_a_recomputed_conversion_repeats_its_collectives_and_nothing_else_does(threads):
+    mesh, how = RANKS["tensors and sequence"]
+    model, batch = language.llama(), language.drawn(4, 16, 256)
+    with everything_counts():
+        plan = autopar.plan(model, batch, mesh=mesh, parallel=how, memory_budget="inf", assume=language.NO_PADDING)
+        gathers = [c for c in plan.conversions if "mlp" in c.target and c.forward and c.source.endswith("norm/mul.1")]
+        gathers = gathers or [c for c in plan.conversions if c.target.endswith(("gate_proj/linear", "up_proj/linear"))]
+        gathers = [c for c in gathers if c.operand == 0 and any(s.kind == "all_gather" for s in c.forward)]
+        assert gathers
+        shared = {c.source for c in gathers}  # what two ops take is gathered once
+        ops = frozenset(n for n, d in plan.decisions.items() if d.kind == "op" and "act_fn" in n)
+
+        def count(recomputed):
+            states = replace(plan, recomputed=recomputed)
+            return threads(4, collectives(states, model, batch))[0]
+
+        before = count(frozenset())
+        assert count(ops) == before
+        assert count(frozenset(c.name for c in gathers)) == before + len(shared)
+
+
+# -- memory
+
+
+def wide():
+    """Values that are much larger than parameters, and read through views."""
+    torch.manual_seed(0)
+    return language.gpt2(layers=3, width=64, vocabulary=512, length=64), language.drawn(32, 64, 512)
+
+
+def real_peak(model, batch, plan) -> int:
+    """Bytes that one device holds in a step, by the life of storages."""
+    mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
+    mine(**batch).loss.backward()
+    gc.collect()
+    live = Live([*mine.parameters(), *mine.buffers(), *batch.values()])
+    with live:
+        live.restart()
+        mine.zero_grad()
+        out = mine(**batch)
+        out.loss.backward()
+        del out
+    return live.peak
+
+
+def on_cpu():
+    generic = autopar.Cluster.of("generic")
+    return replace(generic, device=replace(generic.device, kernels="cpu"))
+
+
+@pytest.fixture(scope="module")
+def halved():
+    """A model, its batch, and its plan in half of the memory."""
+    model, batch = wide()
+    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu())
+    free = autopar.plan(model, batch, memory_budget="inf", **how)
+    return model, batch, autopar.plan(model, batch, memory_budget=free.peak_bytes // 2, **how)
+
+
+def over(model, batch, plan) -> float:
+    """By how much the program holds more than the plan says."""
+    joint.LOWERED.clear()
+    return real_peak(model, batch, plan) / plan.peak_bytes - 1
+
+
+def test_the_program_holds_what_the_plan_says(halved):
+    model, batch, plan = halved
+    assert plan.recomputed and plan.peak_bytes <= plan.budget and 0 < plan.recompute_s < plan.step_time_s
+    assert -0.03 <= over(model, batch, plan) <= 0.01
+
+
+def _views_stay(patch):
+    """A view of what is dropped is saved, and holds it."""
+    recomputed = halves._recomputed
+
+    def without_views(joint_, ops, forward):
+        found = recomputed(joint_, ops, forward)
+        return {n for n in found if not halves.is_view(n)}
+
+    patch.setattr(halves, "_recomputed", without_views)
+
+
+def _parts_leave(patch):
+    """What takes a part of a result is moved alone, and the whole result waits for it."""
+
+    def late(half):
+        made = [n for n in half.graph.nodes if n.meta.get(RECOMPUTED)]
+        for node in reversed(made):
+            if readers := [u for u in node.users if u.op != "output"]:
+                min(readers).prepend(node)
+
+    patch.setattr(schedule, "PASSES", (late, *schedule.PASSES[1:]))
+
+
+def _at_once(patch):
+    """Everything is recomputed as backward begins."""
+    patch.setattr(schedule, "PASSES", schedule.PASSES[1:])
+
+
+@pytest.mark.parametrize("mutant", [_views_stay, _at_once])
+def test_a_schedule_that_holds_more_is_noticed(mutant, halved):
+    model, batch, plan = halved
+    with pytest.MonkeyPatch.context() as patch:
+        mutant(patch)
+        assert over(model, batch, plan) > 0.03
+    joint.LOWERED.clear()
+
+
+class Parts(nn.Module):
+    """Ops with several results, of which backward reads one late."""
+
+    def forward(self, x):
+        kept = []
+        for _ in range(4):
+            x, at = torch.sort(x * 1.01, dim=-1)
+            kept.append(at)
+        return (x * x).sum() + sum((at * 0.0).sum() for at in kept)
+
+
+def test_parts_that_leave_their_op_are_noticed():
+    model, batch = Parts(), (torch.randn(64, 4096, requires_grad=True),)
+    how = dict(mesh=(1,), memory_budget="inf", optimizer=0)
+    plan = autopar.plan(model, batch, **how)
+    states = replace(plan, recomputed=frozenset(n for n, d in plan.decisions.items() if d.kind == "op"))
+
+    def order():
+        joint.LOWERED.clear()
+        mine = autopar.autoparallelize(Parts(), batch, plan=states)
+        nodes = list(mine.joint.backward.nodes)
+        return [n.prev is n.args[0] or n.prev.target is n.target for n in nodes if n.name.startswith("getitem")]
+
+    parts = order()
+    assert parts and all(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        _parts_leave(patch)
+        assert not all(order())
+    joint.LOWERED.clear()
+
+
+# -- values
+
+
+def _another_key(patch):
+    """What is recomputed draws other numbers."""
+
+    def redraw(half):
+        if not half.is_backward:
+            return
+        for node in list(half.graph.nodes):
+            value = node.meta.get("val")
+            is_key = node.name.startswith("primals") and isinstance(value, torch.Tensor) and not value.dim()
+            if node.op == "placeholder" and is_key:
+                with half.graph.inserting_after(node):
+                    other = half.graph.call_function(torch.ops.aten.add.Tensor, (node, 1))
+                other.meta["val"] = value
+                node.replace_all_uses_with(other, delete_user_cb=lambda user, other=other: user is not other)
+
+    patch.setattr(schedule, "PASSES", (redraw, *schedule.PASSES))
+
+
+def _twice(patch):
+    """Statistics move a second time."""
+
+    def written(model, name, value):
+        before = dict(model.named_buffers())[name].clone()
+        write_buffer(model, name, value)
+        write_buffer(model, name, value + (value - before))
+
+    patch.setattr(parallel, "write_buffer", written)
+
+
+@pytest.mark.parametrize("mutant, name", [(_another_key, "gpt2"), (_twice, "pictures")])
+def test_other_values_are_noticed(mutant, name):
+    model, batch, how = MODELS[name]()
+    with everything_counts() as patch:
+        plan = autopar.plan(model, batch, mesh=(1,), memory_budget="inf", **how)
+        expected = trained(model, batch, plan, how)
+        ops = frozenset(n for n, d in plan.decisions.items() if d.kind == "op")
+        mutant(patch)
+        joint.LOWERED.clear()
+        found = trained(model, batch, replace(plan, recomputed=ops), how)
+        assert any(not torch.equal(found[n], expected[n]) for n in expected)
+
+
+def test_a_file_keeps_what_is_recomputed(halved, monkeypatch):
+    plan = halved[2]
+    assert Plan.from_dict(plan.to_dict()) == plan
+    written = archive.written
+    monkeypatch.setattr(archive, "written", lambda plan: {**written(plan), "recomputed": []})
+    assert Plan.from_dict(plan.to_dict()) != plan
+
+
+def test_a_plan_recomputes_only_what_it_has(halved):
+    data = halved[2].to_dict()
+    for wrong in (["nobody"], ["input_ids"], ["transformer.wte.weight"], ["nobody:0"]):
+        with pytest.raises(BadPlan, match="recomputes"):
+            Plan.from_dict({**data, "recomputed": wrong})
+
+
+# -- policies
+
+
+def test_a_users_policy_says_what_is_recomputed(halved):
+    model, batch, _ = halved
+    asked = []
+
+    def mine(of, budget):
+        asked.append(budget)
+        return [run.name for run in of.runs if "mlp" in run.name]
+
+    plan = autopar.plan(model, batch, mesh=(1,), recompute=mine, memory_budget="inf")
+    assert plan.recomputed and all("mlp" in name for name in plan.recomputed) and asked
+    with pytest.raises(autopar.NotServed, match="nobody"):
+        autopar.plan(model, batch, mesh=(1,), recompute=lambda of, budget: ["nobody"], memory_budget="inf")
+    with pytest.raises(autopar.NotServed, match="no policy"):
+        autopar.plan(model, batch, mesh=(1,), recompute="everything")
+
+
+def test_the_models_own_regions_are_kept_to_as_written():
+    model, batch = wide()
+    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu(), memory_budget="inf")
+    plain = autopar.plan(model, batch, **how)
+    model.gradient_checkpointing_enable()
+    ignored = autopar.plan(model, batch, **how)
+    kept = autopar.plan(model, batch, recompute="as written", **how)
+    assert "checkpoint" in str(ignored) and not ignored.recomputed
+    blocks = {name.split("/")[0].rsplit(".", 1)[0] for name in kept.recomputed}
+    assert blocks and all(name.startswith("transformer.h.") for name in kept.recomputed)
+    assert kept.peak_bytes < 0.7 * plain.peak_bytes
+    assert -0.06 <= over(model, batch, kept) <= 0.01
+
+
+def test_auto_is_no_slower_than_any_policy_with_a_name(halved):
+    model, batch, _ = halved
+    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu())
+    for policy in policies.POLICIES:
+        named = autopar.plan(model, batch, memory_budget="inf", recompute=policy, **how)
+        best = autopar.plan(model, batch, memory_budget=named.peak_bytes, **how)
+        assert best.step_time_s <= named.step_time_s * (1 + 1e-9) and best.peak_bytes <= named.peak_bytes
+
+
+def test_a_smaller_budget_is_never_faster(halved):
+    model, batch, _ = halved
+    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu())
+    free = autopar.plan(model, batch, memory_budget="inf", **how)
+    last = free.step_time_s
+    for share in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4):
+        plan = autopar.plan(model, batch, memory_budget=int(share * free.peak_bytes), **how)
+        assert plan.step_time_s >= last * (1 - 1e-9), share
+        last = plan.step_time_s
