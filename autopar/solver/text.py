@@ -29,6 +29,10 @@ def table_of(plan: Plan) -> str:
         _aligned(("op", "operands -> output", "us"), _folded(_op_rows(plan))),
         _aligned(("conversion", "value", "forward", "backward", "us"), _folded(_conversion_rows(plan))),
     ]
+    if plan.recomputed:
+        blocks.append(
+            _aligned(("recomputed in backward", ""), _folded((value, "") for value in sorted(plan.recomputed)))
+        )
     if plan.without_rule:
         blocks.append(_without_rule(plan))
     if plan.meshes:
@@ -67,7 +71,13 @@ def difference(one: Plan, other: Plan) -> str:
         mine, theirs = one.decisions.get(name), other.decisions.get(name)
         if mine is None or theirs is None or mine.choice != theirs.choice:
             lines.append(f"{name}: {mine.choice if mine else 'absent'} | {theirs.choice if theirs else 'absent'}")
+    for value in sorted(one.recomputed ^ other.recomputed):
+        lines.append(f"{value}: {_state(one, value)} | {_state(other, value)}")
     return "\n".join(lines) or "the plans are the same"
+
+
+def _state(plan: Plan, value: str) -> str:
+    return "recomputed" if value in plan.recomputed else "saved"
 
 
 def public_name(op: str) -> str:
@@ -164,9 +174,12 @@ def _site_lines(plan: Plan, name: str) -> list[str]:
     d, axes = plan.decisions[name], plan.mesh.axes
     lines = [f"{name}: {d.op}, {_time(d.seconds)}" + (f"    {d.source}" if d.source else "")]
     lines += [f"    @{axis}  {s!r}" for s, axis in zip(d.choice.strategies, axes, strict=True)]
+    if name in plan.recomputed:
+        lines.append("    not saved: backward recomputes it")
     for c in plan.conversions:
         if name in (c.source, c.target):
-            lines.append(f"    {_conversion(c, name, axes)}")
+            again = "; repeated in backward" if c.name in plan.recomputed and name == c.target else ""
+            lines.append(f"    {_conversion(c, name, axes)}{again}")
     return lines
 
 

@@ -109,7 +109,7 @@ def test_gradients_and_buffers_are_bit_for_bit_those_of_the_plan_that_saves_all(
         plan = autopar.plan(model, batch, mesh=(1,), memory_budget="inf", **how)
         expected = trained(model, batch, plan, how)
         states = schedules(plan, model, batch, how)
-        assert states["full"].recomputed and len({p.recomputed for p in states.values()}) == len(states)
+        assert sum(bool(p.recomputed) for p in states.values()) >= 2  # what has no blocks and no attention: the draws
         for kind, other in states.items():
             found = trained(model, batch, other, how)
             differing = [n for n in expected if not torch.equal(found[n], expected[n])]
@@ -168,32 +168,28 @@ def test_gradients_that_wait_are_the_same(threads):
             assert all(torch.equal(one[n], other[n]) for n in one)
 
 
-def collectives(plan: Plan, model, batch) -> int:
-    def body(rank):
-        return len(autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan).joint.collectives)
-
-    return body
+def count_collectives(rank, model, batch, plan):
+    return len(autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan).joint.collectives)
 
 
 def test_a_recomputed_conversion_repeats_its_collectives_and_nothing_else_does(threads):
     mesh, how = RANKS["tensors and sequence"]
     model, batch = language.llama(), language.drawn(4, 16, 256)
-    with everything_counts():
-        plan = autopar.plan(model, batch, mesh=mesh, parallel=how, memory_budget="inf", assume=language.NO_PADDING)
-        gathers = [c for c in plan.conversions if "mlp" in c.target and c.forward and c.source.endswith("norm/mul.1")]
-        gathers = gathers or [c for c in plan.conversions if c.target.endswith(("gate_proj/linear", "up_proj/linear"))]
-        gathers = [c for c in gathers if c.operand == 0 and any(s.kind == "all_gather" for s in c.forward)]
-        assert gathers
-        shared = {c.source for c in gathers}  # what two ops take is gathered once
-        ops = frozenset(n for n, d in plan.decisions.items() if d.kind == "op" and "act_fn" in n)
+    plan = autopar.plan(model, batch, mesh=mesh, parallel=how, memory_budget="inf", assume=language.NO_PADDING)
+    gathers = [
+        c
+        for c in plan.conversions
+        if plan.decisions[c.source].kind == "op" and [step.kind for step in c.forward] == ["all_gather"]
+    ]
+    acts = frozenset(n for n, d in plan.decisions.items() if d.kind == "op" and "mlp" in n and "linear" not in n)
+    assert len(gathers) >= 4 and len(acts) >= 2
 
-        def count(recomputed):
-            states = replace(plan, recomputed=recomputed)
-            return threads(4, collectives(states, model, batch))[0]
+    def count(recomputed):
+        return threads(4, count_collectives, model, batch, replace(plan, recomputed=recomputed))[0]
 
-        before = count(frozenset())
-        assert count(ops) == before
-        assert count(frozenset(c.name for c in gathers)) == before + len(shared)
+    before = count(frozenset())
+    assert count(acts) == before
+    assert count(frozenset(c.name for c in gathers)) == before + len(gathers)
 
 
 # -- memory

@@ -1,0 +1,131 @@
+"""States of lines that are drawn: bytes against a simulation of its own, the best against every set of runs."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from autopar.solver.states import StateSearch, cut
+from autopar.space.line import Line, Run
+
+
+def drawn(seed: int, most: int = 8) -> Line:
+    """A chain with skips: each run reads one or two values that were made before, and keeps some of what it has."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(3, most + 1))
+    runs = []
+    for i in range(count):
+        before = list(range(i))
+        reads = tuple(sorted(set(rng.choice(before[-3:], size=min(len(before), 2)).tolist()))) if before else ()
+        keeps = tuple(v for v in (*reads, i) if rng.random() < 0.6)
+        runs.append(Run(f"run{i}", float(rng.integers(1, 9)), reads, (i,), keeps, i))
+    size = rng.integers(1, 9, count) * 2.0**20
+    leaves = np.zeros(count, bool)
+    leaves[-1] = rng.random() < 0.5
+    held = np.zeros(2 * count + 1)
+    line = Line(tuple(runs), size, leaves, tuple(range(count)), count, held, tuple(range(count)), {})
+    line.other = np.zeros(len(held))  # nothing but the values of runs
+    return line
+
+
+def simulated(line: Line, again: frozenset[int]) -> tuple[float, float]:
+    """Peak and seconds: values are made, read and dropped one event after the other, with no clever bookkeeping."""
+    events: list[tuple[str, int]] = [("forward", i) for i in range(len(line.runs))]
+    have: set[int] = set()
+
+    def want(value):
+        run = line.made_by[value]
+        if line.fixed[value] or run not in again or value in have:
+            return
+        for operand in line.runs[run].reads:
+            want(operand)
+        have.update(line.runs[run].makes)
+        events.append(("again", run))
+
+    for i in reversed(range(len(line.runs))):
+        for value in line.runs[i].keeps:
+            want(value)
+        events.append(("backward", i))
+
+    def touched(kind, i):
+        run = line.runs[i]
+        return set(run.keeps) if kind == "backward" else {*run.reads, *run.makes}
+
+    peak, seconds = 0.0, 0.0
+    for t, (kind, i) in enumerate(events):
+        seconds += line.runs[i].seconds if kind == "again" else 0.0
+        here = 0.0
+        for v in range(len(line.bytes)):
+            makers = [s for s, (k, j) in enumerate(events) if k != "backward" and v in line.runs[j].makes]
+            begun = [s for s in makers if s <= t]
+            if not begun:
+                continue
+            until = min((s for s in makers if s > t), default=len(events))
+            if line.fixed[v]:  # it is made once, whatever runs again
+                begun, until = makers[:1], len(events)
+            reads = [s for s in range(begun[-1], until) if v in touched(*events[s])]
+            if line.leaves[v] or max(reads) >= t:
+                here += line.bytes[v]
+        peak = max(peak, here)
+    return peak, seconds
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bytes_and_seconds_are_those_of_a_simulation(seed):
+    line, search = drawn(seed), StateSearch(drawn(seed))
+    rng = np.random.default_rng(seed)
+    for share in (0.0, 0.3, 0.7, 1.0):
+        again = frozenset(i for i in range(len(line.runs)) if rng.random() < share)
+        states = search.of(again)
+        assert (states.peak, states.seconds) == pytest.approx(simulated(line, again)), again
+
+
+def subsets(line: Line):
+    runs = range(len(line.runs))
+    return (frozenset(s) for n in range(len(line.runs) + 1) for s in itertools.combinations(runs, n))
+
+
+def test_what_is_found_is_within_the_budget_and_mostly_the_best():
+    """Of 150 lines with three budgets each, nothing found is over the budget or better than the best of all sets."""
+    asked = best = 0
+    for seed in range(150):
+        line = drawn(seed)
+        search = StateSearch(line)
+        every = [StateSearch(line).of(s) for s in subsets(line)]
+        lowest, none = min(s.peak for s in every), search.none.peak
+        for share in (0.25, 0.5, 0.75):
+            budget = lowest + share * (none - lowest)
+            truth = min(s.seconds for s in every if s.peak <= budget)
+            found = StateSearch(line).within(budget)
+            filled = None if found is None else search.filled(found, budget)
+            assert filled is None or (filled.peak <= budget and filled.seconds >= truth - 1e-12)
+            asked += none > budget
+            best += none > budget and filled is not None and filled.seconds <= truth + 1e-12
+    assert asked > 200 and best >= 0.75 * asked, (best, asked)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_cut_costs_the_least_of_all_sets(seed):
+    line, rng = drawn(seed), np.random.default_rng(seed)
+    price = {v: float(rng.integers(0, 12)) for v in range(len(line.bytes))}
+
+    def cost(again):
+        wanted, pending, total, seen = set(line.needed), list(line.needed), 0.0, set()
+        while pending:
+            v = pending.pop()
+            if line.fixed[v] or v in seen:
+                continue
+            seen.add(v)
+            run = line.made_by[v]
+            if run in again:
+                total += line.runs[run].seconds
+                pending += line.runs[run].reads
+            else:
+                total += price[v]
+        return total + 0.0 * len(wanted)
+
+    flow = cut(line, line.needed, price)
+    assert cost(flow.again) == pytest.approx(min(map(cost, subsets(line))))
+    assert sum(flow.wanted.values()) == pytest.approx(cost(flow.again))
