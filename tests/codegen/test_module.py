@@ -327,7 +327,7 @@ def test_a_plan_beside_planning_arguments_is_a_letter():
     "how",
     [
         dict(precision="bfloat16"),
-        dict(recompute="full"),
+        dict(recompute="everything"),
         dict(accumulation=0),
         dict(accumulation=True),
         dict(time_limit=0),
