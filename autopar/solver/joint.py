@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from autopar.solver.budget import Budgeted
+from autopar.solver.eliminate import minimise
 from autopar.solver.polish import numbered
 from autopar.solver.states import Flow, cut
 from autopar.solver.tables import Factor, Problem
@@ -77,6 +78,17 @@ class JointTables:
         if not piece.is_edge:
             return True
         return self.space.sites[self.space.edges[piece.place].target].kind == "op"
+
+    def fewest_bytes(self) -> float:
+        """Bytes at the priced time that no sharding goes under, whatever it recomputes."""
+        memo: dict[Any, np.ndarray] = {}
+        costs = [_for_nothing(memo, cost) for cost in self.base.costs]
+        factors = [_of(factor, _for_nothing(memo, factor.table)) for factor in self.base.factors]
+        for i, held in self.fixed_sites.items():
+            costs[i] = _plus(memo, costs[i], held, 1.0)
+        for k, held in self.fixed_edges.items():
+            factors[k] = _of(factors[k], _plus(memo, factors[k].table, held, 1.0))
+        return minimise(Problem(costs, factors, self.counted.regions), tries=1).bound
 
     def problem(self, price: float, worth: Availability) -> Problem:
         """Seconds and priced bytes as tables."""
@@ -219,6 +231,13 @@ def _plus(memo: dict[Any, np.ndarray], base: np.ndarray, held: Sequence[np.ndarr
     if key not in memo:
         memo[key] = base + sum(price * h for h in held)
     return memo[key]
+
+
+def _for_nothing(memo: dict[Any, np.ndarray], table: np.ndarray) -> np.ndarray:
+    """A table in which everything that leads anywhere costs nothing."""
+    if ("nothing", id(table)) not in memo:
+        memo["nothing", id(table)] = np.where(np.isfinite(table), 0.0, np.inf)
+    return memo["nothing", id(table)]
 
 
 def _of(factor: Factor, table: np.ndarray) -> Factor:

@@ -49,7 +49,7 @@ def solve(
     else:
         found = recomputing(task, recompute, without)
     if found.best is None and task.has_budget:
-        raise over_budget(task, lowest(task) if task.recomputes else None)
+        raise over_budget(task, lowest(task) if task.recomputes and not found.hopeless else None)
     if found.best is None:
         raise infeasible(space, "elimination had to split, and found no choices that go together")
     best = found.best

@@ -29,6 +29,7 @@ _WIDER = 4.0  # by which a price is raised or lowered before one is known on eit
 _NEAR = 1.05  # of two prices: nothing is looked for between them
 _OPEN = 0.05  # a gap, beside that of the free plan, from which on shardings without recompute are looked at too
 _MOST = 8  # of those: so many
+_MET = 1 + 1e-9  # of a budget, for rounding
 
 Without = Callable[[], Findings]
 
@@ -114,10 +115,13 @@ class _Auto:
         if not first.line.names:  # nothing could be dropped
             return self.without()
         self.bound = free.bound
+        tables = JointTables(task.counted, int(first.point.held.argmax()), free.prices.exposed)
+        if tables.fewest_bytes() > task.budget * _MET:
+            return Findings(None, free.bound, free, hopeless=True)
         self._take(first)
         self.lined = self.lined or first
         if self._is_open(task.gap):
-            self._price(first, free)
+            self._price(first, tables)
         self._polish()
         found = Findings(self.best, self.bound, free, tuple(self.stopped))
         if self._is_open(max(task.gap, _OPEN + (fastest.seconds - free.bound) / fastest.seconds)):
@@ -143,11 +147,10 @@ class _Auto:
         if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
             self.best, self.lined = plan, lined
 
-    def _price(self, first: Lined, free: Outcome) -> None:
+    def _price(self, first: Lined, tables: JointTables) -> None:
         """Let the price of a byte at the fullest time lead to shardings, and raise the bound."""
         task, lined = self.task, first
-        time = int(first.point.held.argmax())
-        tables = JointTables(task.counted, time, free.prices.exposed)
+        time = tables.time
         low, high, price = 0.0, math.inf, first.states.usual_price(time)
         for _ in range(_ROUNDS):
             worth = tables.worth(lined.line, price)

@@ -74,6 +74,7 @@ class Findings:
     bound: float = -math.inf  # seconds that no plan goes under
     outcome: Outcome | None = None  # of prices
     stopped: tuple[str, ...] = ()  # searches that were stopped before their end
+    hopeless: bool = False  # it is proven that no plan is within the budget, whatever it recomputes
 
     def is_open(self, gap: float) -> bool:
         """May a plan be faster than the best one by more than this share?"""
@@ -240,8 +241,8 @@ def over_budget(task: Task, lowest: Point | None = None) -> Infeasible:
     return Infeasible(
         f"no plan of {task.budget:,.0f} bytes a device was found on mesh {space.setting.mesh}",
         seen=(
-            f"{bound:,.0f} bytes are needed by any plan; at the {memory.when(fullest)}, the fullest time of the "
-            f"smallest plan: {fills}"
+            f"{bound:,.0f} bytes are needed by any plan{' that recomputes nothing' if task.recomputes else ''}; at the "
+            f"{memory.when(fullest)}, the fullest time of the smallest plan: {fills}"
         ),
         advice=f"memory_budget={math.ceil(best.peak)}, the smallest for which a plan was found, or more devices",
     ).of_bytes(bound, best.peak)
