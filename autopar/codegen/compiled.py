@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from autopar.codegen.halves import extract
 from autopar.runtime.private import OpOverload
+from autopar.runtime.random import IN_TORCH_OPS
 
 _WORTH = 2  # ops, from which on a run of them is compiled
 
@@ -39,6 +40,9 @@ def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.Grap
             outputs = [n for n in run if not inside.issuperset(n.users)]
             name = f"run_{len(held)}"
             part = fx.GraphModule({}, extract(source, inputs, inside, outputs))
+            for node in part.graph.nodes:
+                node.target = IN_TORCH_OPS.get(node.target, node.target)
+            part.recompile()
             held[name] = torch.compile(part, backend=backend, fullgraph=True, dynamic=False)
             called = made.call_module(name, tuple(copies[i] for i in inputs))
             for k, node in enumerate(outputs):

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime.private import dirichlet_grad, standard_gamma_grad
-from autopar.runtime.random import SECOND, Cuts, bits, kept, normal, start_of, uniform
-from autopar.runtime.sampling import gamma_at, places_of, poisson_at
+from autopar.runtime.random import SECOND, Cuts, bits, kept, normal, places_of, start_of, uniform
+from autopar.runtime.sampling import gamma_at, poisson_at
 
 
 def literal(data: Any, dtype: torch.dtype, device: str) -> Tensor:

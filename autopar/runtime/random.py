@@ -14,6 +14,8 @@ plan.
     normal                = sqrt(-2 log(1 - u)) cos(2 pi v), of two uniforms u and v
 
 It costs six passes over the positions and needs no state: recomputing, another mesh, or one device give the same bits.
+In a program a draw is one op, `autopar::bits_at` or `autopar::kept_at`; `IN_TORCH_OPS` has each as the torch ops that
+it stands for, to be fused by a compiler.
 """
 
 from __future__ import annotations
@@ -62,21 +64,23 @@ def kept(key: Tensor, op: int, p: float, shape: Sequence[int], cuts: Sequence[Cu
     """A mask of the elements that survive in this device's part of a tensor."""
     if p >= 1.0:
         return torch.zeros(tuple(local), dtype=torch.bool, device=key.device)
-    threshold = int(p * 2**32) - 2**31
-    return bits(key, op, shape, cuts, local) >= threshold
+    return kept_at(key, op, p, list(shape), places_of(key, cuts, local))
 
 
 def bits(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
     """32 random bits for each element of this device's part."""
-    places = [
+    return bits_at(key, op, list(shape), places_of(key, cuts, local))
+
+
+def places_of(key: Tensor, cuts: Sequence[Cuts], local: Sequence[int]) -> list[Tensor]:
+    """The places of this device's part, dim by dim."""
+    return [
         torch.arange(n, dtype=torch.int64, device=key.device) + start_of(key, cut)
         for n, cut in zip(local, cuts, strict=True)
     ]
-    return bits_at(key, op, shape, places)
 
 
-def bits_at(key: Tensor, op: int, shape: Sequence[int], places: Sequence[Tensor]) -> Tensor:
-    """32 random bits for each element of a part that lies at these places of each dim."""
+def _bits_at(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Tensor:
     places = [p.reshape((-1,) + (1,) * (len(places) - 1 - d)) for d, p in enumerate(places)]
     op_key = mix(mix(_low(key) ^ _signed(op * 0x85EBCA77 % 2**32, 32)) ^ _low(key >> 32))
     row = torch.zeros((1,) * max(1, len(places)), dtype=torch.int64, device=key.device)
@@ -86,6 +90,35 @@ def bits_at(key: Tensor, op: int, shape: Sequence[int], places: Sequence[Tensor]
     return mix(row_key + _low(places[-1] if places else row) * _signed(0x9E3779B9, 32)).reshape(
         [p.numel() for p in places]
     )
+
+
+def _kept_at(key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]) -> Tensor:
+    return _bits_at(key, op, shape, places) >= int(p * 2**32) - 2**31
+
+
+@torch.library.custom_op("autopar::bits_at", mutates_args=())
+def bits_at(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Tensor:
+    """32 random bits for each element of a part that lies at these places of each dim."""
+    return _bits_at(key, op, shape, places)
+
+
+@torch.library.custom_op("autopar::kept_at", mutates_args=())
+def kept_at(key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]) -> Tensor:
+    """The elements that survive in a part that lies at these places of each dim."""
+    return _kept_at(key, op, p, shape, places)
+
+
+@bits_at.register_fake
+def _(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Tensor:
+    return key.new_empty([p.numel() for p in places], dtype=torch.int32)
+
+
+@kept_at.register_fake
+def _(key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]) -> Tensor:
+    return key.new_empty([p.numel() for p in places], dtype=torch.bool)
+
+
+IN_TORCH_OPS = {torch.ops.autopar.bits_at.default: _bits_at, torch.ops.autopar.kept_at.default: _kept_at}
 
 
 def uniform(

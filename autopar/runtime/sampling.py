@@ -6,24 +6,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from autopar.runtime.random import SECOND, Cuts, as_normal, as_uniform, bits_at, start_of
+from autopar.runtime.random import SECOND, as_normal, as_uniform, bits_at
 
 _TRIES = 12  # each keeps at least 95 of 100 draws
 _HALVINGS = 24  # enough for rates up to 10^10
 
 
-def places_of(key: Tensor, cuts: Sequence[Cuts], local: Sequence[int]) -> list[Tensor]:
-    """The places of this device's part, dim by dim."""
-    counts = [torch.arange(n, dtype=torch.int64, device=key.device) for n in local]
-    return [count + start_of(key, cut) for count, cut in zip(counts, cuts, strict=True)]
-
-
-def _uniform(key: Tensor, op: int, shape: Sequence[int], places: Sequence[Tensor]) -> Tensor:
+def _uniform(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Tensor:
     return as_uniform(bits_at(key, op, shape, places), torch.float64)
 
 
