@@ -12,8 +12,10 @@ A policy by name, or a user's own, takes the place of `within`; its shardings ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from autopar.solver.budget import Outcome, Point
 from autopar.solver.eliminate import minimise
@@ -25,7 +27,10 @@ from autopar.solver.states import States, StateSearch
 from autopar.space.line import Line
 
 _ROUNDS = 9  # of prices
-_WIDER = 4.0  # by which a price is raised or lowered before one is known on either side
+_DEARER = 8.0  # times the last price, while all that was met is over the budget
+_LITTLE = 0.03  # of what is open: a bound that can rise by less is left as it is
+_IN_VAIN = 2  # rounds that lead nowhere, after which it is left too
+_CHEAP, _HALVINGS = 1e-24, 48  # seconds a byte, and how often the range of prices is halved
 _NEAR = 1.05  # of two prices: nothing is looked for between them
 _OPEN = 0.05  # a gap, beside that of the free plan, from which on shardings without recompute are looked at too
 _MOST = 8  # of those: so many
@@ -149,27 +154,51 @@ class _Auto:
 
     def _price(self, first: Lined, tables: JointTables) -> None:
         """Let the price of a byte at the fullest time lead to shardings, and raise the bound."""
-        task, lined = self.task, first
-        time = tables.time
-        low, high, price = 0.0, math.inf, first.states.usual_price(time)
+        task, lined, time = self.task, first, tables.time
+        met = [_seconds_and_bytes(first, time)]
+        price = self._promising(met)[0] or first.states.usual_price(time) / _DEARER
+        bounds: dict[float, float] = {}  # at each price that was tried
+        in_vain = 0  # rounds that led nowhere, one after the other
         for _ in range(_ROUNDS):
+            before = self.best.seconds if self.best is not None else math.inf, self.bound
             worth = tables.worth(lined.line, price)
             least = minimise(tables.problem(price, worth), tries=1)
-            self.bound = max(self.bound, least.bound - price * task.budget)
+            bounds[price] = least.bound - price * task.budget
+            self.bound = max(self.bound, bounds[price])
             point = task.counted.point(least.picked)
             if math.isfinite(point.seconds):
                 lined = Lined.of(task, point)
                 if tuple(point.picked) not in self.tried:
                     self._take(lined, price)
+                lined.states.of(tables.cheapest(lined.line, price))
+                met.append(_seconds_and_bytes(lined, time))
             if not self._is_open(task.gap):
                 break
-            is_over = lined.states.of(tables.cheapest(lined.line, price)).held[time] > task.budget
-            low, high = (price, high) if is_over else (low, price)
-            if high <= low * _NEAR:
+            ahead, most = self._promising(met)
+            little = _LITTLE * (self.best.seconds - self.bound) if self.best is not None else -math.inf
+            faster = before[0] - self.best.seconds if self.best is not None else 0.0
+            in_vain = in_vain + 1 if max(faster, self.bound - before[1]) <= little else 0
+            price = _between(bounds, ahead)
+            if not price or most - self.bound <= little or in_vain == _IN_VAIN:
                 break
-            price = (
-                math.sqrt(low * high) if low and math.isfinite(high) else price * (_WIDER if is_over else 1 / _WIDER)
-            )
+
+    def _promising(self, met: Sequence[np.ndarray]) -> tuple[float, float]:
+        """The price at which the plans that were met are worth most, and what they are then.
+
+        No bound is more than that. The price is 0 where all plans are over the budget: none is dear enough.
+        """
+        seconds, over = np.concatenate(met, axis=1)
+        over = over - self.task.budget
+        if not (over <= 0).any():
+            return 0.0, math.inf
+        low, high = _CHEAP, max(_CHEAP, float(seconds.max()))
+        for _ in range(_HALVINGS):
+            price = math.sqrt(low * high)
+            if over[int((seconds + price * over).argmin())] > 0:
+                low = price
+            else:
+                high = price
+        return high, float((seconds + high * over).min())
 
     def _sharded(self) -> Findings:
         """Shardings that were met while looking for one that fits without recompute."""
@@ -182,6 +211,27 @@ class _Auto:
                 self._take(Lined.of(self.task, point))
         self._polish()
         return replace(found, stopped=tuple(self.stopped))
+
+
+def _between(bounds: Mapping[float, float], ahead: float) -> float:
+    """The next price to try; 0 where it would be near one that was.
+
+    That is the one `ahead`, where it lies nearer to the price of the best bound than others that were tried: bounds
+    rise up to a price and fall from there on. Or else it lies in the middle of the wider side.
+    """
+    best = max(bounds, key=lambda price: bounds[price])
+    below = max((p for p in bounds if p < best), default=0.0)
+    above = min((p for p in bounds if p > best), default=math.inf)
+    if below < ahead < above and not any(1 / _NEAR < ahead / p < _NEAR for p in bounds):
+        return ahead
+    low, high = below or best / _DEARER**2, above if math.isfinite(above) else best * _DEARER**2
+    price = math.sqrt(low * best) if best / low > high / best else math.sqrt(best * high)
+    return price if max(price / best, best / price) > _NEAR else 0.0
+
+
+def _seconds_and_bytes(lined: Lined, time: int) -> np.ndarray:
+    """Of all states that were looked at: the seconds of the plan, and its bytes at a time."""
+    return np.array([(lined.point.seconds + s.seconds, s.held[time]) for s in lined.states.known.values()]).T
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:

@@ -19,17 +19,15 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import networkx as nx
 import numpy as np
-from networkx.algorithms.flow import boykov_kolmogorov
 
+from autopar.solver.flow import Network
 from autopar.space.line import Line
 
 Again = frozenset[int]
 _STEP, _RAISED, _HALVED = 2.0, 12, 3  # of a price: by which it is raised, how often, and how often a step is halved
 _PAIRS = 2  # of states that are spliced
 _TRIED = 256  # runs that are tried to be left out, those that take longest first
-_SOURCE, _SINK = -1, -2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,46 +179,31 @@ class Flow:
 
 def cut(line: Line, wanted: Collection[int], saved: Mapping[int, float]) -> Flow:
     """The runs to repeat so that backward has the `wanted` values, where to save a value costs so many seconds."""
-    network: nx.DiGraph = nx.DiGraph()
-    count = len(line.runs)
-    pending = [v for v in wanted if not line.fixed[v]]
-    network.add_edges_from((_SOURCE, count + v) for v in pending)  # without end, as all without a capacity
+    runs = len(line.runs)  # nodes: the runs, then the values, then source and sink
+    source, sink = runs + len(line.bytes), runs + len(line.bytes) + 1
+    network = Network(sink + 1)
+    pending = [v for v in sorted(wanted) if not line.fixed[v]]
+    asking = {v: network.add(source, runs + v, math.inf) for v in pending}
+    reading: dict[tuple[int, int], int] = {}
     seen, ran = set(pending), set[int]()
     while pending:  # what nobody could ask for is left out
         v = pending.pop()
         u = line.made_by[v]
-        if u in line.forced:
-            network.add_edge(count + v, u)
-        else:
-            network.add_edge(count + v, u, capacity=saved.get(v, 0.0))
+        network.add(runs + v, u, math.inf if u in line.forced else saved.get(v, 0.0))
         if u in ran:
             continue
         ran.add(u)
-        network.add_edge(u, _SINK, capacity=line.runs[u].seconds)
+        network.add(u, sink, line.runs[u].seconds)
         for w in line.runs[u].reads:
-            if not line.fixed[w]:
-                network.add_edge(u, count + w)
+            if not line.fixed[w] and (u, w) not in reading:
+                reading[u, w] = network.add(u, runs + w, math.inf)
                 if w not in seen:
                     seen.add(w)
                     pending.append(w)
-    if _SOURCE not in network or _SINK not in network:
-        return Flow(frozenset(), {}, {})
-    residual = boykov_kolmogorov(network, _SOURCE, _SINK)
-    kept = {_SOURCE}  # what the source still reaches
-    pending = [_SOURCE]
-    while pending:
-        for other, arc in residual[pending.pop()].items():
-            if other not in kept and arc["flow"] < arc["capacity"]:
-                kept.add(other)
-                pending.append(other)
-    into, asked = dict[tuple[int, int], float](), dict[int, float]()
-    for a, b in network.edges:
-        if b >= count and (amount := residual[a][b]["flow"]) > 0:
-            if a == _SOURCE:
-                asked[b - count] = amount
-            else:
-                into[a, b - count] = amount
-    return Flow(frozenset(u for u in kept if 0 <= u < count), into, asked)
+    network.fill(source, sink)
+    into = {ends: flow for ends, arc in reading.items() if (flow := network.flow(arc)) > 0}
+    asked = {v: flow for v, arc in asking.items() if (flow := network.flow(arc)) > 0}
+    return Flow(frozenset(u for u in network.reached(source) if u < runs), into, asked)
 
 
 def _windows(line: Line) -> list[tuple[int, int]]:

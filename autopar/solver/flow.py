@@ -1,0 +1,94 @@
+"""The maximum flow of a network, by Dinic's algorithm, and the minimum cut that proves it.
+
+    levels     the distance of every node to the sink, over arcs with room
+    augment    paths along which that distance falls, depth first, until none is left; then levels anew
+
+Arcs are numbers, `a` and `a ^ 1` the two ways of one, so that a network of thousands of arcs is a few flat lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class Network:
+    """Arcs with room for flow between nodes, which are numbers."""
+
+    def __init__(self, nodes: int) -> None:
+        self.leaving: list[list[int]] = [[] for _ in range(nodes)]  # of each node the arcs, both ways
+        self.heads: list[int] = []
+        self.room: list[float] = []
+
+    def add(self, tail: int, head: int, capacity: float) -> int:
+        """A new arc; its number."""
+        arc = len(self.heads)
+        self.leaving[tail].append(arc)
+        self.leaving[head].append(arc + 1)
+        self.heads += (head, tail)
+        self.room += (capacity, 0.0)
+        return arc
+
+    def flow(self, arc: int) -> float:
+        """What flows along an arc."""
+        return self.room[arc ^ 1]
+
+    def fill(self, source: int, sink: int) -> None:
+        """Let flow as much as can from source to sink; some arc of every path has an end."""
+        while True:
+            levels = self._levels(sink)
+            if levels[source] < 0:
+                return
+            for path in self._paths(source, sink, levels):
+                amount = min(self.room[arc] for arc in path)
+                for arc in path:
+                    self.room[arc] -= amount
+                    self.room[arc ^ 1] += amount
+
+    def reached(self, source: int) -> list[int]:
+        """The nodes to which the source could send more; after `fill`, the source's side of a minimum cut."""
+        seen = [False] * len(self.leaving)
+        seen[source], found = True, [source]
+        for node in found:
+            for arc in self.leaving[node]:
+                head = self.heads[arc]
+                if self.room[arc] > 0 and not seen[head]:
+                    seen[head] = True
+                    found.append(head)
+        return found
+
+    def _levels(self, sink: int) -> list[int]:
+        levels = [-1] * len(self.leaving)
+        levels[sink], found = 0, [sink]
+        for node in found:
+            for arc in self.leaving[node]:
+                tail = self.heads[arc]
+                if levels[tail] < 0 and self.room[arc ^ 1] > 0:
+                    levels[tail] = levels[node] + 1
+                    found.append(tail)
+        return levels
+
+    def _paths(self, source: int, sink: int, levels: list[int]) -> Iterator[list[int]]:
+        """Paths with room, each arc a level down; whoever asks for the next has filled the last."""
+        heads, room, leaving = self.heads, self.room, self.leaving
+        tried = [0] * len(leaving)  # of each node: the arcs that lead nowhere any more
+        path: list[int] = []
+        node = source
+        while True:
+            if node == sink:
+                yield path
+                full = next(k for k, arc in enumerate(path) if room[arc] <= 0)
+                node = heads[path[full] ^ 1]
+                del path[full:]
+                continue
+            arcs, at, below = leaving[node], tried[node], levels[node] - 1
+            while at < len(arcs) and not (room[arcs[at]] > 0 and levels[heads[arcs[at]]] == below):
+                at += 1
+            tried[node] = at
+            if at < len(arcs):
+                path.append(arcs[at])
+                node = heads[arcs[at]]
+            elif path:
+                node = heads[path.pop() ^ 1]
+                tried[node] += 1
+            else:
+                return
