@@ -28,6 +28,7 @@ from autopar.space.space import Space
 
 ROUNDS = 16  # of prices, at least; the search counts rounds, never seconds
 _MOST_ROUNDS, _WORK = 64, 1 << 21  # more of them where tables are small: so many entries in all
+_LARGE = 1 << 20  # entries, from which on prices are looked for in single precision
 _SAME, _MET = 1e-12, 1e-9
 _NEAR = 1e-3  # of a smallest peak and its bound: no more is looked for
 _ABSURD = 2  # times the seconds of the slowest plan: a bound that no plan will have
@@ -119,14 +120,19 @@ class Budgeted:
         self._held = HeldBytes(self.memory) if self.memory is not None else None
         entries = sum({id(e.seconds): e.seconds.size for e in self.space.edges}.values())
         self.rounds = max(ROUNDS, min(_MOST_ROUNDS, _WORK // max(1, entries)))
+        self.is_large = entries > _LARGE  # the bound is in double precision
 
     # -- a plan at prices
 
     def at(
-        self, prices: Mapping[int, float], of_time: float = 1.0, exposed: Sequence[float] | None = None
+        self,
+        prices: Mapping[int, float],
+        of_time: float = 1.0,
+        exposed: Sequence[float] | None = None,
+        is_rough: bool = False,
     ) -> tuple[Point, float]:
         """The plan of least seconds (times `of_time`) and priced bytes, and a bound of that sum."""
-        found = minimise(self.priced(prices, of_time, exposed), tries=1)
+        found = minimise(self.priced(prices, of_time, exposed), tries=1, is_rough=is_rough)
         return self.point(found.picked), found.bound
 
     def priced(
@@ -192,7 +198,12 @@ class Budgeted:
     # -- the search
 
     def fastest(
-        self, budget: float, gap: float, incumbents: Iterable[Sequence[int]] = (), until: float = math.inf
+        self,
+        budget: float,
+        gap: float,
+        incumbents: Iterable[Sequence[int]] = (),
+        until: float = math.inf,
+        little: float = _LITTLE,
     ) -> Outcome:
         """The best plan that prices lead to within a budget, and a bound.
 
@@ -204,11 +215,10 @@ class Budgeted:
         bound, tried, asked = -math.inf, set[Any](), 0
         enough = max(gap, _WORTH if self.rounds == ROUNDS else _SAME)
         for _ in range(self.rounds):
-            point, least = self.at(at.of_bytes, exposed=at.exposed)
+            point, worth = self._worth(at, budget, self.is_large)
             tried.add(at.rounded)
             if math.isfinite(point.seconds):
                 points.append(point)
-            worth = least - sum(at.of_bytes.values()) * (budget if at.of_bytes else 0.0)
             if worth > bound:
                 centre, bound = at, worth
             best = _fastest_within(points, budget)
@@ -221,7 +231,7 @@ class Budgeted:
                     return Outcome(None, bound, points, centre, hopeless=True)
             times = sorted({*times, *self._overfull(point, budget)})
             ahead, most = prices_of(points, times, budget, self.kinds)
-            left = 0.0 if best is None else _LITTLE * (best.seconds - bound)
+            left = 0.0 if best is None else little * (best.seconds - bound)
             if points and most - bound <= max(_WORTH * abs(bound), left):
                 break  # no price is worth more, or so little of what is open
             # before any plan fits it leaps, until a leap leads nowhere; from then on it goes half the way
@@ -230,7 +240,16 @@ class Budgeted:
             if step is None:
                 break
             at = step
+        if self.is_large:
+            point, bound = self._worth(centre, budget)
+            points.append(point)
+            best = _fastest_within(points, budget)
         return Outcome(best, bound, points, centre)
+
+    def _worth(self, at: Prices, budget: float, is_rough: bool = False) -> tuple[Point, float]:
+        """The plan that prices lead to, and the bound that they give."""
+        point, least = self.at(at.of_bytes, exposed=at.exposed, is_rough=is_rough)
+        return point, least - sum(at.of_bytes.values()) * (budget if at.of_bytes else 0.0)
 
     def none_within(self, budget: float, prices: Mapping[int, float]) -> bool:
         """Do these prices prove that no plan is within a budget.

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,8 +37,14 @@ class Found:
     split: tuple[int, ...] = ()  # variables that were split
 
 
-def minimise(problem: Problem, widest: int = WIDEST, tries: int = 8, gap: float = 0.0) -> Found:
-    """The best choices; where variables were split, the best of a few ways to make their copies agree."""
+def minimise(problem: Problem, widest: int = WIDEST, tries: int = 8, gap: float = 0.0, is_rough: bool = False) -> Found:
+    """The best choices; where variables were split, the best of a few ways to make their copies agree.
+
+    A rough look is one in single precision: its bound is no proof.
+    """
+    if is_rough:
+        found = minimise(problem.in_single_precision(), widest, tries, gap)
+        return replace(found, cost=problem.value(found.picked))
     try:
         return _minimised(problem, widest, tries, gap)
     finally:

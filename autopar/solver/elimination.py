@@ -230,6 +230,7 @@ class Elimination:
         self.is_region = kept is not None
         self.last = len(problem.costs) - (kept or 0)  # from there on variables are kept
         self.zeros = problem.costs[self.last :]  # the costs of the kept variables, before it
+        self.dtype = problem.costs[0].dtype
         self.left = Remainder(problem, fixed)
         self.hubs = Hubs(self.left, {v: i for i, region in enumerate(problem.regions) for v in region})
         self.steps: list[_Eliminated | _Contracted] = []
@@ -300,7 +301,7 @@ class Elimination:
         return around, left.once(key, (factors, costs), run)
 
     def _zeros(self, n: int) -> np.ndarray:
-        return self.left.once(("zeros", n), None, lambda: np.zeros(n))
+        return self.left.once(("zeros", n), None, lambda: np.zeros(n, self.dtype))
 
     def _replace(self, inside: tuple[int, ...], around: tuple[int, ...], run: Elimination) -> None:
         """Put what an elimination of a region has left in the region's place."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.solver.budget import Outcome, Point
 from autopar.solver.eliminate import minimise
-from autopar.solver.joint import JointTables
+from autopar.solver.joint import Availability, JointTables
 from autopar.solver.policies import POLICIES, Policy, named
 from autopar.solver.polish import polished
 from autopar.solver.searches import Findings, Task
@@ -29,6 +29,7 @@ from autopar.space.line import Line
 _ROUNDS = 9  # of prices
 _DEARER = 8.0  # times the last price, while all that was met is over the budget
 _LITTLE = 0.03  # of what is open: a bound that can rise by less is left as it is
+_ROUGHLY = 0.08  # the same where memory is nothing yet: the joint search goes on from there
 _IN_VAIN = 2  # rounds that lead nowhere, after which it is left too
 _CHEAP, _HALVINGS = 1e-24, 48  # seconds a byte, and how often the range of prices is halved
 _NEAR = 1.05  # of two prices: nothing is looked for between them
@@ -112,7 +113,7 @@ class _Auto:
     def run(self) -> Findings:
         """The best plan and bound of all ways to look for them."""
         task = self.task
-        free = task.counted.fastest(math.inf, task.gap, until=task.until)
+        free = task.counted.fastest(math.inf, task.gap, until=task.until, little=_ROUGHLY)
         fastest = polished(task.counted, free, math.inf, task.gap, task.solver, self.stopped)
         if fastest is None:
             return self.without()
@@ -157,30 +158,40 @@ class _Auto:
         task, lined, time = self.task, first, tables.time
         met = [_seconds_and_bytes(first, time)]
         price = self._promising(met)[0] or first.states.usual_price(time) / _DEARER
-        bounds: dict[float, float] = {}  # at each price that was tried
-        in_vain = 0  # rounds that led nowhere, one after the other
+        bounds: dict[float, float] = {}  # at each price that was tried,
+        worths: dict[float, Availability] = {}  # and what availability was worth
+        highest, in_vain = self.bound, 0  # rounds that led nowhere, one after the other
         for _ in range(_ROUNDS):
-            before = self.best.seconds if self.best is not None else math.inf, self.bound
-            worth = tables.worth(lined.line, price)
-            least = minimise(tables.problem(price, worth), tries=1)
-            bounds[price] = least.bound - price * task.budget
-            self.bound = max(self.bound, bounds[price])
-            point = task.counted.point(least.picked)
+            before = self.best.seconds if self.best is not None else math.inf, highest
+            worths[price] = tables.worth(lined.line, price)
+            point, bounds[price] = self._joint(tables, price, worths[price], task.counted.is_large)
+            highest = max(highest, bounds[price])
             if math.isfinite(point.seconds):
                 lined = Lined.of(task, point)
                 if tuple(point.picked) not in self.tried:
                     self._take(lined, price)
                 lined.states.of(tables.cheapest(lined.line, price))
                 met.append(_seconds_and_bytes(lined, time))
-            if not self._is_open(task.gap):
+            if self.best is not None and self.best.seconds - highest <= task.gap * self.best.seconds:
                 break
             ahead, most = self._promising(met)
-            little = _LITTLE * (self.best.seconds - self.bound) if self.best is not None else -math.inf
+            little = _LITTLE * (self.best.seconds - highest) if self.best is not None else -math.inf
             faster = before[0] - self.best.seconds if self.best is not None else 0.0
-            in_vain = in_vain + 1 if max(faster, self.bound - before[1]) <= little else 0
+            in_vain = in_vain + 1 if max(faster, highest - before[1]) <= little else 0
             price = _between(bounds, ahead)
-            if not price or most - self.bound <= little or in_vain == _IN_VAIN:
+            if not price or most - highest <= little or in_vain == _IN_VAIN:
                 break
+        if task.counted.is_large and highest > self.bound:
+            price = max(bounds, key=lambda price: bounds[price])
+            _, highest = self._joint(tables, price, worths[price])
+        self.bound = max(self.bound, highest)
+
+    def _joint(
+        self, tables: JointTables, price: float, worth: Availability, is_rough: bool = False
+    ) -> tuple[Point, float]:
+        """The sharding that prices lead to, and the bound that they give."""
+        least = minimise(tables.problem(price, worth), tries=1, is_rough=is_rough)
+        return self.task.counted.point(least.picked), least.bound - price * self.task.budget
 
     def _promising(self, met: Sequence[np.ndarray]) -> tuple[float, float]:
         """The price at which the plans that were met are worth most, and what they are then.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 CHEAP = 1 << 16  # tables up to this size are all as good: what has been through least goes first
-_RIVALS, _NOWHERE = 12, 1e300  # kinds that others are compared with; and what stands for infinity there
+_RIVALS, _NOWHERE = 12, 1e36  # kinds that others are compared with; and what stands for infinity there
 _LARGE, _ROOM = 1 << 24, 1 << 24  # sums, from which on it is looked first which can be least; and room to do so
 
 
@@ -61,6 +61,18 @@ class Problem:
         known = {identity: alike.setdefault(c.tobytes(), c) for identity, c in apart.items()}
         self.costs = [known[id(c)] for c in self.costs]
 
+    def in_single_precision(self) -> Problem:
+        """The same, rounded: half the time, for choices and costs to a ten-millionth."""
+        rounded: dict[int, np.ndarray] = {}
+
+        def of(table: np.ndarray) -> np.ndarray:
+            if id(table) not in rounded:
+                rounded[id(table)] = table.astype(np.float32)
+            return rounded[id(table)]
+
+        factors = [Factor(f.scope, f.classes, of(f.table), f.generation) for f in self.factors]
+        return Problem([of(c) for c in self.costs], factors, self.regions)
+
     def value(self, picked: Sequence[int]) -> float:
         """The cost of these choices."""
         alone = sum(c[i] for c, i in zip(self.costs, picked, strict=True))
@@ -74,7 +86,7 @@ def minimum_over(
     """The minimum over a variable of its cost and factors: the classes of each neighbour, and the table."""
     joint, views = _joint_classes(v, factors, scope)
     shape = tuple(int(classes.max()) + 1 for classes in joint)
-    result = np.full(shape, math.inf)
+    result = np.full(shape, math.inf, cost.dtype)
     finite = np.flatnonzero(np.isfinite(cost))
     if not len(finite):
         return joint, result
@@ -87,7 +99,7 @@ def minimum_over(
         axis, rows, others = sides
         by_rows = _least_sums(rows, others).reshape(shape[axis], *shape[:axis], *shape[axis + 1 :])
         return joint, np.ascontiguousarray(np.moveaxis(by_rows, 0, axis))
-    whole: np.ndarray = np.empty(shape)
+    whole: np.ndarray = np.empty(shape, cost.dtype)
     for k in _undominated(least, terms, kinds) if count * result.size > CHEAP else range(count):
         total: Any = least[k]
         for i in order[:-1]:
@@ -124,7 +136,7 @@ def _kinds(v: int, cost: np.ndarray, factors: Sequence[Factor], finite: np.ndarr
     rows = [m for f in factors for u, m in f.axes() if u == v]
     own = np.stack(rows) if rows else np.zeros((1, len(cost)), int)
     kinds, where = np.unique(own[:, finite], axis=1, return_inverse=True)
-    least = np.full(kinds.shape[1], math.inf)
+    least = np.full(kinds.shape[1], math.inf, cost.dtype)
     np.minimum.at(least, np.asarray(where).reshape(-1), cost[finite])
     return kinds, least
 
@@ -181,7 +193,8 @@ def _sides(
         size = math.prod(shape) // shape[axis]
         if any(o and not a for o, a in zip(over, alone, strict=True)) or count * size > _ROOM:
             continue
-        rows, others = np.zeros((count, shape[axis])), np.zeros((count, *shape[:axis], *shape[axis + 1 :]))
+        rows = np.zeros((count, shape[axis]), least.dtype)
+        others = np.zeros((count, *shape[:axis], *shape[axis + 1 :]), least.dtype)
         for term, own, is_over in zip(terms, kinds, over, strict=True):
             if is_over:
                 rows += term.reshape(term.shape[0], -1)[own]
@@ -206,7 +219,7 @@ def _least_sums(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
         may = a - a[rival] + more[:, None] < 0
         may[rival] = True
         able &= may | ~able[rival]  # of two that are equal, only one rules out the other
-    result = np.empty((rows.shape[1], others.shape[1]))
+    result = np.empty((rows.shape[1], others.shape[1]), rows.dtype)
     for i, column in enumerate(able.T):
         left = np.flatnonzero(column)
         np.min(rows[left, i, None] + others[left], axis=0, out=result[i])
