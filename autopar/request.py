@@ -40,10 +40,10 @@ from autopar.solver.plan import Plan
 from autopar.solver.policies import POLICIES, Policy
 from autopar.solver.program import peak_where_nothing_is_dear, solve
 from autopar.space.constraints import Preset
-from autopar.space.edges import Managers
 from autopar.space.presets import preset_of, said_of, window_of
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
+from autopar.space.shared import Shared
 from autopar.space.space import Space
 from autopar.space.windows import BUCKET
 from autopar.tracer import Assume, ColoTracer
@@ -270,7 +270,7 @@ class _Planning:
             constraints=asked.constraints,
             preset=preset,
             known=known,
-            managers=Managers.of(self.graph, setting),
+            shared=Shared.of(self.graph, setting),
         )
         space = space_in(setting)
         if math.isinf(asked.budget) or peak_where_nothing_is_dear(space) <= asked.budget:

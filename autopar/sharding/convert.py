@@ -86,6 +86,8 @@ KINDS = ("all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "l
 
 
 _Tensor = tuple[tuple[int, ...], int, frozenset[Placement]]  # shape, bytes of an element, blocks it may be cut by
+_Form = tuple[tuple[int, ...], frozenset[Placement]]  # the same without its elements
+_Way = tuple[Layout, Layout, Step]  # from one layout to another
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +105,18 @@ class ShapeConsistencyManager:
     """Cheapest conversions on one mesh of one cluster.
 
     With `most_bytes`, no device holds more of the tensor than that on the way; at the ends it may. Reductions that
-    travel in a `bucket` of so many bytes pay a share of it.
+    travel in a `bucket` of so many bytes pay a share of it. What can be done is found once for managers that are `like`
+    one another, of one mesh.
     """
 
-    def __init__(self, mesh: DeviceMesh, cluster: Cluster, most_bytes: float = math.inf, bucket: float = 0.0) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        cluster: Cluster,
+        most_bytes: float = math.inf,
+        bucket: float = 0.0,
+        like: ShapeConsistencyManager | None = None,
+    ) -> None:
         self.mesh = mesh
         self.costs = CostModel(cluster)
         self.most_bytes = most_bytes
@@ -114,6 +124,7 @@ class ShapeConsistencyManager:
         axes = range(len(mesh.shape))
         self._levels = {kind: [cluster.levels(mesh, a, kind) for a in axes] for kind in KINDS}
         # found once for a shape, and kept as long as the manager: one planning or lowering
+        self._ways: dict[_Form, tuple[list[Layout], list[_Way]]] = like._ways if like else {}
         self._graphs: dict[_Tensor, nx.DiGraph] = {}
         self._seconds: dict[_Tensor, tuple[dict[Layout, int], np.ndarray]] = {}
         self._paths: dict[tuple[_Tensor, Layout], dict[Layout, Path]] = {}
@@ -190,14 +201,25 @@ class ShapeConsistencyManager:
         return self._graphs[tensor]
 
     def _steps_of(self, shape: tuple[int, ...], itemsize: int, blocks: frozenset[Placement]) -> nx.DiGraph:
+        if (shape, blocks) not in self._ways:
+            self._ways[shape, blocks] = self._ways_between(shape, blocks)
+        states, ways = self._ways[shape, blocks]
         graph = nx.DiGraph()
-        cuts = [*(S(d) for d in range(len(shape))), *sorted(blocks, key=repr)]
-        graph.add_nodes_from(self._states(shape, cuts))
-        for state in list(graph):
-            for step in steps_from(state, cuts, self.mesh):
-                if (after := step.after(state, self.mesh)) in graph:
-                    graph.add_edge(state, after, step=step, seconds=self.step_seconds(step, state, itemsize))
+        graph.add_nodes_from(states)
+        for state, after, step in ways:
+            graph.add_edge(state, after, step=step, seconds=self.step_seconds(step, state, itemsize))
         return graph
+
+    def _ways_between(self, shape: tuple[int, ...], blocks: frozenset[Placement]) -> tuple[list[Layout], list[_Way]]:
+        """Every layout of a tensor of this shape, and every step between two of them."""
+        cuts = [*(S(d) for d in range(len(shape))), *sorted(blocks, key=repr)]
+        states = dict.fromkeys(self._states(shape, cuts))
+        ways = []
+        for state in states:
+            for step in steps_from(state, cuts, self.mesh):
+                if (after := step.after(state, self.mesh)) in states:
+                    ways.append((state, after, step))
+        return list(states), ways
 
     def _states(self, shape: tuple[int, ...], cuts: Sequence[Placement]) -> Iterator[Layout]:
         placements: list[Placement] = [R, P(), *cuts]

@@ -16,7 +16,7 @@ import numpy as np
 
 CHEAP = 1 << 16  # tables up to this size are all as good: what has been through least goes first
 _RIVALS, _NOWHERE = 12, 1e36  # kinds that others are compared with; and what stands for infinity there
-_LARGE, _ROOM = 1 << 24, 1 << 24  # sums, from which on it is looked first which can be least; and room to do so
+_LARGE, _ROOM = 1 << 22, 1 << 24  # sums, from which on it is looked first which can be least; and room to do so
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -84,7 +84,7 @@ class EdgePieces:
                 self._put("gradients of activations", passage, bytes_.unreduced, since, back)
 
     def _put(self, kind: str, passage: _Passage, bytes_: np.ndarray, first: int, last: int) -> None:
-        if first <= last and bytes_.any():
+        if first <= last and self.bytes.is_any(bytes_):
             self.found.append(Piece(kind, passage.index, True, bytes_, first, last))
 
     def _gathered(self, passage: _Passage, needed: int) -> None:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import Graph, TensorType, type_of
-from autopar.sharding.convert import ShapeConsistencyManager
+from autopar.graph.graph import TensorType
 from autopar.sharding.placement import largest_local_shape
 from autopar.sharding.strategies import Choice, gradients, values
 from autopar.space.constraints import HABITS
@@ -23,9 +22,9 @@ from autopar.space.overlap import Movement
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.schedule import Schedule
 from autopar.space.setting import Setting
+from autopar.space.shared import Shared
 from autopar.space.sites import Draft
 from autopar.space.space import Edge, Flows, Site, reduces
-from autopar.space.windows import BUCKET
 from autopar.space.wiring import SiteKey, Wiring, source_of
 
 
@@ -56,25 +55,6 @@ class _Table(NamedTuple):
     backward: np.ndarray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Managers:
-    """What finds and prices conversions: of values, and of parameters' gradients, whose reductions travel in buckets.
-
-    They keep what they have found; spaces of one graph on one mesh may share them.
-    """
-
-    values: ShapeConsistencyManager
-    gradients: ShapeConsistencyManager
-
-    @staticmethod
-    def of(graph: Graph, setting: Setting) -> Managers:
-        trained = sum(t.nbytes for t in map(type_of, graph.parameters.values()) if t.requires_grad)
-        return Managers(
-            ShapeConsistencyManager(setting.mesh, setting.cluster),
-            ShapeConsistencyManager(setting.mesh, setting.cluster, bucket=min(BUCKET, trained)),
-        )
-
-
 class EdgeBuilder:
     """Prices what may travel between sites."""
 
@@ -84,17 +64,17 @@ class EdgeBuilder:
         parameters: ParameterValues,
         schedule: Schedule,
         habits: Sequence[tuple[int, str]],
-        managers: Managers,
+        shared: Shared,
     ) -> None:
         self.setting = setting
         self.parameters = parameters
         self.schedule = schedule
         self.habits = habits
-        self.conversions, self.reductions = managers.values, managers.gradients
-        self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = {}
-        self._tables: dict[Any, _Table] = {}
-        self._ways: dict[int, _Table] = {}  # by the id of the seconds
-        self._edges: dict[Any, Edge] = {}
+        self.conversions, self.reductions = shared.values, shared.gradients
+        self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = shared.ends
+        self._tables: dict[Any, _Table] = shared.tables
+        self._edges: dict[Any, Edge] = shared.edges
+        self._ways: dict[int, _Table] = {id(t.seconds): t for t in self._tables.values()}
 
     def wiring(self, drafts: Mapping[SiteKey, Draft]) -> Wiring:
         """An edge for every operand of every site."""

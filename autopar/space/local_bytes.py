@@ -112,6 +112,10 @@ class LocalBytes:
 
         return self.once("copied", (bytes_,), copied)
 
+    def is_any(self, table: np.ndarray) -> bool:
+        """Does a table hold anything?"""
+        return bool(self.once("any", (table,), lambda: bool(table.any())))
+
     def once(self, what: Hashable, sources: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Make a table from others, once for the same ones."""
         key = (what, *map(id, sources))

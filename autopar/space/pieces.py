@@ -20,14 +20,18 @@ from autopar.space.wiring import Wiring
 
 
 def memory_of(
-    graph: Graph, setting: Setting, wiring: Wiring, schedule: Schedule, parameters: ParameterValues
+    graph: Graph,
+    setting: Setting,
+    wiring: Wiring,
+    schedule: Schedule,
+    parameters: ParameterValues,
+    bytes_: LocalBytes,
 ) -> Memory:
     """The pieces of a graph's step."""
     trained = trained_parameters(graph)
     clock = Clock.of(graph, _updates(len(trained), setting))
     lifetimes = Lifetimes(graph, clock, parameters, setting.cluster.device.kernels)
     buckets = GradientBuckets.of(trained, lifetimes, wiring, setting.accumulation > 1)
-    bytes_ = LocalBytes(setting.mesh)
     sites = SitePieces(setting, wiring, lifetimes, buckets, bytes_)
     for node in graph.nodes:
         sites.add(node)

@@ -20,13 +20,14 @@ from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.space.bindings import Bindings
 from autopar.space.constraints import Constraints, Preset
-from autopar.space.edges import EdgeBuilder, Managers
+from autopar.space.edges import EdgeBuilder
 from autopar.space.overlap import windows_of
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.pieces import memory_of
 from autopar.space.pinning import Narrowing, Pinning, supported
 from autopar.space.schedule import schedule_of
 from autopar.space.setting import Setting
+from autopar.space.shared import Shared
 from autopar.space.sites import SiteBuilder
 from autopar.space.space import Outdone, Site, Space
 from autopar.space.wiring import source_of
@@ -38,17 +39,18 @@ def shardings(
     constraints: Mapping[str, Any] | None = None,
     preset: Preset | None = None,
     known: float = math.inf,
-    managers: Managers | None = None,
+    shared: Shared | None = None,
 ) -> Space:
     """Every legal way to run `graph` in a setting, priced, less what `constraints` and a preset's forbid.
 
-    Raises `Outdone` where the ops alone take as long as a plan that is `known`. `managers` are those of another space
-    of this graph on this mesh.
+    Raises `Outdone` where the ops alone take as long as a plan that is `known`. `shared` is what another space of
+    this graph on this mesh has found, one that differs in the policies of parameters alone.
     """
     pins = Constraints(constraints, setting.mesh, preset)
     setting = replace(setting, regather=setting.regather or pins.speak_of_gathering)
+    shared = shared or Shared.of(graph, setting)
     bindings, parameters = Bindings.of(graph, setting.strict), ParameterValues.of(graph, setting.reduce)
-    drafts, narrowing = SiteBuilder(graph, setting, bindings, parameters).drafts(), Narrowing()
+    drafts, narrowing = SiteBuilder(graph, setting, bindings, parameters, shared).drafts(), Narrowing()
     if pins.pins:
         Pinning(graph, setting.mesh, bindings, pins).pin(drafts)
     for draft in drafts.values():
@@ -56,8 +58,7 @@ def shardings(
     _check_against(known, [draft.site for draft in drafts.values()])
     ops = list(bindings.rules)
     schedule = schedule_of(ops, setting.window_bytes)
-    managers = managers or Managers.of(graph, setting)
-    edges = EdgeBuilder(setting, parameters, schedule, pins.habits, managers)
+    edges = EdgeBuilder(setting, parameters, schedule, pins.habits, shared)
     wiring = edges.wiring(drafts)
     if pins.habits:  # they leave many choices that go with none
         for draft, keep in zip(drafts.values(), supported(wiring.sites, wiring.edges), strict=True):
@@ -77,7 +78,7 @@ def shardings(
         wiring.edges,
         edges.conversions,
         graph.digest,
-        memory_of(graph, setting, wiring, schedule, parameters),
+        memory_of(graph, setting, wiring, schedule, parameters, shared.bytes),
         windows,
     )
 
@@ -111,7 +112,8 @@ def sites_and_uses(
     """
     setting = Setting(mesh, Cluster.of(None), 0.0, accumulation, reduce, regather=True)
     parameters = ParameterValues.of(graph, reduce)
-    drafts = SiteBuilder(graph, setting, Bindings.of(graph, strict=False), parameters).drafts()
+    bindings = Bindings.of(graph, strict=False)
+    drafts = SiteBuilder(graph, setting, bindings, parameters, Shared.of(graph, setting)).drafts()
     uses = []
     for draft in drafts.values():
         for i, (value, type_) in enumerate(zip(draft.sources, draft.operands, strict=True)):

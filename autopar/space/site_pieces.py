@@ -47,7 +47,7 @@ class SitePieces:
             self._op(node)
 
     def _put(self, kind: str, node: fx.Node, bytes_: np.ndarray, first: int, last: int) -> None:
-        if first <= last and bytes_.any():
+        if first <= last and self.bytes.is_any(bytes_):
             self.found.append(Piece(kind, self.wiring.index[node], False, bytes_, first, last))
 
     def _local(self, node: fx.Node, type_: TensorType, tensors: Tensors = VALUE) -> np.ndarray:

@@ -30,6 +30,7 @@ from autopar.space.discovery import suspected
 from autopar.space.op_seconds import Chosen, OpSeconds
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.setting import Setting
+from autopar.space.shared import Shared
 from autopar.space.space import Site
 from autopar.space.wiring import SiteKey
 
@@ -59,7 +60,9 @@ class Policy(NamedTuple):
 class SiteBuilder:
     """Drafts the sites of a graph, node by node."""
 
-    def __init__(self, graph: Graph, setting: Setting, bindings: Bindings, parameters: ParameterValues) -> None:
+    def __init__(
+        self, graph: Graph, setting: Setting, bindings: Bindings, parameters: ParameterValues, shared: Shared
+    ) -> None:
         self.graph = graph
         self.differentiable = graph.differentiable
         self.setting = setting
@@ -67,9 +70,8 @@ class SiteBuilder:
         self.parameters = parameters
         self.blocks = DimBlocks(bindings)
         self.seconds = OpSeconds(graph, setting)
-        self._crossed: dict[Any, tuple[Choice, ...]] = {}
-        self._ops: dict[Any, Site] = {}
-        self._stored: dict[Any, Site] = {}
+        self._crossed: dict[Any, tuple[Choice, ...]] = shared.choices
+        self._known: dict[Any, Site] = shared.sites
         self._policies: dict[Any, tuple[Site, Site]] = {}
 
     def drafts(self) -> dict[SiteKey, Draft]:
@@ -103,10 +105,10 @@ class SiteBuilder:
     def _parameter(self, node: fx.Node) -> Site:
         name, type_ = info(node).key, type_of(node)
         even = self.blocks.even(node, len(type_.shape))
-        key = (type_, tuple(tuple(sorted(blocks)) for blocks in even.values()))
-        if key not in self._stored:
-            self._stored[key] = self._new_parameter(name, type_, even)
-        site = replace(self._stored[key], name=name)
+        key = ("parameter", type_, tuple(tuple(sorted(blocks)) for blocks in even.values()))
+        if key not in self._known:
+            self._known[key] = self._new_parameter(name, type_, even)
+        site = replace(self._known[key], name=name)
         return site if node in self.parameters.cast_parameters else self._with_policies(site, type_)
 
     def _new_parameter(self, name: str, type_: TensorType, even: dict[int, set[Sizes]]) -> Site:
@@ -169,10 +171,10 @@ class SiteBuilder:
         about, operands = info(node), self.bindings.tensors[node]
         blocks = self.blocks.of_factors(node)
         uses = len(node.users) if op_name(node) == "identity" else 0
-        key = (self.bindings.kinds[node], blocks, node in self.seconds.copied, uses)
-        if key not in self._ops:
-            self._ops[key] = self._new_op(node, dict(blocks))
-        site = replace(self._ops[key], name=about.key, source=about.source)
+        key = ("op", self.bindings.kinds[node], blocks, node in self.seconds.copied, uses)
+        if key not in self._known:
+            self._known[key] = self._new_op(node, dict(blocks))
+        site = replace(self._known[key], name=about.key, source=about.source)
         if node in self.parameters.casts:
             site = self._with_policies(site, type_of(node))
         return Draft(site, operands, tuple([type_of(n) for n in operands]))
