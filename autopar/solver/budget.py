@@ -22,7 +22,7 @@ import numpy as np
 import pulp
 
 from autopar.solver.eliminate import minimise, regions_of
-from autopar.solver.lookup import Flows, HeldBytes, Tables
+from autopar.solver.points import Point, Points
 from autopar.solver.tables import Factor, Problem
 from autopar.space.space import Space
 
@@ -36,23 +36,6 @@ _ASKED = 3  # how often it is looked whether there is any
 _WORTH, _LITTLE = 1e-6, 0.03  # of a bound, and of a gap: what is not worth a round
 _TINY, _ROUNDING = 1e-30, 1e-12
 _PIVOTS = 10_000  # of a linear program of prices, which has a row a plan
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Point:
-    """A plan that was met: its choices, seconds, and bytes at every time."""
-
-    picked: list[int]
-    seconds: float
-    held: np.ndarray
-    in_line: float = 0.0  # seconds without the communication in windows
-    over: tuple[float, ...] = ()  # of each kind of window: communication less compute
-    recomputed: frozenset[str] = frozenset()  # values that backward makes again (see `space/line.py`),
-    recompute_s: float = 0.0  # and the part of its seconds that this takes
-
-    @property
-    def peak(self) -> float:
-        return float(self.held.max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +82,8 @@ class Budgeted:
         self._alike: dict[bytes, np.ndarray] = {}
         self._smallest: tuple[Point, float] | None = None
         self.regions = regions_of(self.space)
-        kinds: dict[Any, int] = {}
-        self.kind_of = []  # of each window; those whose tables are the same are of one kind
-        for w in self.space.windows:
-            key = (w.times, *(id(t) for _, t in (*w.communication, *w.compute)))
-            self.kind_of.append(kinds.setdefault(key, len(kinds)))
-        self.kinds = len(kinds)
-        self.flows = Flows(self.space)
-        self.seconds = Tables(
-            ((i, s.seconds) for i, s in enumerate(self.space.sites)),
-            ((k, e.seconds) for k, e in enumerate(self.space.edges)),
-        )
-        windows = self.space.windows
-        self.beside = Tables((p for w in windows for p in w.compute), (p for w in windows for p in w.communication))
-        self.window_of_run: np.ndarray = np.repeat(range(len(windows)), [len(w.compute) for w in windows]).astype(int)
-        self.window_of_message: np.ndarray = np.repeat(
-            range(len(windows)), [len(w.communication) for w in windows]
-        ).astype(int)
-        self.times_of_windows = np.array([w.times for w in windows], float)
-        self._held = HeldBytes(self.memory) if self.memory is not None else None
+        self.points = Points(self.space)
+        self.kinds = self.points.kinds
         entries = sum({id(e.seconds): e.seconds.size for e in self.space.edges}.values())
         self.rounds = max(ROUNDS, min(_MOST_ROUNDS, _WORK // max(1, entries)))
         self.is_large = entries > _LARGE  # the bound is in double precision
@@ -154,7 +120,7 @@ class Budgeted:
         rows = [(price, self.row(t)) for t, price in sorted(prices.items()) if price > 0]
         on_sites: dict[int, list[tuple[float, np.ndarray]]] = {}
         on_edges: dict[int, list[tuple[float, np.ndarray]]] = {}
-        shares = [1.0] * len(self.kind_of) if exposed is None else [exposed[kind] for kind in self.kind_of]
+        shares = [1.0] * len(self.space.windows) if exposed is None else [exposed[kind] for kind in self.points.kind_of]
         for w, share in zip(self.space.windows, shares, strict=True):
             for k, table in w.communication if share < 1 else ():
                 on_edges.setdefault(k, []).append((-(1 - share) * w.times * of_time, table))
@@ -175,14 +141,7 @@ class Budgeted:
 
     def point(self, picked: Sequence[int]) -> Point:
         """The plan of these choices, with its exact seconds and bytes."""
-        taken, times, count = self.flows.under(picked), self.times_of_windows, len(self.space.windows)
-        whole = float(self.seconds.of_sites(taken).sum() + self.seconds.of_edges(taken).sum())
-        moved = np.bincount(self.window_of_message, self.beside.of_edges(taken), count)
-        run = np.bincount(self.window_of_run, self.beside.of_sites(taken), count)
-        over = np.bincount(np.array(self.kind_of, int), times * (moved - run), self.kinds)
-        hidden, in_line = float((times * np.minimum(moved, run)).sum()), whole - float((times * moved).sum())
-        held = self._held.under(taken) if self._held is not None else np.zeros(1)
-        return Point(list(picked), whole - hidden, held, in_line, tuple(over.tolist()))
+        return self.points.of(picked)
 
     def row(self, time: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
         assert self.memory is not None

@@ -10,9 +10,9 @@ import numpy as np
 from autopar.sharding.convert import Step
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import gradients, values
-from autopar.solver.budget import Point
 from autopar.solver.decision import Conversion, Decision
 from autopar.solver.plan import Plan
+from autopar.solver.points import Point
 from autopar.space.space import Edge, Flows, Space, reduces
 
 

@@ -29,7 +29,7 @@ class Network:
         return arc
 
     def flow(self, arc: int) -> float:
-        """What flows along an arc."""
+        """The flow along an arc."""
         return self.room[arc ^ 1]
 
     def fill(self, source: int, sink: int) -> None:

@@ -22,10 +22,10 @@ import numpy as np
 from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import minimise
 from autopar.solver.polish import numbered
-from autopar.solver.states import Flow, cut
+from autopar.solver.states import CutFlow, cut
 from autopar.solver.tables import Factor, Problem
-from autopar.space.line import OWN, SMALL, Line, Passages
 from autopar.space.memory import Piece
+from autopar.space.timeline import OWN, SMALL, Passages, Timeline
 
 _NOWHERE = 1e30
 
@@ -59,9 +59,9 @@ class JointTables:
             if source[0] >= 0 and k in inside and k not in self.passages.gathered:
                 self.leaving_edges.setdefault(source, []).append(k)
         self.fixed_sites, self.fixed_edges = self._fixed()
-        self._flow = Flow(frozenset(), {}, {})  # of the line that was cut last, at which price
+        self._flow = CutFlow(frozenset(), {}, {})  # of the line that was cut last, at which price
         self._last: tuple[int, float] = (0, 0.0)
-        self._line: Line | None = None  # it is held, so that its id stays its
+        self._line: Timeline | None = None  # it is held, so that its id stays its
 
     def _fixed(self) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
         """Bytes at the priced time of what has no state."""
@@ -160,23 +160,23 @@ class JointTables:
 
     # -- prices of availability
 
-    def worth(self, line: Line, price: float) -> Availability:
+    def worth(self, line: Timeline, price: float) -> Availability:
         """The worth of availability under one sharding, the same for edges that are alike."""
         leaving, arriving = self._shared_out(line, self._cut(line, price))
         return Availability(self._alike(leaving), self._alike(arriving))
 
-    def cheapest(self, line: Line, price: float) -> frozenset[int]:
+    def cheapest(self, line: Timeline, price: float) -> frozenset[int]:
         """The runs of one sharding to repeat at a price."""
         return self._cut(line, price).again
 
-    def _cut(self, line: Line, price: float) -> Flow:
+    def _cut(self, line: Timeline, price: float) -> CutFlow:
         if (id(line), price) != self._last:
             wanted = {v for run in line.runs if run.is_op and self.wants[run.time] for v in run.keeps}
             self._flow = cut(line, wanted, {v: price * float(line.bytes[v]) for v in range(len(line.bytes))})
             self._last, self._line = (id(line), price), line
         return self._flow
 
-    def _shared_out(self, line: Line, flow: Flow) -> tuple[np.ndarray, np.ndarray]:
+    def _shared_out(self, line: Timeline, flow: CutFlow) -> tuple[np.ndarray, np.ndarray]:
         """The flows of a cut by edge: what passes from an op to what it reads, and on to what made that."""
         edges = len(self.space.edges)
         leaving, arriving = np.zeros(edges), np.zeros(edges)

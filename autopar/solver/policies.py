@@ -18,33 +18,33 @@ from collections.abc import Callable, Iterable, Sequence
 
 from autopar.graph.layers import innermost_block
 from autopar.letters import NotServed
-from autopar.space.line import Line, Run
+from autopar.space.timeline import Run, Timeline
 
-Policy = Callable[[Line, float], Iterable[str]]
+Policy = Callable[[Timeline, float], Iterable[str]]
 _MOST = 12  # shardings for which states are looked for
 
 
-def none(line: Line, budget: float) -> Iterable[str]:
+def none(line: Timeline, budget: float) -> Iterable[str]:
     """Nothing."""
     return ()
 
 
-def full(line: Line, budget: float) -> Iterable[str]:
+def full(line: Timeline, budget: float) -> Iterable[str]:
     """Everything but what enters a block, and what collectives have made."""
     return _all_but_entries(line, [innermost_block(_module(run)) for run in line.runs])
 
 
-def selective(line: Line, budget: float) -> Iterable[str]:
+def selective(line: Timeline, budget: float) -> Iterable[str]:
     """The core of attention."""
     return [run.name for run in line.runs if run.is_op and run.is_core]
 
 
-def as_written(line: Line, budget: float) -> Iterable[str]:
+def as_written(line: Timeline, budget: float) -> Iterable[str]:
     """The model's own checkpoint regions."""
     return _all_but_entries(line, [run.region for run in line.runs])
 
 
-def chen(line: Line, budget: float) -> Iterable[str]:
+def chen(line: Timeline, budget: float) -> Iterable[str]:
     """Segments of blocks, as many as the square root of their number."""
     blocks = list(dict.fromkeys(b for run in line.runs if (b := innermost_block(_module(run)))))
     length = max(1, round(math.sqrt(len(blocks))))
@@ -63,7 +63,7 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def named(policy: str | Policy, line: Line, budget: float) -> set[str]:
+def named(policy: str | Policy, line: Timeline, budget: float) -> set[str]:
     """The names that a policy returns, of runs that may be repeated; a letter where a name is of no run."""
     names = set((POLICIES[policy] if isinstance(policy, str) else policy)(line, budget))
     if unknown := sorted(map(str, names - {run.name for run in line.runs})):
@@ -75,7 +75,7 @@ def named(policy: str | Policy, line: Line, budget: float) -> set[str]:
     return names & set(line.names)
 
 
-def _all_but_entries(line: Line, regions: Sequence[object]) -> list[str]:
+def _all_but_entries(line: Timeline, regions: Sequence[object]) -> list[str]:
     """The runs of regions, but those whose values another region reads, and collectives.
 
     Where a region has ended, what it leaves is an entry of the next.

@@ -20,9 +20,10 @@ import numpy as np
 
 from autopar.graph.layers import around_number
 from autopar.letters import Infeasible
-from autopar.solver.budget import Budgeted, Outcome, Point
+from autopar.solver.budget import Budgeted, Outcome
 from autopar.solver.integer import IntegerProgram, backend_of
 from autopar.solver.lookup import Tables, Taken
+from autopar.solver.points import Point
 from autopar.space.space import Edge, Site, Space
 from autopar.space.windows import Window
 
@@ -275,12 +276,15 @@ class _Splices:
 
     def __init__(self, counted: Budgeted, place: np.ndarray, first: Point, second: Point) -> None:
         self.first, self.second = first, second
-        self.place, self.flows = place, counted.flows
+        self.place, self.flows = place, counted.points.flows
         self.count = len(place) + 1
-        self.of_first, self.of_second = counted.flows.under(first.picked), counted.flows.under(second.picked)
+        self.of_first, self.of_second = (
+            counted.points.flows.under(first.picked),
+            counted.points.flows.under(second.picked),
+        )
 
     def changes(self, tables: Tables) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of tables of sites, then of edges: the entries where k is 0; and which entry changes at which k, by how much.
+        """The entries of tables where k is 0, of sites, then of edges; and which entry changes at which k, by how much.
 
         An edge's entry changes with the first of its ends, then with the other.
         """
@@ -308,9 +312,9 @@ class _Splices:
 
     def hidden(self, counted: Budgeted) -> np.ndarray:
         """Seconds of communication that compute hides in all windows, by k."""
-        start, entry, at, change = self.changes(counted.beside)
-        runs, times = len(counted.beside.sites), counted.times_of_windows
-        window = np.concatenate([counted.window_of_run, counted.window_of_message])
+        start, entry, at, change = self.changes(counted.points.beside)
+        runs, times = len(counted.points.beside.sites), counted.points.times_of_windows
+        window = np.concatenate([counted.points.window_of_run, counted.points.window_of_message])
         # the windows' events in order: their beginning at 0, then one change after the other
         everything = np.concatenate([start, change])
         which = np.concatenate([np.arange(len(start)), entry])
@@ -339,7 +343,7 @@ def _sums_within(groups: np.ndarray, amounts: np.ndarray) -> np.ndarray:
 
 def _best_splice(counted: Budgeted, rows: Sequence[Tables], splices: _Splices, budget: float) -> Point | None:
     """The fastest of those within the budget, where it is faster than both that are."""
-    seconds = splices.sums(counted.seconds) - splices.hidden(counted)
+    seconds = splices.sums(counted.points.seconds) - splices.hidden(counted)
     limit = min(p.seconds for p in (splices.first, splices.second) if p.peak <= budget)
     able = seconds < limit
     for row in rows:

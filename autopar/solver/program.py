@@ -66,7 +66,7 @@ def solve(
 
 
 def _searched(task: Task, searches: Sequence[Search]) -> Findings:
-    """What the searches find, one after the other."""
+    """The findings of the searches, one after the other."""
     found = Findings()
     for search in searches:
         if search.accepts(task, found):

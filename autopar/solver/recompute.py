@@ -17,14 +17,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.solver.budget import Outcome, Point
+from autopar.solver.budget import Outcome
 from autopar.solver.eliminate import minimise
 from autopar.solver.joint import Availability, JointTables
+from autopar.solver.points import Point
 from autopar.solver.policies import POLICIES, Policy, named
 from autopar.solver.polish import polished
 from autopar.solver.searches import Findings, Task
-from autopar.solver.states import States, StateSearch
-from autopar.space.line import Line
+from autopar.solver.states import StateSearch, StepStates
+from autopar.space.timeline import Timeline
 
 _ROUNDS = 9  # of prices
 _DEARER = 8.0  # times the last price, while all that was met is over the budget
@@ -45,15 +46,15 @@ class Lined:
     """A sharding with its line, and the search for its states."""
 
     point: Point
-    line: Line
+    line: Timeline
     states: StateSearch
 
     @staticmethod
     def of(task: Task, point: Point) -> Lined:
-        line = Line.of(task.space, point.picked, point.held)
+        line = Timeline.of(task.space, point.picked, point.held)
         return Lined(point, line, StateSearch(line))
 
-    def under(self, states: States) -> Point:
+    def under(self, states: StepStates) -> Point:
         """The plan with these states."""
         names = frozenset(self.line.runs[i].name for i in states.again - self.line.forced)
         return replace(
@@ -241,7 +242,7 @@ def _between(bounds: Mapping[float, float], ahead: float) -> float:
 
 
 def _seconds_and_bytes(lined: Lined, time: int) -> np.ndarray:
-    """Of all states that were looked at: the seconds of the plan, and its bytes at a time."""
+    """The seconds of the plan and its bytes at a time, for all states that were looked at."""
     return np.array([(lined.point.seconds + s.seconds, s.held[time]) for s in lined.states.known.values()]).T
 
 

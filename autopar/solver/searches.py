@@ -22,9 +22,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from autopar.letters import Infeasible
-from autopar.solver.budget import Budgeted, Outcome, Point
+from autopar.solver.budget import Budgeted, Outcome
 from autopar.solver.eliminate import minimise, regions_of
 from autopar.solver.integer import optimise, smallest
+from autopar.solver.points import Point
 from autopar.solver.polish import polished
 from autopar.solver.tables import Factor, Problem
 from autopar.space.space import Space

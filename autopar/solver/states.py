@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.flow import Network
-from autopar.space.line import Line
+from autopar.space.timeline import Timeline
 
 Again = frozenset[int]
 _STEP, _RAISED, _HALVED = 2.0, 12, 3  # of a price: by which it is raised, how often, and how often a step is halved
@@ -31,7 +31,7 @@ _TRIED = 256  # runs that are tried to be left out, those that take longest firs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class States:
+class StepStates:
     """Runs that backward repeats, the seconds that they take, and the bytes of a step at every time."""
 
     again: Again
@@ -46,23 +46,23 @@ class States:
 class StateSearch:
     """Looks for states of one line."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Timeline) -> None:
         self.line = line
-        self.known: dict[Again, States] = {}
+        self.known: dict[Again, StepStates] = {}
         self.none = self.of(line.forced)
         self.windows = _windows(line)
 
-    def of(self, again: Again) -> States:
+    def of(self, again: Again) -> StepStates:
         """The states in which these runs are repeated, where anything asks for it."""
         again = again | self.line.forced
         if again not in self.known:
             through = self.line.under(again)
             ran = frozenset(through.ran)
             seconds = sum(self.line.runs[i].seconds for i in ran - self.line.forced)
-            self.known[again] = self.known[ran] = States(ran, seconds, through.held)
+            self.known[again] = self.known[ran] = StepStates(ran, seconds, through.held)
         return self.known[again]
 
-    def within(self, budget: float, price: float = 0.0) -> States | None:
+    def within(self, budget: float, price: float = 0.0) -> StepStates | None:
         """The fastest states within a budget that prices lead to, from one that may be near; None where none was."""
         if self.none.peak <= budget:
             return self.none
@@ -71,7 +71,7 @@ class StateSearch:
             self.known[states.again] = states
         return self.fastest(budget)
 
-    def fastest(self, budget: float) -> States | None:
+    def fastest(self, budget: float) -> StepStates | None:
         """The fastest states within a budget that are known."""
         return min((s for s in self.known.values() if s.peak <= budget), key=lambda s: s.seconds, default=None)
 
@@ -87,7 +87,7 @@ class StateSearch:
 
     # -- at prices
 
-    def at(self, prices: Mapping[int, float]) -> States:
+    def at(self, prices: Mapping[int, float]) -> StepStates:
         """The states of the fewest seconds and priced bytes."""
         return self.of(cheapest(self.line, self.windows, prices))
 
@@ -119,8 +119,8 @@ class StateSearch:
 
     # -- between states
 
-    def _splices(self, budget: float, pairs: int) -> Iterable[States]:
-        """States that are one up to some run, and another from there on."""
+    def _splices(self, budget: float, pairs: int) -> Iterable[StepStates]:
+        """StepStates that are one up to some run, and another from there on."""
         all_ = sorted(self.known.values(), key=lambda s: s.seconds)
         under = [s for s in all_ if s.peak <= budget][:1]
         over = [s for s in all_ if s.peak > budget and (not under or s.seconds < under[0].seconds)][-pairs:]
@@ -128,7 +128,7 @@ class StateSearch:
             for other in over:
                 yield from self._spliced(one, other, budget)
 
-    def _spliced(self, under: States, over: States, budget: float) -> Iterable[States]:
+    def _spliced(self, under: StepStates, over: StepStates, budget: float) -> Iterable[StepStates]:
         """The states with as much of the faster ones as fits: at the beginning, and at the end."""
         for first in (True, False):
             low, high = 0, len(self.line.runs)  # so many runs of the faster fit; so many may not
@@ -144,7 +144,7 @@ class StateSearch:
                 else:
                     high = middle
 
-    def filled(self, best: States, budget: float) -> States:
+    def filled(self, best: StepStates, budget: float) -> StepStates:
         """The states without what need not be repeated after all."""
         runs = self.line.runs
         for i in sorted(best.again, key=lambda i: -runs[i].seconds)[:_TRIED]:
@@ -155,7 +155,7 @@ class StateSearch:
         return best
 
 
-def cheapest(line: Line, windows: Sequence[tuple[int, int]], prices: Mapping[int, float]) -> Again:
+def cheapest(line: Timeline, windows: Sequence[tuple[int, int]], prices: Mapping[int, float]) -> Again:
     """The runs to repeat at prices of bytes: a value costs at the times of its window."""
     of_time = np.zeros(len(line.held) + 1)
     for t, price in prices.items():
@@ -169,7 +169,7 @@ def cheapest(line: Line, windows: Sequence[tuple[int, int]], prices: Mapping[int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flow:
+class CutFlow:
     """The runs to repeat, and the flow that proves them cheapest: seconds by which a run asks for what it reads."""
 
     again: Again
@@ -177,7 +177,7 @@ class Flow:
     wanted: Mapping[int, float]  # value -> what backward itself asks for it
 
 
-def cut(line: Line, wanted: Collection[int], saved: Mapping[int, float]) -> Flow:
+def cut(line: Timeline, wanted: Collection[int], saved: Mapping[int, float]) -> CutFlow:
     """The runs to repeat so that backward has the `wanted` values, where to save a value costs so many seconds."""
     runs = len(line.runs)  # nodes: the runs, then the values, then source and sink
     source, sink = runs + len(line.bytes), runs + len(line.bytes) + 1
@@ -203,11 +203,11 @@ def cut(line: Line, wanted: Collection[int], saved: Mapping[int, float]) -> Flow
     network.fill(source, sink)
     into = {ends: flow for ends, arc in reading.items() if (flow := network.flow(arc)) > 0}
     asked = {v: flow for v, arc in asking.items() if (flow := network.flow(arc)) > 0}
-    return Flow(frozenset(u for u in network.reached(source) if u < runs), into, asked)
+    return CutFlow(frozenset(u for u in network.reached(source) if u < runs), into, asked)
 
 
-def _windows(line: Line) -> list[tuple[int, int]]:
-    """Of each value the times between its last reader in forward and its first in backward: saved, it costs there."""
+def _windows(line: Timeline) -> list[tuple[int, int]]:
+    """The times of each value between its last reader in forward and its first in backward: saved, it costs there."""
     last = 2 * line.ops - 1
     reads = [line.runs[line.made_by[v]].time for v in range(len(line.bytes))]
     needs = [last + 1] * len(line.bytes)

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solver.budget import Budgeted, Point
+from autopar.solver.budget import Budgeted
+from autopar.solver.points import Point
 from autopar.solver.polish import numbered
 from autopar.space.memory import Piece
 from autopar.space.space import Space

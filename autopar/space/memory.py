@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopar.space.line import Passages
+from autopar.space.timeline import Passages
 
 if TYPE_CHECKING:
     from autopar.space.space import Edge

@@ -12,10 +12,10 @@ from autopar.graph.graph import info, op_name, type_of
 from autopar.ops.entry import facts_of
 from autopar.sharding.strategies import Choice
 from autopar.space.lifetimes import Lifetimes
-from autopar.space.line import OWN, Made, Passage, Passages
 from autopar.space.local_bytes import LocalBytes, Tensors
 from autopar.space.saved import work_of
 from autopar.space.space import Flows
+from autopar.space.timeline import OWN, Made, Passage, Passages
 from autopar.space.wiring import Wiring, source_of
 
 

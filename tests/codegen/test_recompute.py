@@ -24,7 +24,7 @@ from autopar.graph.graph import write_buffer
 from autopar.letters import BadPlan
 from autopar.module import parallel
 from autopar.solver import archive, policies
-from autopar.space import line
+from autopar.space import timeline
 from benchmarks.memory import Live
 from tests import language
 from tests.equality.gpt2 import check, gpt2, train_parallel
@@ -69,7 +69,7 @@ MODELS = {
 def everything_counts():
     """What is small may be recomputed too: these models are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(line, "SMALL", 0)
+        patch.setattr(timeline, "SMALL", 0)
         joint.LOWERED.clear()
         yield patch
     joint.LOWERED.clear()

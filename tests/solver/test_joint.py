@@ -15,10 +15,10 @@ from autopar import DeviceMesh
 from autopar.solver import joint, solve
 from autopar.solver.budget import Budgeted
 from autopar.solver.states import StateSearch
-from autopar.space import line
-from autopar.space.line import Line
+from autopar.space import timeline
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
+from autopar.space.timeline import Timeline
 from autopar.tracer import ColoTracer
 from tests.models import eager_links
 
@@ -44,7 +44,7 @@ def every(space, counted, slowest):
         point = counted.point(picked)
         if not point.seconds <= slowest:
             continue
-        of = Line.of(space, picked, point.held)
+        of = Timeline.of(space, picked, point.held)
         search, runs = StateSearch(of), [i for i, run in enumerate(of.runs) if run.name in of.names]
         for n in range(len(runs) + 1):
             for again in itertools.combinations(runs, n):
@@ -54,7 +54,7 @@ def every(space, counted, slowest):
 
 @pytest.mark.parametrize("name", SECOND)
 def test_the_bound_is_under_the_best_and_the_plan_is_the_best(name, monkeypatch):
-    for module in (line, joint):
+    for module in (timeline, joint):
         monkeypatch.setattr(module, "SMALL", 0)
     model, batch = Chain(SECOND[name]), (torch.randn(64, 16),)
     graph = ColoTracer().trace(model, batch)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from autopar.solver.states import StateSearch, cut
-from autopar.space.line import Line, Run
+from autopar.space.timeline import Run, Timeline
 
 
-def drawn(seed: int, most: int = 8) -> Line:
+def drawn(seed: int, most: int = 8) -> Timeline:
     """A chain with skips: each run reads one or two values that were made before, and keeps some of what it has."""
     rng = np.random.default_rng(seed)
     count = int(rng.integers(3, most + 1))
@@ -25,12 +25,12 @@ def drawn(seed: int, most: int = 8) -> Line:
     leaves = np.zeros(count, bool)
     leaves[-1] = rng.random() < 0.5
     held = np.zeros(2 * count + 1)
-    line = Line(tuple(runs), size, leaves, tuple(range(count)), count, held, tuple(range(count)), {})
+    line = Timeline(tuple(runs), size, leaves, tuple(range(count)), count, held, tuple(range(count)), {})
     line.other = np.zeros(len(held))  # nothing but the values of runs
     return line
 
 
-def simulated(line: Line, again: frozenset[int]) -> tuple[float, float]:
+def simulated(line: Timeline, again: frozenset[int]) -> tuple[float, float]:
     """Peak and seconds: values are made, read and dropped one event after the other, with no clever bookkeeping."""
     events: list[tuple[str, int]] = [("forward", i) for i in range(len(line.runs))]
     have: set[int] = set()
@@ -82,7 +82,7 @@ def test_bytes_and_seconds_are_those_of_a_simulation(seed):
         assert (states.peak, states.seconds) == pytest.approx(simulated(line, again)), again
 
 
-def subsets(line: Line):
+def subsets(line: Timeline):
     runs = range(len(line.runs))
     return (frozenset(s) for n in range(len(line.runs) + 1) for s in itertools.combinations(runs, n))
 

@@ -1,4 +1,4 @@
-"""`Line`: the ops and conversions of one plan in the order in which they run, and what the step holds of their values.
+"""`Timeline`: the ops and conversions of one plan in the order in which they run, and the bytes of their values.
 
 The states of a value that backward needs:
 
@@ -6,17 +6,17 @@ The states of a value that backward needs:
     recomputed    it is dropped, and its op or conversion runs again in backward, just before what first reads it
     dropped       nothing in backward needs it
 
-A plan names what it recomputes; what is saved follows, for what runs again needs its operands. `Line.under` goes
+A plan names what it recomputes; what is saved follows, for what runs again needs its operands. `Timeline.under` goes
 through forward and backward and frees each value behind its last reader: the emitted program does the same. What else a
 step holds - parameters, gradients, messages - is in the pieces of `memory.py`, and does not change.
 
-`Passage`s are how the values of a graph lie on each other, whatever is chosen; a `Line` is that of one plan.
+`Passage`s are how the values of a graph lie on each other, whatever is chosen; a `Timeline` is that of one plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -83,8 +83,8 @@ class Run:
     is_forced: bool = False  # is what it makes always dropped? The copy of a parameter that is gathered again
 
 
-@dataclass(slots=True, eq=False)
-class Line:
+@dataclass(eq=False)
+class Timeline:
     """The runs of a plan, the bytes of their values, and what the step holds besides."""
 
     runs: tuple[Run, ...]
@@ -95,23 +95,19 @@ class Line:
     held: np.ndarray  # bytes at every time where all is saved, as the plan's pieces say
     run_of: tuple[int, ...]  # of each op its run
     travels: dict[int, tuple[int, int]]  # edge -> the value that leaves and the value that arrives, of those in runs
-    fixed: np.ndarray = field(init=False)  # of each value: it is not dropped, for it leaves, or is small
-    other: np.ndarray = field(init=False)  # bytes of what is in no run, by time
-    needed: frozenset[int] = field(init=False)  # values that some backward reads
-    forced: frozenset[int] = field(init=False)  # runs that come again wherever what they make is needed
-    _forward: _Forward = field(init=False)
 
     def __post_init__(self) -> None:
-        self.needed = frozenset(v for run in self.runs for v in run.keeps)
+        self.needed = frozenset(v for run in self.runs for v in run.keeps)  # values that some backward reads
+        # runs that come again wherever what they make is needed
         self.forced = frozenset(i for i, run in enumerate(self.runs) if run.is_forced)
-        self.fixed = self.leaves | (self.bytes <= SMALL)
+        self.fixed = self.leaves | (self.bytes <= SMALL)  # of each value: it is not dropped, for it leaves, or is small
         self.fixed[[v for i in self.forced for v in self.runs[i].makes]] = False
         self._forward = _Forward.of(self)
-        self.other = np.zeros(len(self.held))
+        self.other: np.ndarray = np.zeros(len(self.held))  # bytes of what is in no run, by time
         self.other = self.held - self.under(self.forced).held
 
     @staticmethod
-    def of(space: Space, picked: Sequence[int], held: np.ndarray) -> Line:
+    def of(space: Space, picked: Sequence[int], held: np.ndarray) -> Timeline:
         """The line of the plan that picks these choices, and holds so many bytes at every time."""
         return _Writer(space, picked).line(held)
 
@@ -162,7 +158,7 @@ class Line:
         return Through(tuple(ran), self._bytes(born, last, lives, work, times))
 
     def _chain(self, value: int, again: frozenset[int], there: set[int]) -> list[int]:
-        """What has to run again for a value, in order: the run that makes it, and before it those of its operands."""
+        """The runs that have to come again for a value, in order: before its own those of its operands."""
         found, pending, made_by, fixed = list[int](), [value], self.made_by, self._forward.fixed
         while pending:
             wanted = pending[-1]
@@ -223,7 +219,7 @@ class _Forward:
     fixed: tuple[bool, ...]
 
     @staticmethod
-    def of(line: Line) -> _Forward:
+    def of(line: Timeline) -> _Forward:
         read = list(line.made_by)
         for t, run in enumerate(line.runs):
             for v in run.reads:
@@ -250,14 +246,14 @@ class _Writer:
         self.converted: dict[tuple[int, int, int], int] = {}
         self.times = space.setting.accumulation  # micro-batches: what a run takes, it takes in each
 
-    def line(self, held: np.ndarray) -> Line:
+    def line(self, held: np.ndarray) -> Timeline:
         """All runs in order."""
         for time, op in enumerate(self.passages.ops):
             self._op(time, op)
         left = {self._arrives(edge, len(self.passages.ops) - 1) for edge in self.passages.ends}
         leaves = [value in left for value in range(len(self.bytes))]
         ops = len(self.passages.ops)
-        return Line(
+        return Timeline(
             tuple(self.runs),
             np.array(self.bytes, float),
             np.array(leaves, bool),
