@@ -274,16 +274,30 @@ class _Planning:
         )
         space = space_in(setting)
         if math.isinf(asked.budget) or peak_where_nothing_is_dear(space) <= asked.budget:
-            plan = self._fastest(space, math.inf, defaults)
+            plan = self._fastest(space, math.inf, defaults, lambda: space_in(replace(setting, regather=True)))
             if plan.peak_bytes <= asked.budget:
                 has_asked = asked.memory_budget is not None and math.isfinite(asked.budget)
                 return replace(plan, budget=float(int(asked.budget))) if has_asked else plan
         # it hardly fits with every copy kept
         return self._fastest(space_in(replace(setting, regather=True)), asked.budget, defaults)
 
-    def _fastest(self, space: Space, budget: float, defaults: Sequence[tuple[str, str]]) -> Plan:
+    def _fastest(
+        self,
+        space: Space,
+        budget: float,
+        defaults: Sequence[tuple[str, str]],
+        wide: Callable[[], Space] | None = None,
+    ) -> Plan:
         asked = self.request
-        plan = solve(space, asked.solver, budget=budget, gap=asked.gap, until=self.until, recompute=asked.recompute)
+        plan = solve(
+            space,
+            asked.solver,
+            budget=budget,
+            gap=asked.gap,
+            until=self.until,
+            recompute=asked.recompute,
+            wide=wide,
+        )
         return replace(
             plan,
             precision=(asked.precision.param, asked.precision.reduce) if asked.precision else None,

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from autopar.letters import BadPlan
+from autopar.letters import BadBudget, BadPlan
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
@@ -25,6 +25,8 @@ from autopar.solver.decision import Conversion, Decision
 
 if TYPE_CHECKING:
     import torch
+
+    from autopar.solver.curve import Curve
 
 
 class SearchedSpace(Protocol):
@@ -40,6 +42,9 @@ class SearchedSpace(Protocol):
 
     def rivals(self, name: str, most: int = 3) -> list[tuple[Choice, float, float]]:
         """The best other choices of a site: of each the seconds that the plan, and that the op, takes more."""
+
+    def curve(self, budgets: int | Sequence[int]) -> Curve:
+        """Budgets against step time."""
 
     def let_go(self) -> None:
         """Give up the space. `autoparallelize` does, so that no training holds it."""
@@ -127,6 +132,23 @@ class Plan:
         process that planned, until `autoparallelize` takes the plan.
         """
         return text.explained(self, pattern)
+
+    def curve(self, budgets: int | Sequence[int] = 20) -> Curve:
+        """The fastest step under one memory budget after the other, all from one search; printed, it is a table.
+
+        `budgets` are bytes a device, or how many of them between the lowest peak that was found and that of the
+        fastest plan. A plan for one of them is what `autopar.plan(..., memory_budget=...)` gives, which looks closer.
+        The space is there in the process that planned, until `autoparallelize` takes the plan.
+        """
+        if self.search is None or self.search.is_over:
+            raise BadPlan("the space that this plan was chosen from is gone", advice="autopar.plan(...).curve()")
+        given = list(budgets) if isinstance(budgets, Sequence) else [budgets]
+        if not given or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in given):
+            raise BadBudget(
+                f"budgets={budgets!r} are no budgets of a curve",
+                advice="budgets=20, or budgets=[16 * 2**30, 8 * 2**30]",
+            )
+        return self.search.curve(budgets if isinstance(budgets, int) else given)
 
     def diff(self, other: Plan) -> str:
         """The sites that differ, this plan first."""

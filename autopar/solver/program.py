@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Prices
 from autopar.solver.chosen import plan_of
+from autopar.solver.curve import Curve, CurvePoint, between, curve_of
 from autopar.solver.integer import backend_of, infeasible
 from autopar.solver.plan import Plan
 from autopar.solver.policies import Policy
@@ -30,10 +32,12 @@ def solve(
     until: float = math.inf,
     searches: Sequence[Search] = SEARCHES,
     recompute: str | Policy = "none",
+    wide: Callable[[], Space] | None = None,
 ) -> Plan:
     """The fastest plan of the space that was found. No device holds more than `budget` bytes.
 
-    `recompute` is the policy by which backward makes values again (`recompute.py`).
+    `recompute` is the policy by which backward makes values again (`recompute.py`). `wide` makes the space with all
+    that saves memory, where this is not it: the plan's curve is of that.
 
     The search ends within `gap` of its bound, or where the searches can do no more; the plan's own gap says how near
     that is. `until` is a time of the monotonic clock after which a plan that was found is not improved.
@@ -56,13 +60,39 @@ def solve(
     if task.has_time and not best.recomputed:
         best = settled(counted, best, budget)
     plan = plan_of(space, best, found.bound, budget if counted.rows or best.recomputed else math.inf)
+    widest = (lambda: space) if wide is None else wide
+
+    def curve(budgets: int | Sequence[int]) -> Curve:
+        return _curve(widest(), solver, gap, recompute, budgets)
+
     is_open = plan.gap > max(gap, _CLOSED)  # where the bound is met, what was stopped had nothing left to find
     prices = found.outcome.prices if found.outcome else Prices({}, (0.0,) * counted.kinds)
     return replace(
         plan,
         stopped=tuple(dict.fromkeys(found.stopped)) if is_open else (),
-        search=PricedSpace(counted, best.picked, prices),
+        search=PricedSpace(counted, best.picked, prices, curve),
     )
+
+
+def _curve(space: Space, solver: str, gap: float, recompute: str | Policy, budgets: int | Sequence[int]) -> Curve:
+    """Budgets against step time: from one joint search, or where a policy says what is recomputed from a plan each."""
+    task = Task(Budgeted(space), math.inf, solver, backend_of(solver), gap, math.inf, recompute != "none")
+    found = curve_of(task, budgets) if recompute == "auto" and space.memory is not None else None
+    if found is not None:
+        return found
+    if isinstance(budgets, int):
+        free = solve(space, solver, gap=gap)
+        budgets = between(task.counted.smallest()[0].peak, free.peak_bytes, budgets)
+    points = []
+    for budget in sorted(budgets, reverse=True):
+        try:
+            plan = solve(space, solver, budget=budget, gap=gap, recompute=recompute)
+        except Infeasible:
+            points.append(CurvePoint(budget, math.inf, task.counted.fastest(math.inf, gap).bound, 0, 0.0, 0))
+        else:
+            times = plan.step_time_s, plan.lower_bound_s
+            points.append(CurvePoint(budget, *times, plan.peak_bytes, plan.recompute_s, len(plan.recomputed)))
+    return Curve(tuple(points))
 
 
 def _searched(task: Task, searches: Sequence[Search]) -> Findings:

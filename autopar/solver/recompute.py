@@ -12,7 +12,7 @@ A policy by name, or a user's own, takes the place of `within`; its shardings ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -36,6 +36,7 @@ _CHEAP, _HALVINGS = 1e-24, 48  # seconds a byte, and how often the range of pric
 _NEAR = 1.05  # of two prices: nothing is looked for between them
 _OPEN = 0.05  # a gap, beside that of the free plan, from which on shardings without recompute are looked at too
 _MOST = 8  # of those: so many
+_KNOWN = 3  # shardings of budgets before that are looked at first
 _MET = 1 + 1e-9  # of a budget, for rounding
 
 Without = Callable[[], Findings]
@@ -82,7 +83,7 @@ class Lined:
 def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
     """The fastest plan with recompute, by a policy or by the joint search; `without` finds plans that have none."""
     if policy == "auto":
-        return _Auto(task, without).run()
+        return _auto(task, without)
     free = task.counted.fastest(math.inf, task.gap, until=task.until)
     for point in _chain(free, without):
         lined = Lined.of(task, point)
@@ -100,107 +101,78 @@ def _chain(free: Outcome, without: Without) -> Iterator[Point]:
 
 
 @dataclass(slots=True, eq=False)
-class _Auto:
-    """The joint search."""
+class Joint:
+    """The joint search of one space: what it has met and proven serves one budget after the other."""
 
     task: Task
-    without: Without
-    best: Point | None = None
-    lined: Lined | None = None  # of the best
-    bound: float = -math.inf
-    tried: set[tuple[int, ...]] = field(default_factory=set)
-    stopped: list[str] = field(default_factory=list)
+    free: Outcome  # where memory is nothing
+    tables: JointTables
+    met: dict[tuple[int, ...], Lined]  # shardings by their choices, the fastest first
+    stopped: list[str]
+    # at each price that was tried: a bound of seconds and priced bytes, or where a space is large what it is about
+    bounds: dict[float, float] = field(default_factory=dict)
+    rough: dict[float, float] = field(default_factory=dict)
+    worths: dict[float, Availability] = field(default_factory=dict)  # of availability, at each price
 
-    def run(self) -> Findings:
-        """The best plan and bound of all ways to look for them."""
-        task = self.task
+    @staticmethod
+    def of(task: Task) -> Joint | None:
+        """The search at its beginning; None where nothing could be dropped."""
+        stopped: list[str] = []
         free = task.counted.fastest(math.inf, task.gap, until=task.until, little=_ROUGHLY)
-        fastest = polished(task.counted, free, math.inf, task.gap, task.solver, self.stopped)
-        if fastest is None:
-            return self.without()
-        first = Lined.of(task, fastest)
-        if not first.line.names:  # nothing could be dropped
-            return self.without()
-        self.bound = free.bound
+        fastest = polished(task.counted, free, math.inf, task.gap, task.solver, stopped)
+        first = Lined.of(task, fastest) if fastest is not None else None
+        if first is None or not first.line.names:
+            return None
         tables = JointTables(task.counted, int(first.point.held.argmax()), free.prices.exposed)
-        if tables.fewest_bytes() > task.budget * _MET:
-            return Findings(None, free.bound, free, hopeless=True)
-        self._take(first)
-        self.lined = self.lined or first
-        if self._is_open(task.gap):
-            self._price(first, tables)
-        self._polish()
-        found = Findings(self.best, self.bound, free, tuple(self.stopped))
-        if self._is_open(max(task.gap, _OPEN + (fastest.seconds - free.bound) / fastest.seconds)):
-            found = self._sharded()
-        return replace(found, best=self.best, bound=self.bound, outcome=free)
+        return Joint(task, free, tables, {tuple(first.point.picked): first}, stopped)
 
-    def _polish(self) -> None:
-        """Look closer at the states of the best sharding."""
-        assert self.lined is not None
-        plan = self.lined.polished(self.task.budget) if self._is_open(self.task.gap) else None
-        if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
-            self.best = plan
+    @property
+    def first(self) -> Lined:
+        """The fastest sharding where memory is nothing."""
+        return next(iter(self.met.values()))
 
-    def _is_open(self, gap: float) -> bool:
-        return self.best is None or self.best.seconds - self.bound > gap * self.best.seconds
+    @property
+    def own_gap(self) -> float:
+        """The gap of that plan: no budget's is likely to be less."""
+        return (self.first.point.seconds - self.free.bound) / self.first.point.seconds
 
-    def _take(self, lined: Lined, price: float = 0.0) -> None:
-        """Look for the states of a sharding, once."""
-        self.tried.add(tuple(lined.point.picked))
-        if self.best is not None and lined.point.seconds >= self.best.seconds:
-            return
-        plan = lined.within(self.task.budget, price)
-        if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
-            self.best, self.lined = plan, lined
+    def bound(self, budget: float) -> float:
+        """The seconds that no plan within a budget goes under."""
+        return max([self.free.bound, *(least - price * budget for price, least in self.bounds.items())])
 
-    def _price(self, first: Lined, tables: JointTables) -> None:
-        """Let the price of a byte at the fullest time lead to shardings, and raise the bound."""
-        task, lined, time = self.task, first, tables.time
-        met = [_seconds_and_bytes(first, time)]
-        price = self._promising(met)[0] or first.states.usual_price(time) / _DEARER
-        bounds: dict[float, float] = {}  # at each price that was tried,
-        worths: dict[float, Availability] = {}  # and what availability was worth
-        highest, in_vain = self.bound, 0  # rounds that led nowhere, one after the other
-        for _ in range(_ROUNDS):
-            before = self.best.seconds if self.best is not None else math.inf, highest
-            worths[price] = tables.worth(lined.line, price)
-            point, bounds[price] = self._joint(tables, price, worths[price], task.counted.is_large)
-            highest = max(highest, bounds[price])
-            if math.isfinite(point.seconds):
-                lined = Lined.of(task, point)
-                if tuple(point.picked) not in self.tried:
-                    self._take(lined, price)
-                lined.states.of(tables.cheapest(lined.line, price))
-                met.append(_seconds_and_bytes(lined, time))
-            if self.best is not None and self.best.seconds - highest <= task.gap * self.best.seconds:
-                break
-            ahead, most = self._promising(met)
-            little = _LITTLE * (self.best.seconds - highest) if self.best is not None else -math.inf
-            faster = before[0] - self.best.seconds if self.best is not None else 0.0
-            in_vain = in_vain + 1 if max(faster, highest - before[1]) <= little else 0
-            price = _between(bounds, ahead)
-            if not price or most - highest <= little or in_vain == _IN_VAIN:
-                break
-        if task.counted.is_large and highest > self.bound:
-            price = max(bounds, key=lambda price: bounds[price])
-            _, highest = self._joint(tables, price, worths[price])
-        self.bound = max(self.bound, highest)
+    def about(self, budget: float) -> float:
+        """The bound to which the prices that were tried lead, where they are looked at closely."""
+        return max([self.bound(budget), *(least - price * budget for price, least in self.rough.items())])
 
-    def _joint(
-        self, tables: JointTables, price: float, worth: Availability, is_rough: bool = False
-    ) -> tuple[Point, float]:
-        """The sharding that prices lead to, and the bound that they give."""
-        least = minimise(tables.problem(price, worth), tries=1, is_rough=is_rough)
-        return self.task.counted.point(least.picked), least.bound - price * self.task.budget
+    def look(self, price: float, lined: Lined) -> Lined:
+        """The sharding to which a price leads, with availability worth what it is under a sharding at that price."""
+        is_large = self.task.counted.is_large
+        self.worths[price] = self.tables.worth(lined.line, price)
+        least = minimise(self.tables.problem(price, self.worths[price]), tries=1, is_rough=is_large)
+        (self.rough if is_large else self.bounds)[price] = least.bound
+        point = self.task.counted.point(least.picked)
+        if not math.isfinite(point.seconds):
+            return lined
+        found = self.met.setdefault(tuple(point.picked), Lined.of(self.task, point))
+        found.states.of(self.tables.cheapest(found.line, price))
+        return found
 
-    def _promising(self, met: Sequence[np.ndarray]) -> tuple[float, float]:
-        """The price at which the plans that were met are worth most, and what they are then.
+    def look_closely(self, budget: float) -> None:
+        """Prove the bound to which prices led roughly."""
+        if self.about(budget) > self.bound(budget):
+            price = max(self.rough, key=lambda price: self.rough[price] - price * budget)
+            least = minimise(self.tables.problem(price, self.worths[price]), tries=1)
+            self.bounds[price] = least.bound
+            del self.rough[price]
+
+    def promising(self, budget: float, all_: Iterable[Lined]) -> tuple[float, float]:
+        """The price at which the plans of these shardings are worth most under a budget, and what they are then.
 
         No bound is more than that. The price is 0 where all plans are over the budget: none is dear enough.
         """
+        met = [_seconds_and_bytes(lined, self.tables.time) for lined in all_]
         seconds, over = np.concatenate(met, axis=1)
-        over = over - self.task.budget
+        over = over - budget
         if not (over <= 0).any():
             return 0.0, math.inf
         low, high = _CHEAP, max(_CHEAP, float(seconds.max()))
@@ -212,33 +184,132 @@ class _Auto:
                 high = price
         return high, float((seconds + high * over).min())
 
-    def _sharded(self) -> Findings:
-        """Shardings that were met while looking for one that fits without recompute."""
-        found = self.without()
-        self.stopped += found.stopped
-        if found.best is not None and (self.best is None or found.best.seconds < self.best.seconds):
-            self.best = found.best
-        for point in frontier(found.outcome.points if found.outcome else []):
-            if tuple(point.picked) not in self.tried:
-                self._take(Lined.of(self.task, point))
-        self._polish()
-        return replace(found, stopped=tuple(self.stopped))
+
+@dataclass(slots=True, eq=False)
+class Within:
+    """The joint search under one budget."""
+
+    joint: Joint
+    budget: float
+    best: Point | None = None
+    lined: Lined | None = None  # of the best
+    tried: set[int] = field(default_factory=set)  # shardings, by the ids of their lines
+
+    @property
+    def gap(self) -> float:
+        """The share of the best plan's seconds by which another may be faster; infinite where there is none."""
+        bound = self.joint.bound(self.budget)
+        return (self.best.seconds - bound) / self.best.seconds if self.best is not None else math.inf
+
+    @property
+    def is_wide(self) -> bool:
+        """Is so much open that shardings which need no recompute are worth a look?"""
+        return self.gap > max(self.joint.task.gap, _OPEN + self.joint.own_gap)
+
+    def run(self) -> None:
+        """Look for the best plan, and raise the bound."""
+        self.look_at_known()
+        self.look_for_prices()
+        self.polish()
+
+    def look_at_known(self) -> None:
+        """Look for the states of the shardings that were met, those first that promise most."""
+        known = [
+            (self.joint.promising(self.budget, [lined]), k, lined) for k, lined in enumerate(self.joint.met.values())
+        ]
+        for (price, _), _, lined in sorted(known, key=lambda row: (row[0][1], row[1]))[:_KNOWN]:
+            self._take(lined, price)
+        self.lined = self.lined or self.joint.first
+
+    def polish(self) -> None:
+        """Look closer at the states of the best sharding."""
+        assert self.lined is not None
+        plan = self.lined.polished(self.budget) if self.gap > self.joint.task.gap else None
+        if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
+            self.best = plan
+
+    def add(self, points: Iterable[Point]) -> None:
+        """Look for the states of more shardings."""
+        for point in points:
+            if tuple(point.picked) not in self.joint.met:
+                self._take(Lined.of(self.joint.task, point))
+
+    def _take(self, lined: Lined, price: float = 0.0) -> None:
+        """Look for the states of a sharding, once."""
+        if id(lined) in self.tried or (self.best is not None and lined.point.seconds >= self.best.seconds):
+            return
+        self.tried.add(id(lined))
+        plan = lined.within(self.budget, price)
+        if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
+            self.best, self.lined = plan, lined
+
+    def look_for_prices(self) -> None:
+        """Let prices of a byte at the fullest time lead to shardings, and raise the bound."""
+        joint, budget, time, lined = self.joint, self.budget, self.joint.tables.time, self.lined
+        if lined is None or self.gap <= joint.task.gap:
+            return
+        price = joint.promising(budget, joint.met.values())[0] or joint.first.states.usual_price(time) / _DEARER
+        over: dict[float, bool] = {}  # of each price: what it leads to does not fit
+        in_vain = 0  # rounds that led nowhere, one after the other
+        for _ in range(_ROUNDS):
+            seconds, highest = self.best.seconds if self.best is not None else math.inf, joint.about(budget)
+            lined = joint.look(price, lined)
+            self._take(lined, price)
+            over[price] = lined.states.of(joint.tables.cheapest(lined.line, price)).held[time] > budget
+            about = joint.about(budget)
+            if self.best is not None and self.best.seconds - about <= joint.task.gap * self.best.seconds:
+                break
+            ahead, most = joint.promising(budget, joint.met.values())
+            little = _LITTLE * (self.best.seconds - about) if self.best is not None else -math.inf
+            faster = seconds - self.best.seconds if self.best is not None else 0.0
+            in_vain = in_vain + 1 if max(faster, about - highest) <= little else 0
+            found = {p: least - p * budget for p, least in (joint.bounds | joint.rough).items()}
+            price = _next_price(found, over, ahead)
+            if not price or most - about <= little or in_vain == _IN_VAIN:
+                break
+        joint.look_closely(budget)
 
 
-def _between(bounds: Mapping[float, float], ahead: float) -> float:
-    """The next price to try; 0 where it would be near one that was.
+def _auto(task: Task, without: Without) -> Findings:
+    """The best plan and bound of all ways to look for them."""
+    joint = Joint.of(task)
+    if joint is None:
+        return without()
+    if joint.tables.fewest_bytes() > task.budget * _MET:
+        return Findings(None, joint.free.bound, joint.free, hopeless=True)
+    within = Within(joint, task.budget)
+    within.run()
+    found = Findings(within.best, joint.bound(task.budget), joint.free, tuple(joint.stopped))
+    if within.is_wide:  # shardings that fit without recompute, or hold less
+        found = without()
+        if found.best is not None and (within.best is None or found.best.seconds < within.best.seconds):
+            within.best = found.best
+        within.add(frontier(found.outcome.points if found.outcome else []))
+        within.polish()
+        found = replace(found, best=within.best, bound=joint.bound(task.budget), outcome=joint.free)
+        found = replace(found, stopped=(*joint.stopped, *found.stopped))
+    return found
 
-    That is the one `ahead`, where it lies nearer to the price of the best bound than others that were tried: bounds
-    rise up to a price and fall from there on. Or else it lies in the middle of the wider side.
+
+def _next_price(bounds: Mapping[float, float], over: Mapping[float, bool], ahead: float) -> float:
+    """The next price to try, of those at which bounds are known, and whether what they lead to is over the budget.
+
+    That is the one `ahead`, at which the plans that were met are worth most, or else one between those that lead over
+    the budget and those that lead under it, or else one beside that of the best bound, on the wider side. It is 0 where
+    all of these were tried.
     """
     best = max(bounds, key=lambda price: bounds[price])
-    below = max((p for p in bounds if p < best), default=0.0)
-    above = min((p for p in bounds if p > best), default=math.inf)
-    if below < ahead < above and not any(1 / _NEAR < ahead / p < _NEAR for p in bounds):
-        return ahead
-    low, high = below or best / _DEARER**2, above if math.isfinite(above) else best * _DEARER**2
-    price = math.sqrt(low * best) if best / low > high / best else math.sqrt(best * high)
-    return price if max(price / best, best / price) > _NEAR else 0.0
+    if not ahead:
+        return max(bounds) * _DEARER
+    dear = min((p for p in over if not over[p]), default=0.0)
+    cheap = max((p for p in over if over[p] and p < dear), default=0.0)
+    below, above = (p for p in bounds if p < best), (p for p in bounds if p > best)
+    low, high = max(below, default=best / _DEARER**2), min(above, default=best * _DEARER**2)
+    beside = math.sqrt(low * best) if best / low > high / best else math.sqrt(best * high)
+    for price in (ahead, math.sqrt(cheap * dear), beside):
+        if price and not any(1 / _NEAR < price / p < _NEAR for p in bounds):
+            return price
+    return 0.0
 
 
 def _seconds_and_bytes(lined: Lined, time: int) -> np.ndarray:

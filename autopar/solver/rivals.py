@@ -6,21 +6,25 @@ They are looked for when `plan.explain` asks. That needs the whole space with it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from autopar.sharding.strategies import Choice
 from autopar.solver.budget import Budgeted, Prices
+from autopar.solver.curve import Curve
 from autopar.solver.eliminate import least_by_choice
 from autopar.solver.tables import Problem
+
+CurveOf = Callable[[int | Sequence[int]], Curve]
 
 
 class PricedSpace:
     """The space that a plan was chosen from, at the prices of its bound, until it is let go."""
 
-    def __init__(self, counted: Budgeted, picked: Sequence[int], prices: Prices) -> None:
+    def __init__(self, counted: Budgeted, picked: Sequence[int], prices: Prices, curve: CurveOf) -> None:
         self.counted: Budgeted | None = counted
+        self._curve: CurveOf | None = curve
         self.picked = picked
         self.prices = prices
         self._problem: Problem | None = None
@@ -38,7 +42,12 @@ class PricedSpace:
 
     def let_go(self) -> None:
         """Give up the space and its tables."""
-        self.counted = self._problem = None
+        self.counted = self._problem = self._curve = None
+
+    def curve(self, budgets: int | Sequence[int]) -> Curve:
+        """Budgets against step time."""
+        assert self._curve is not None
+        return self._curve(budgets)
 
     def rivals(self, name: str, most: int = 3) -> list[tuple[Choice, float, float]]:
         """The best other choices of a site.

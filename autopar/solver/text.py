@@ -15,6 +15,7 @@ from autopar.sharding.strategies import Choice
 from autopar.solver.decision import Conversion
 
 if TYPE_CHECKING:
+    from autopar.solver.curve import Curve, CurvePoint
     from autopar.solver.plan import Plan
 
 _Row = tuple[str, ...]
@@ -74,6 +75,21 @@ def difference(one: Plan, other: Plan) -> str:
     for value in sorted(one.recomputed ^ other.recomputed):
         lines.append(f"{value}: {_state(one, value)} | {_state(other, value)}")
     return "\n".join(lines) or "the plans are the same"
+
+
+def curve_of(curve: Curve) -> str:
+    """Budgets against step time, a row each."""
+    head = ("budget", "step", "bound", "gap", "peak", "recompute", "values")
+    return "\n".join(_aligned(head, map(_curve_row, curve)))
+
+
+def _curve_row(point: CurvePoint) -> _Row:
+    budget, bound = _size(point.budget), _time(point.lower_bound_s)
+    if not math.isfinite(point.step_time_s):
+        return budget, "none found", bound, "", "", "", ""
+    gap = f"{1 - point.lower_bound_s / point.step_time_s:.2%}"
+    again, count = _time(point.recompute_s), str(point.recomputed)
+    return budget, _time(point.step_time_s), bound, gap, _size(point.peak_bytes), again, count
 
 
 def _state(plan: Plan, value: str) -> str:

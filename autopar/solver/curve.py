@@ -1,0 +1,101 @@
+"""The curve of a model: the fastest step under one budget after the other, all from one search.
+
+What a price of bytes leads to is a sharding and a bound for every budget at once, and the states of a sharding are
+points of every curve that passes over them (`recompute.py`). So a curve costs a few plans and not one a budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.solver import text
+from autopar.solver.points import Point
+from autopar.solver.recompute import Joint, Within, frontier
+from autopar.solver.searches import Task
+
+BUDGETS = 20
+_EVERY = 3  # budgets for one at which prices are looked for
+_MET = 1 + 1e-9  # of a budget, for rounding
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """The fastest step under one budget; infinite where no plan was found."""
+
+    budget: int  # bytes a device
+    step_time_s: float
+    lower_bound_s: float  # of any plan under this budget
+    peak_bytes: int
+    recompute_s: float  # the part of the step that backward spends on values that were dropped
+    recomputed: int  # how many
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Budgets against step time, the largest first."""
+
+    points: tuple[CurvePoint, ...]
+
+    def __iter__(self) -> Iterator[CurvePoint]:
+        return iter(self.points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, place: int) -> CurvePoint:
+        return self.points[place]
+
+    def __str__(self) -> str:
+        return text.curve_of(self)
+
+
+def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
+    """The curve of a space under these budgets, or so many between the lowest peak and that of the fastest plan.
+
+    None where nothing could be dropped.
+    """
+    joint = Joint.of(task)
+    if joint is None:
+        return None
+    if isinstance(budgets, int):
+        budgets = between(_lowest(joint), joint.first.point.peak, budgets)
+    met, ordered = [joint.first.point], sorted(budgets, reverse=True)
+    for lined in joint.met.values():
+        met += [lined.under(states) for states in lined.states.known.values()]
+    for k, budget in enumerate(ordered):
+        within = Within(joint, budget)
+        within.look_at_known()
+        if k in (*range(0, len(ordered), _EVERY), len(ordered) - 1) and within.best is not joint.first.point:
+            within.look_for_prices()
+            if within.is_wide:
+                points = frontier(task.counted.fastest(budget, task.gap).points)
+                within.add(points)
+                met += points
+        if within.best is not None:
+            met.append(within.best)
+    return Curve(tuple(_point_of(joint, met, budget) for budget in ordered))
+
+
+def _point_of(joint: Joint, met: Sequence[Point], budget: int) -> CurvePoint:
+    """The fastest of all plans that were met: one for less memory fits under more."""
+    fits = [p for p in met if p.peak <= budget * _MET]
+    bound = joint.bound(budget)
+    if not fits:
+        return CurvePoint(budget, math.inf, bound, 0, 0.0, 0)
+    best = min(fits, key=lambda p: p.seconds)
+    return CurvePoint(budget, best.seconds, bound, math.ceil(best.peak), best.recompute_s, len(best.recomputed))
+
+
+def _lowest(joint: Joint) -> float:
+    """The lowest peak that the states of shardings reach: of the fastest, and of one where a byte is dear."""
+    joint.look(joint.first.states.usual_price(joint.tables.time), joint.first)
+    for lined in joint.met.values():
+        lined.within(0.0)
+    return min(states.peak for lined in joint.met.values() for states in lined.states.known.values())
+
+
+def between(low: float, high: float, count: int) -> list[int]:
+    """So many budgets, from the higher to the lower, evenly apart."""
+    return [math.ceil(high - (high - low) * k / max(1, count - 1)) for k in range(count)]
