@@ -90,7 +90,9 @@ def test_threads_train_what_one_device_trains(mesh, kind, threads):
     on_threads_it_trains_the_same(threads, mesh, kind, sample(mesh, kind))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=[] if len(m.shape) == 2 else pytest.mark.nightly) for m in MESHES], ids=str
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_playing_all_ranks_trains_the_same(mesh, kind, local_tensor):
     on_local_tensors_it_trains_the_same(local_tensor, mesh, kind, sample(mesh, kind, 1))
