@@ -53,6 +53,7 @@ def read(path: str | Path) -> Any:
 def written(plan: Plan) -> dict[str, Any]:
     """A plan as JSON can hold it."""
     axes = plan.mesh.axes
+    needed = {name: list(figures) for name, figures in plan.needed.items()}
     return {
         "version": VERSION,
         "mesh": {"shape": list(plan.mesh.shape), "axes": list(axes), "ranks": list(plan.mesh.ranks)},
@@ -83,6 +84,7 @@ def written(plan: Plan) -> dict[str, Any]:
         "window_bytes": plan.window_bytes,
         "suspected": [list(pair) for pair in plan.suspected],
         "stopped": list(plan.stopped),
+        **({"needed": needed} if needed else {}),
     }
 
 
@@ -153,10 +155,16 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "scattered": _names(data["scattered"]),
         "recompute_s": 0.0 if data["version"] < VERSION else _number(data["recompute_s"]),
         "recomputed": frozenset() if data["version"] < VERSION else _names(data["recomputed"]),
+        "needed": {_text(name): _bytes_and_seconds(figures) for name, figures in data.get("needed", {}).items()},
         "first_peak_bytes": _whole(data.get("first_peak_bytes", 0)),
         "suspected": _each(data.get("suspected", []), lambda pair: _pair(pair, _text)),
         "stopped": _each(data.get("stopped", []), _text),
     }
+
+
+def _bytes_and_seconds(figures: Any) -> tuple[int, float]:
+    nbytes, seconds = figures
+    return _whole(nbytes), _number(seconds)
 
 
 def _decision(name: str, data: Mapping[str, Any], mesh: DeviceMesh) -> Decision:

@@ -14,6 +14,7 @@ from autopar.solver.decision import Conversion, Decision
 from autopar.solver.plan import Plan
 from autopar.solver.points import Point
 from autopar.space.space import Edge, Flows, Space, reduces
+from autopar.space.timeline import Timeline
 
 
 def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) -> Plan:
@@ -54,8 +55,20 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         first_peak_bytes=round(space.memory.first(picked, space.edges)) if space.memory else 0,
         recomputed=point.recomputed,
         recompute_s=point.recompute_s,
+        needed=_needed(space, point) if point.recomputed else {},
         suspected=tuple(sorted({(s.op, s.suspected) for s in space.sites if s.suspected})),
     )
+
+
+def _needed(space: Space, point: Point) -> dict[str, tuple[int, float]]:
+    """Bytes and seconds of what backward needs, as long as it could be dropped."""
+    line = Timeline.of(space, point.picked, point.held)
+    found = {}
+    for run in line.runs:
+        able = [v for v in run.makes if not line.fixed[v]]
+        if able and (run.name in point.recomputed or not line.needed.isdisjoint(able)):
+            found[run.name] = round(sum(float(line.bytes[v]) for v in able)), run.seconds
+    return found
 
 
 def _conversions(space: Space, picked: Sequence[int]) -> tuple[tuple[Conversion, ...], list[float]]:

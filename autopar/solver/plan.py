@@ -85,6 +85,9 @@ class Plan:
     # values that are not saved for backward, which recomputes them: those of ops, and of conversions by their names
     recomputed: frozenset[str] = frozenset()
     recompute_s: float = 0.0  # and the part of the step that this takes
+    # of a plan that recomputes: what backward needs, by the names of `recomputed`, with its bytes on a device and the
+    # seconds of making it
+    needed: Mapping[str, tuple[int, float]] = field(default_factory=dict, repr=False)
     first_peak_bytes: int = 0  # of the first step, before the optimizer has states
     # ops without a rule, and the line under which each ran right when it was tried
     suspected: tuple[tuple[str, str], ...] = ()
@@ -98,6 +101,7 @@ class Plan:
         object.__setattr__(self, "decisions", MappingProxyType(dict(self.decisions)))
         object.__setattr__(self, "parameter_bytes", MappingProxyType(dict(self.parameter_bytes)))
         object.__setattr__(self, "memory", MappingProxyType(dict(self.memory)))
+        object.__setattr__(self, "needed", MappingProxyType(dict(self.needed)))
 
     def __reduce__(self) -> Any:  # a plan travels between ranks as data
         return Plan.from_dict, (self.to_dict(),)

@@ -31,9 +31,8 @@ def table_of(plan: Plan) -> str:
         _aligned(("conversion", "value", "forward", "backward", "us"), _folded(_conversion_rows(plan))),
     ]
     if plan.recomputed:
-        blocks.append(
-            _aligned(("recomputed in backward", ""), _folded((value, "") for value in sorted(plan.recomputed)))
-        )
+        head = ("needed in backward", "state", "bytes a device", "us to make it")
+        blocks.append(_aligned(head, _folded(_needed_rows(plan))))
     if plan.without_rule:
         blocks.append(_without_rule(plan))
     if plan.meshes:
@@ -148,6 +147,14 @@ def _op_rows(plan: Plan) -> Iterator[_Row]:
     for name, d in plan.decisions.items():
         if d.kind == "op" and d.seconds:
             yield name, _choice(d.choice, plan.mesh), _microseconds(d.seconds)
+
+
+def _needed_rows(plan: Plan) -> Iterator[_Row]:
+    """Values that backward needs and that could be dropped; those without figures are of a plan that was written."""
+    for name in dict.fromkeys((*plan.needed, *sorted(plan.recomputed))):
+        nbytes, seconds = plan.needed.get(name, (0, 0.0))
+        figures = (_size(nbytes), _microseconds(seconds)) if name in plan.needed else ("", "")
+        yield name, _state(plan, name), *figures
 
 
 def _conversion_rows(plan: Plan) -> Iterator[_Row]:

@@ -364,6 +364,16 @@ def test_a_file_keeps_what_is_recomputed(halved, monkeypatch):
     assert Plan.from_dict(plan.to_dict()) != plan
 
 
+def test_a_plan_tells_bytes_and_seconds_of_what_backward_needs(halved):
+    model, batch, plan = halved
+    assert plan.recomputed <= plan.needed.keys() and any(name not in plan.recomputed for name in plan.needed)
+    assert sum(plan.needed[name][1] for name in plan.recomputed) == pytest.approx(plan.recompute_s)
+    assert all(nbytes > 0 for nbytes, _ in plan.needed.values())
+    rows = str(plan).split("needed in backward", 1)[1].split("\n\n", 1)[0]
+    assert " recomputed " in rows and " saved " in rows and " MiB" in rows
+    assert not autopar.plan(model, batch, mesh=(1,), memory_budget="inf").needed
+
+
 def test_a_plan_recomputes_only_what_it_has(halved):
     data = halved[2].to_dict()
     for wrong in (["nobody"], ["input_ids"], ["transformer.wte.weight"], ["nobody:0"]):
