@@ -46,8 +46,12 @@ def as_written(line: Timeline, budget: float) -> Iterable[str]:
 
 def chen(line: Timeline, budget: float) -> Iterable[str]:
     """Segments of blocks, as many as the square root of their number."""
-    blocks = list(dict.fromkeys(b for run in line.runs if (b := innermost_block(_module(run)))))
-    length = max(1, round(math.sqrt(len(blocks))))
+    return in_segments(line, max(1, round(math.sqrt(len(_blocks(line))))))
+
+
+def in_segments(line: Timeline, length: int) -> list[str]:
+    """Everything but what enters a segment of so many blocks, and what collectives have made; not the last segment."""
+    blocks = _blocks(line)
     segment = {b: f"segment {i // length}" for i, b in enumerate(blocks)}
     last = segment[blocks[-1]] if blocks else ""
     parts = [segment.get(innermost_block(_module(run)), "") for run in line.runs]
@@ -90,6 +94,11 @@ def _all_but_entries(line: Timeline, regions: Sequence[object]) -> list[str]:
         if region and run.is_op and not leaves:
             found.append(run.name)
     return found
+
+
+def _blocks(line: Timeline) -> list[str]:
+    """The blocks of the model, in order."""
+    return list(dict.fromkeys(b for run in line.runs if (b := innermost_block(_module(run)))))
 
 
 def _module(run: Run) -> str:

@@ -53,7 +53,8 @@ def solve(
     else:
         found = recomputing(task, recompute, without)
     if found.best is None and task.has_budget:
-        raise over_budget(task, lowest(task) if task.recomputes and not found.hopeless else None)
+        known = found.lowest or (lowest(task) if task.recomputes and not found.hopeless else None)
+        raise over_budget(task, known)
     if found.best is None:
         raise infeasible(space, "elimination had to split, and found no choices that go together")
     best = found.best

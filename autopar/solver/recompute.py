@@ -21,7 +21,7 @@ from autopar.solver.budget import Outcome
 from autopar.solver.eliminate import minimise
 from autopar.solver.joint import Availability, JointTables
 from autopar.solver.points import Point
-from autopar.solver.policies import POLICIES, Policy, named
+from autopar.solver.policies import POLICIES, Policy, in_segments, named
 from autopar.solver.polish import polished
 from autopar.solver.searches import Findings, Task
 from autopar.solver.states import StateSearch, StepStates
@@ -36,6 +36,7 @@ _CHEAP, _HALVINGS = 1e-24, 48  # seconds a byte, and how often the range of pric
 _NEAR = 1.05  # of two prices: nothing is looked for between them
 _OPEN = 0.05  # a gap, beside that of the free plan, from which on shardings without recompute are looked at too
 _MOST = 8  # of those: so many
+_SEGMENTS = (1, 2, 3, 4, 6, 8)  # blocks in one
 _KNOWN = 3  # shardings of budgets before that are looked at first
 _MET = 1 + 1e-9  # of a budget, for rounding
 
@@ -157,6 +158,12 @@ class Joint:
         found.states.of(self.tables.cheapest(found.line, price))
         return found
 
+    def lowest(self) -> Point:
+        """The plan of the lowest peak that was met; that of the smallest sharding is, too."""
+        smallest, _ = self.task.counted.smallest()
+        known = {tuple(smallest.picked): Lined.of(self.task, smallest), **self.met}
+        return min((_lowest_of(lined) for lined in known.values()), key=lambda p: (p.peak, p.seconds))
+
     def look_closely(self, budget: float) -> None:
         """Prove the bound to which prices led roughly."""
         if self.about(budget) > self.bound(budget):
@@ -210,6 +217,8 @@ class Within:
         """Look for the best plan, and raise the bound."""
         self.look_at_known()
         self.look_for_prices()
+        if self.best is None:
+            self.look_at_segments()
         self.polish()
 
     def look_at_known(self) -> None:
@@ -242,6 +251,16 @@ class Within:
         plan = lined.within(self.budget, price)
         if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
             self.best, self.lined = plan, lined
+
+    def look_at_segments(self) -> None:
+        """Look at segments of blocks: where bytes are dear, prices would begin backward with the whole forward."""
+        for lined in self.joint.met.values():
+            for length in _SEGMENTS:
+                lined.states.of(lined.line.again(in_segments(lined.line, length)))
+            states = lined.states.fastest(self.budget)
+            plan = lined.under(states) if states is not None else None
+            if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
+                self.best, self.lined = plan, lined
 
     def look_for_prices(self) -> None:
         """Let prices of a byte at the fullest time lead to shardings, and raise the bound."""
@@ -288,7 +307,7 @@ def _auto(task: Task, without: Without) -> Findings:
         within.polish()
         found = replace(found, best=within.best, bound=joint.bound(task.budget), outcome=joint.free)
         found = replace(found, stopped=(*joint.stopped, *found.stopped))
-    return found
+    return replace(found, lowest=joint.lowest()) if found.best is None else found
 
 
 def _next_price(bounds: Mapping[float, float], over: Mapping[float, bool], ahead: float) -> float:

@@ -364,6 +364,23 @@ def test_a_file_keeps_what_is_recomputed(halved, monkeypatch):
     assert Plan.from_dict(plan.to_dict()) != plan
 
 
+def test_the_letter_names_a_budget_that_a_plan_fits_in(halved):
+    model, batch, plan = halved
+    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu())
+    budget = plan.budget
+    while True:  # the first that nothing fits; where it is not hopeless the letter tells of recompute
+        budget = int(budget * 0.9)
+        try:
+            least = autopar.plan(model, batch, memory_budget=budget, **how)
+        except autopar.Infeasible as e:
+            letter = e
+            break
+    assert "values" in letter.seen
+    advised = int(letter.advice.split("=")[1].split(",")[0])
+    assert budget < advised <= least.peak_bytes
+    assert autopar.plan(model, batch, memory_budget=advised, **how).peak_bytes <= advised
+
+
 def test_a_plan_tells_bytes_and_seconds_of_what_backward_needs(halved):
     model, batch, plan = halved
     assert plan.recomputed <= plan.needed.keys() and any(name not in plan.recomputed for name in plan.needed)
