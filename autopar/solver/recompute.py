@@ -299,7 +299,8 @@ def _auto(task: Task, without: Without) -> Findings:
     within = Within(joint, task.budget)
     within.run()
     found = Findings(within.best, joint.bound(task.budget), joint.free, tuple(joint.stopped))
-    if within.is_wide:  # shardings that fit without recompute, or hold less
+    fits = within.best is not None or task.counted.smallest()[1] <= task.budget * _MET
+    if within.is_wide and fits:  # shardings that need no recompute, or hold less
         found = without()
         if found.best is not None and (within.best is None or found.best.seconds < within.best.seconds):
             within.best = found.best
