@@ -8,8 +8,8 @@ It prints as Python: a reader sees every collective, its axis, and why it is the
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
@@ -24,6 +24,7 @@ from autopar.runtime.collectives import convert
 from autopar.sharding.convert import REDUCTIONS, Step, localise
 from autopar.sharding.placement import Sharding, local_shape
 from autopar.sharding.strategies import values
+from autopar.solver import text
 from autopar.solver.decision import Decision, conversion_name
 from autopar.solver.plan import Plan
 from autopar.space.parameter_values import casts_of_parameters, reduced_in
@@ -42,6 +43,7 @@ class LocalProgram:
     types: dict[str, TensorType]  # of every placeholder, local, by placeholder name
     outputs: tuple[Sharding, ...]  # how each output lies
     is_random: bool = False  # a last placeholder takes the random key of the step
+    notes: Mapping[str, str] = field(default_factory=dict)  # remarks for who reads it, by the names of nodes
 
     def __str__(self) -> str:
         return print_program(self)
@@ -119,7 +121,14 @@ class Localiser:
             self.types,
             tuple(shardings),
             self.graph.is_random,
+            {node.name: note for node in self.fx.nodes if (note := self._note(node))},
         )
+
+    def _note(self, node: fx.Node) -> str:
+        """Words about a node that makes a value which the plan does not save."""
+        about = info(node) if node.op == "call_function" else None
+        names = self.plan.recomputed.intersection((about.key, *about.names)) if about else ()
+        return text.why_recomputed(self.plan, min(names)) if names else ""
 
     def _of_kind(self, kind: str) -> list[fx.Node]:
         return [n for n in self.graph.nodes if info(n).kind == kind]
@@ -208,7 +217,8 @@ def print_program(program: LocalProgram) -> str:
             if info(node).module != module:
                 module = info(node).module
                 lines += ["", f"    # {module or 'the model itself'}"]
-            lines.append(f"    {node.name} = {_call(node)}")
+            note = f"    # {program.notes[node.name]}" if node.name in program.notes else ""
+            lines.append(f"    {node.name} = {_call(node)}{note}")
     return "\n".join(lines) + "\n"
 
 

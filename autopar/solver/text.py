@@ -95,6 +95,14 @@ def _state(plan: Plan, value: str) -> str:
     return "recomputed" if value in plan.recomputed else "saved"
 
 
+def why_recomputed(plan: Plan, value: str) -> str:
+    """Why a value is not saved: the memory that it frees, and the seconds that it takes."""
+    if value not in plan.needed:
+        return "recomputed in backward"
+    nbytes, seconds = plan.needed[value]
+    return f"recomputed in backward: {_microseconds(seconds)} us for {_size(nbytes)}"
+
+
 def public_name(op: str) -> str:
     """The name by which `autopar.rule` is told of an op.
 

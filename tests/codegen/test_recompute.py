@@ -20,11 +20,13 @@ import autopar
 from autopar import DeviceMesh, Plan
 from autopar.codegen import halves, joint, schedule
 from autopar.codegen.joint_graph import RECOMPUTED
+from autopar.codegen.lower import lower
 from autopar.graph.graph import write_buffer
 from autopar.letters import BadPlan
 from autopar.module import parallel
 from autopar.solver import archive, policies
 from autopar.space import timeline
+from autopar.tracer import ColoTracer
 from benchmarks.memory import Live
 from tests import language
 from tests.equality.gpt2 import check, gpt2, train_parallel
@@ -389,6 +391,8 @@ def test_a_plan_tells_bytes_and_seconds_of_what_backward_needs(halved):
     rows = str(plan).split("needed in backward", 1)[1].split("\n\n", 1)[0]
     assert " recomputed " in rows and " saved " in rows and " MiB" in rows
     assert not autopar.plan(model, batch, mesh=(1,), memory_budget="inf").needed
+    code = str(lower(ColoTracer().trace(model, batch), plan, (0,)).program)
+    assert code.count("# recomputed in backward: ") >= len(plan.recomputed)
 
 
 def test_a_plan_recomputes_only_what_it_has(halved):
