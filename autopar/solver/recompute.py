@@ -299,8 +299,7 @@ def _auto(task: Task, without: Without) -> Findings:
     within = Within(joint, task.budget)
     within.run()
     found = Findings(within.best, joint.bound(task.budget), joint.free, tuple(joint.stopped))
-    fits = within.best is not None or task.counted.smallest()[1] <= task.budget * _MET
-    if within.is_wide and fits:  # shardings that need no recompute, or hold less
+    if within.is_wide:  # shardings that need no recompute, or hold less
         found = without()
         if found.best is not None and (within.best is None or found.best.seconds < within.best.seconds):
             within.best = found.best
@@ -308,7 +307,10 @@ def _auto(task: Task, without: Without) -> Findings:
         within.polish()
         found = replace(found, best=within.best, bound=joint.bound(task.budget), outcome=joint.free)
         found = replace(found, stopped=(*joint.stopped, *found.stopped))
-    return replace(found, lowest=joint.lowest()) if found.best is None else found
+    if found.best is not None:
+        return found
+    lowest = joint.lowest()
+    return replace(found, best=lowest) if lowest.peak <= task.budget else replace(found, lowest=lowest)
 
 
 def _next_price(bounds: Mapping[float, float], over: Mapping[float, bool], ahead: float) -> float:
