@@ -86,7 +86,7 @@ class Budgeted:
         self.kinds = self.points.kinds
         entries = sum({id(e.seconds): e.seconds.size for e in self.space.edges}.values())
         self.rounds = max(ROUNDS, min(_MOST_ROUNDS, _WORK // max(1, entries)))
-        self.is_large = entries > _LARGE  # the bound is in double precision
+        self.is_large = entries > _LARGE
 
     # -- a plan at prices
 
@@ -201,7 +201,7 @@ class Budgeted:
             at = step
         if self.is_large:
             point, bound = self._worth(centre, budget)
-            points.append(point)
+            points += [point] if math.isfinite(point.seconds) else []
             best = _fastest_within(points, budget)
         return Outcome(best, bound, points, centre)
 

@@ -1,7 +1,7 @@
 """The curve of a model: the fastest step under one budget after the other, all from one search.
 
-What a price of bytes leads to is a sharding and a bound for every budget at once, and the states of a sharding are
-points of every curve that passes over them (`recompute.py`). So a curve costs a few plans and not one a budget.
+A price of bytes leads to a sharding, and to a bound for every budget at once; what was found under one budget fits
+under all that are larger (`recompute.py`). So a curve costs a few plans and not one a budget.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from autopar.solver import text
 from autopar.solver.points import Point
-from autopar.solver.recompute import Joint, Within, frontier
+from autopar.solver.recompute import JointSearch, Within, frontier
 from autopar.solver.searches import Task
 
-BUDGETS = 20
 _EVERY = 3  # budgets for one at which prices are looked for
 _MET = 1 + 1e-9  # of a budget, for rounding
 
@@ -56,7 +55,7 @@ def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
 
     None where nothing could be dropped.
     """
-    joint = Joint.of(task)
+    joint = JointSearch.of(task)
     if joint is None:
         return None
     if isinstance(budgets, int):
@@ -78,7 +77,7 @@ def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
     return Curve(tuple(_point_of(joint, met, budget) for budget in ordered))
 
 
-def _point_of(joint: Joint, met: Sequence[Point], budget: int) -> CurvePoint:
+def _point_of(joint: JointSearch, met: Sequence[Point], budget: int) -> CurvePoint:
     """The fastest of all plans that were met: one for less memory fits under more."""
     fits = [p for p in met if p.peak <= budget * _MET]
     bound = joint.bound(budget)
@@ -88,7 +87,7 @@ def _point_of(joint: Joint, met: Sequence[Point], budget: int) -> CurvePoint:
     return CurvePoint(budget, best.seconds, bound, math.ceil(best.peak), best.recompute_s, len(best.recomputed))
 
 
-def _lowest(joint: Joint) -> float:
+def _lowest(joint: JointSearch) -> float:
     """The lowest peak that the states of shardings reach: of the fastest, and of one where a byte is dear."""
     joint.look(joint.first.states.usual_price(joint.tables.time), joint.first)
     for lined in joint.met.values():

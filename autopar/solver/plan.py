@@ -50,6 +50,7 @@ class SearchedSpace(Protocol):
         """Give up the space. `autoparallelize` does, so that no training holds it."""
 
 
+_MOST_BUDGETS = 1000  # of a curve
 GraphCheck = Callable[..., None]  # (plan, model, meta_inputs, loss, assume, outputs): a letter unless they agree
 
 
@@ -140,19 +141,12 @@ class Plan:
     def curve(self, budgets: int | Sequence[int] = 20) -> Curve:
         """The fastest step under one memory budget after the other, all from one search; printed, it is a table.
 
-        `budgets` are bytes a device, or how many of them between the lowest peak that was found and that of the
-        fastest plan. A plan for one of them is what `autopar.plan(..., memory_budget=...)` gives, which looks closer.
-        The space is there in the process that planned, until `autoparallelize` takes the plan.
+        `budgets` are bytes a device, or how many between the lowest peak that was found and that of the fastest plan.
+        A plan for one of them is looked at more closely. As `explain`, it needs the space.
         """
         if self.search is None or self.search.is_over:
             raise BadPlan("the space that this plan was chosen from is gone", advice="autopar.plan(...).curve()")
-        given = list(budgets) if isinstance(budgets, Sequence) else [budgets]
-        if not given or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in given):
-            raise BadBudget(
-                f"budgets={budgets!r} are no budgets of a curve",
-                advice="budgets=20, or budgets=[16 * 2**30, 8 * 2**30]",
-            )
-        return self.search.curve(budgets if isinstance(budgets, int) else given)
+        return self.search.curve(_budgets_of(budgets))
 
     def diff(self, other: Plan) -> str:
         """The sites that differ, this plan first."""
@@ -255,3 +249,13 @@ class Plan:
                     seen=f"a parameter of shape {list(given[name].shape)}",
                     advice="plan again",
                 )
+
+
+def _budgets_of(given: Any) -> int | list[int]:
+    """The budgets of a curve, or how many; a letter where they are neither."""
+    each = list(given) if isinstance(given, Sequence) else [given]
+    is_bytes = not isinstance(given, Sequence) and isinstance(given, int) and given > _MOST_BUDGETS
+    if is_bytes or not each or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in each):
+        advice = f"budgets=[{given}]" if is_bytes else "budgets=20, or budgets=[16 * 2**30, 8 * 2**30]"
+        raise BadBudget(f"budgets={given!r} are no budgets of a curve", advice=advice)
+    return each if isinstance(given, Sequence) else int(given)

@@ -102,13 +102,13 @@ def _chain(free: Outcome, without: Without) -> Iterator[Point]:
 
 
 @dataclass(slots=True, eq=False)
-class Joint:
+class JointSearch:
     """The joint search of one space: what it has met and proven serves one budget after the other."""
 
     task: Task
     free: Outcome  # where memory is nothing
     tables: JointTables
-    met: dict[tuple[int, ...], Lined]  # shardings by their choices, the fastest first
+    met: dict[tuple[int, ...], Lined]  # shardings by their choices; the first is the fastest
     stopped: list[str]
     # at each price that was tried: a bound of seconds and priced bytes, or where a space is large what it is about
     bounds: dict[float, float] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Joint:
     worths: dict[float, Availability] = field(default_factory=dict)  # of availability, at each price
 
     @staticmethod
-    def of(task: Task) -> Joint | None:
+    def of(task: Task) -> JointSearch | None:
         """The search at its beginning; None where nothing could be dropped."""
         stopped: list[str] = []
         free = task.counted.fastest(math.inf, task.gap, until=task.until, little=_ROUGHLY)
@@ -125,7 +125,7 @@ class Joint:
         if first is None or not first.line.names:
             return None
         tables = JointTables(task.counted, int(first.point.held.argmax()), free.prices.exposed)
-        return Joint(task, free, tables, {tuple(first.point.picked): first}, stopped)
+        return JointSearch(task, free, tables, {tuple(first.point.picked): first}, stopped)
 
     @property
     def first(self) -> Lined:
@@ -196,11 +196,11 @@ class Joint:
 class Within:
     """The joint search under one budget."""
 
-    joint: Joint
+    joint: JointSearch
     budget: float
     best: Point | None = None
     lined: Lined | None = None  # of the best
-    tried: set[int] = field(default_factory=set)  # shardings, by the ids of their lines
+    tried: set[tuple[int, ...]] = field(default_factory=set)  # shardings by their choices
 
     @property
     def gap(self) -> float:
@@ -245,9 +245,10 @@ class Within:
 
     def _take(self, lined: Lined, price: float = 0.0) -> None:
         """Look for the states of a sharding, once."""
-        if id(lined) in self.tried or (self.best is not None and lined.point.seconds >= self.best.seconds):
+        key = tuple(lined.point.picked)
+        if key in self.tried or (self.best is not None and lined.point.seconds >= self.best.seconds):
             return
-        self.tried.add(id(lined))
+        self.tried.add(key)
         plan = lined.within(self.budget, price)
         if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
             self.best, self.lined = plan, lined
@@ -291,7 +292,7 @@ class Within:
 
 def _auto(task: Task, without: Without) -> Findings:
     """The best plan and bound of all ways to look for them."""
-    joint = Joint.of(task)
+    joint = JointSearch.of(task)
     if joint is None:
         return without()
     if joint.tables.fewest_bytes() > task.budget * _MET:

@@ -1,4 +1,4 @@
-"""What the spaces of one graph on one mesh share, where they differ in the policies of parameters alone."""
+"""`Shared`: tables of one space that another of the same graph and mesh takes, if only parameters' policies differ."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Made = dict[Any, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """What was found once: by the builders of sites and edges, and of bytes and conversions.
+    """Sites, edges, bytes and conversions that were found once.
 
-    The reductions of parameters' gradients travel in buckets: they are conversions of their own.
+    The reductions of parameters' gradients travel in buckets: they are conversions of their own. Keys hold identities;
+    what they are of is held beside them.
     """
 
     values: ShapeConsistencyManager
