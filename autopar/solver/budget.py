@@ -68,6 +68,7 @@ class Outcome:
     points: list[Point]
     prices: Prices  # those of the bound
     hopeless: bool = False  # it is proven that no plan is within the budget
+    is_rough: bool = False  # the bound is from single precision: no proof
 
 
 @dataclass
@@ -163,11 +164,12 @@ class Budgeted:
         incumbents: Iterable[Sequence[int]] = (),
         until: float = math.inf,
         little: float = _LITTLE,
+        proves: bool = True,
     ) -> Outcome:
         """The best plan that prices lead to within a budget, and a bound.
 
         Prices are raised until plan and bound meet within the gap, or no price raises the bound, or, once there is a
-        plan, `until` a time.
+        plan, `until` a time. Where tables are large, the bound is a rough one unless it `proves` it.
         """
         points, times = [self.point(p) for p in incumbents], list[int]()
         at = centre = Prices({}, (0.0,) * self.kinds)
@@ -199,11 +201,16 @@ class Budgeted:
             if step is None:
                 break
             at = step
-        if self.is_large:
-            point, bound = self._worth(centre, budget)
-            points += [point] if math.isfinite(point.seconds) else []
-            best = _fastest_within(points, budget)
-        return Outcome(best, bound, points, centre)
+        outcome = Outcome(best, bound, points, centre, is_rough=self.is_large)
+        return self.proven(outcome, budget) if proves else outcome
+
+    def proven(self, outcome: Outcome, budget: float) -> Outcome:
+        """The same with a bound in double precision, where it was found in single."""
+        if not outcome.is_rough:
+            return outcome
+        point, bound = self._worth(outcome.prices, budget)
+        points = [*outcome.points, point] if math.isfinite(point.seconds) else outcome.points
+        return Outcome(_fastest_within(points, budget), bound, points, outcome.prices)
 
     def _worth(self, at: Prices, budget: float, is_rough: bool = False) -> tuple[Point, float]:
         """The plan that prices lead to, and the bound that they give."""

@@ -74,6 +74,7 @@ def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
                 met += points
         if within.best is not None:
             met.append(within.best)
+    joint.look_closely(math.inf)
     return Curve(tuple(_point_of(joint, met, budget) for budget in ordered))
 
 

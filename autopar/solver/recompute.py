@@ -119,7 +119,7 @@ class JointSearch:
     def of(task: Task) -> JointSearch | None:
         """The search at its beginning; None where nothing could be dropped."""
         stopped: list[str] = []
-        free = task.counted.fastest(math.inf, task.gap, until=task.until, little=_ROUGHLY)
+        free = task.counted.fastest(math.inf, task.gap, until=task.until, little=_ROUGHLY, proves=False)
         fastest = polished(task.counted, free, math.inf, task.gap, task.solver, stopped)
         first = Lined.of(task, fastest) if fastest is not None else None
         if first is None or not first.line.names:
@@ -139,11 +139,13 @@ class JointSearch:
 
     def bound(self, budget: float) -> float:
         """The seconds that no plan within a budget goes under."""
-        return max([self.free.bound, *(least - price * budget for price, least in self.bounds.items())])
+        free = 0.0 if self.free.is_rough else self.free.bound
+        return max([free, *(least - price * budget for price, least in self.bounds.items())])
 
     def about(self, budget: float) -> float:
         """The bound to which the prices that were tried lead, where they are looked at closely."""
-        return max([self.bound(budget), *(least - price * budget for price, least in self.rough.items())])
+        rough = (least - price * budget for price, least in self.rough.items())
+        return max([self.bound(budget), self.free.bound, *rough])
 
     def look(self, price: float, lined: Lined) -> Lined:
         """The sharding to which a price leads, with availability worth what it is under a sharding at that price."""
@@ -166,7 +168,11 @@ class JointSearch:
 
     def look_closely(self, budget: float) -> None:
         """Prove the bound to which prices led roughly."""
-        if self.about(budget) > self.bound(budget):
+        if self.about(budget) <= self.bound(budget):
+            return
+        if self.about(budget) == self.free.bound:
+            self.free = self.task.counted.proven(self.free, math.inf)
+        else:
             price = max(self.rough, key=lambda price: self.rough[price] - price * budget)
             least = minimise(self.tables.problem(price, self.worths[price]), tries=1)
             self.bounds[price] = least.bound
@@ -214,8 +220,7 @@ class Within:
         return self.gap > max(self.joint.task.gap, _OPEN + self.joint.own_gap)
 
     def run(self) -> None:
-        """Look for the best plan, and raise the bound."""
-        self.look_at_known()
+        """Look for the best plan, and raise the bound, once known shardings were looked at."""
         self.look_for_prices()
         if self.best is None:
             self.look_at_segments()
@@ -266,19 +271,19 @@ class Within:
     def look_for_prices(self) -> None:
         """Let prices of a byte at the fullest time lead to shardings, and raise the bound."""
         joint, budget, time, lined = self.joint, self.budget, self.joint.tables.time, self.lined
-        if lined is None or self.gap <= joint.task.gap:
+        if lined is None:
             return
         price = joint.promising(budget, joint.met.values())[0] or joint.first.states.usual_price(time) / _DEARER
         over: dict[float, bool] = {}  # of each price: what it leads to does not fit
         in_vain = 0  # rounds that led nowhere, one after the other
         for _ in range(_ROUNDS):
             seconds, highest = self.best.seconds if self.best is not None else math.inf, joint.about(budget)
+            if self.best is not None and seconds - highest <= joint.task.gap * seconds:
+                break
             lined = joint.look(price, lined)
             self._take(lined, price)
             over[price] = lined.states.of(joint.tables.cheapest(lined.line, price)).held[time] > budget
             about = joint.about(budget)
-            if self.best is not None and self.best.seconds - about <= joint.task.gap * self.best.seconds:
-                break
             ahead, most = joint.promising(budget, joint.met.values())
             little = _LITTLE * (self.best.seconds - about) if self.best is not None else -math.inf
             faster = seconds - self.best.seconds if self.best is not None else 0.0
@@ -295,9 +300,10 @@ def _auto(task: Task, without: Without) -> Findings:
     joint = JointSearch.of(task)
     if joint is None:
         return without()
-    if joint.tables.fewest_bytes() > task.budget * _MET:
-        return Findings(None, joint.free.bound, joint.free, hopeless=True)
     within = Within(joint, task.budget)
+    within.look_at_known()
+    if within.best is None and joint.tables.fewest_bytes() > task.budget * _MET:
+        return Findings(None, joint.bound(task.budget), joint.free, hopeless=True)
     within.run()
     found = Findings(within.best, joint.bound(task.budget), joint.free, tuple(joint.stopped))
     if within.is_wide:  # shardings that need no recompute, or hold less

@@ -220,7 +220,13 @@ def _least_sums(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
         may[rival] = True
         able &= may | ~able[rival]  # of two that are equal, only one rules out the other
     result = np.empty((rows.shape[1], others.shape[1]), rows.dtype)
-    for i, column in enumerate(able.T):
-        left = np.flatnonzero(column)
-        np.min(rows[left, i, None] + others[left], axis=0, out=result[i])
+    able = np.ascontiguousarray(able.T)
+    left, of_rows = np.nonzero(able)[1], np.ascontiguousarray(rows.T)[able][:, None]
+    sums, start = np.empty_like(others), 0
+    for i, end in enumerate(able.sum(axis=1).cumsum().tolist()):
+        here = sums[: end - start]
+        np.take(others, left[start:end], axis=0, out=here, mode="clip")  # which does not copy them once more
+        here += of_rows[start:end]
+        np.minimum.reduce(here, axis=0, out=result[i])
+        start = end
     return result
