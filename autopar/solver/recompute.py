@@ -72,6 +72,11 @@ class Lined:
         states = self.states.within(budget, price)
         return None if states is None else self.under(states)
 
+    @property
+    def lowest(self) -> float:
+        """The lowest peak of all states that are known."""
+        return min(states.peak for states in self.states.known.values())
+
     def polished(self, budget: float) -> Point | None:
         """The fastest plan of all that are known, and of policies with a name, without what need not be repeated."""
         for policy in POLICIES.values():
@@ -275,7 +280,7 @@ class Within:
             return
         price = joint.promising(budget, joint.met.values())[0] or joint.first.states.usual_price(time) / _DEARER
         over: dict[float, bool] = {}  # of each price: what it leads to does not fit
-        in_vain = 0  # rounds that led nowhere, one after the other
+        in_vain, lowest = 0, math.inf  # rounds that led nowhere, one after the other; and the lowest peak
         for _ in range(_ROUNDS):
             seconds, highest = self.best.seconds if self.best is not None else math.inf, joint.about(budget)
             if self.best is not None and seconds - highest <= joint.task.gap * seconds:
@@ -285,9 +290,12 @@ class Within:
             over[price] = lined.states.of(joint.tables.cheapest(lined.line, price)).held[time] > budget
             about = joint.about(budget)
             ahead, most = joint.promising(budget, joint.met.values())
-            little = _LITTLE * (self.best.seconds - about) if self.best is not None else -math.inf
-            faster = seconds - self.best.seconds if self.best is not None else 0.0
-            in_vain = in_vain + 1 if max(faster, about - highest) <= little else 0
+            if self.best is None:
+                little, has_led = -math.inf, lined.lowest < lowest
+            else:
+                little = _LITTLE * (self.best.seconds - about)
+                has_led = max(seconds - self.best.seconds, about - highest) > little
+            in_vain, lowest = 0 if has_led else in_vain + 1, min(lowest, lined.lowest)
             found = {p: least - p * budget for p, least in (joint.bounds | joint.rough).items()}
             price = _next_price(found, over, ahead)
             if not price or most - about <= little or in_vain == _IN_VAIN:

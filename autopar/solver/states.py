@@ -26,6 +26,7 @@ from autopar.space.timeline import Timeline
 
 Again = frozenset[int]
 _STEP, _RAISED, _HALVED = 2.0, 12, 3  # of a price: by which it is raised, how often, and how often a step is halved
+_IN_VAIN = 2  # steps that lowered no peak, after which it is left
 _PAIRS = 2  # of states that are spliced
 _TRIED = 256  # runs that are tried to be left out, those that take longest first
 
@@ -95,17 +96,20 @@ class StateSearch:
         """Raise the price of a byte until states fit, then look between the last two prices.
 
         The price is on the fullest time. Where bytes cost more than everything else, backward would begin with the
-        whole forward: the peak rises again, so that the price is raised step by step.
+        whole forward: the peak rises again, so that the price is raised step by step, and no more once it has risen.
         """
         time = int(self.none.held.argmax())
         price = price or self.usual_price(time) / _STEP**2
-        low, high = 0.0, math.inf
+        low, high, lowest, in_vain = 0.0, math.inf, math.inf, 0
         for _ in range(_RAISED):
-            if self.at({time: price}).peak <= budget:
+            peak = self.at({time: price}).peak
+            if peak <= budget:
                 high = price
             else:
                 low = price
-            if low and math.isfinite(high):
+            in_vain = in_vain + 1 if peak >= lowest else 0
+            lowest = min(lowest, peak)
+            if low and (math.isfinite(high) or in_vain == _IN_VAIN):
                 break
             price = price * _STEP if low else price / _STEP
         if not low or math.isinf(high):

@@ -118,7 +118,8 @@ class Timeline:
 
     def again(self, recomputed: Collection[str]) -> frozenset[int]:
         """The runs that these names are of."""
-        return frozenset(i for i, run in enumerate(self.runs) if run.name in recomputed) | self.forced
+        names = frozenset(recomputed)
+        return frozenset(i for i, run in enumerate(self.runs) if run.name in names) | self.forced
 
     def saved(self, again: frozenset[int]) -> frozenset[int]:
         """The values that are there from forward to their last reader in backward."""
