@@ -75,14 +75,19 @@ class HeldBytes:
             [(p.place, p.bytes) for p in pieces[count:]],
         )
         self.times = memory.times
+        self.memory = memory
         self.first = np.array([p.first for p in pieces], int)
         self.after = np.array([p.last + 1 for p in pieces], int)
 
     def under(self, taken: Taken) -> np.ndarray:
         """The bytes of a plan at every time."""
         amounts = np.concatenate([self.tables.of_sites(taken), self.tables.of_edges(taken)])
-        come = np.bincount(self.first, amounts, self.times + 1)
-        return np.cumsum(come - np.bincount(self.after, amounts, self.times + 1))[:-1]
+        change = np.bincount(self.first, amounts, self.times + 1) - np.bincount(self.after, amounts, self.times + 1)
+        leaves, arrives = taken.leaves.tolist(), taken.arrives.tolist()
+        for amount, begin, last in self.memory.missing(lambda k: (leaves[k], arrives[k])):
+            change[begin] += amount
+            change[last + 1] -= amount
+        return np.cumsum(change)[:-1]
 
 
 def _end_to_end(tables: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from autopar.graph.graph import TensorType, type_of
 from autopar.space.gradient_buckets import GradientBuckets
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import EdgeBytes, LocalBytes
-from autopar.space.memory import Piece
+from autopar.space.memory import Piece, Readers
 from autopar.space.schedule import Schedule
 from autopar.space.space import Edge
 from autopar.space.wiring import Wiring
@@ -46,6 +46,14 @@ class EdgePieces:
         self.bytes = bytes_
         self.reach = dict(lifetimes.reach)  # of each memory the last time until which it is counted so far
         self.found: list[Piece] = []
+        # of each value that is all of its memory: the time until which that is counted, and (edge, bytes, its part)
+        self.read: dict[fx.Node, tuple[int, list[tuple[int, np.ndarray, int, int]]]] = {}
+
+    @property
+    def readers(self) -> tuple[Readers, ...]:
+        """The readers of values that several need."""
+        each = (rows for _, rows in self.read.values() if len(rows) > 1)
+        return tuple(Readers(*map(tuple, zip(*rows, strict=True))) for rows in each)
 
     def add(self, index: int) -> None:
         """Add the pieces of an edge.
@@ -69,10 +77,14 @@ class EdgePieces:
         else:
             kind = "saved activations" if needed >= self.clock.n else "transients"
             self._put(kind, passage, bytes_.made, now, needed)
+        is_whole = type_.nbytes == lifetimes.whole.get(memory)
+        before, rows = self.read.setdefault(value, (reach, []))
+        if is_whole and itself > before and self.bytes.is_any(bytes_.kept):
+            rows.append((index, bytes_.kept, reach + 1, itself))
         if itself > reach:  # where it arrives as it is, its memory stays so long
             kind = "saved activations" if itself >= self.clock.n else "transients"
             self._put(kind, passage, bytes_.kept, reach + 1, itself)
-            if type_.nbytes == lifetimes.whole.get(memory):
+            if is_whole:
                 self.reach[memory] = itself
         if taker in self.clock.at and type_.requires_grad:
             if value in self.owners:

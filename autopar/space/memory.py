@@ -8,14 +8,15 @@ Pieces, each with the bytes of every choice and the time during which it is ther
 
 A piece belongs to a site (bytes by its choice) or to an edge (bytes by what leaves and what arrives: a conversion makes
 something). The memory at a time is a sum over choices, so it is a row of the solver; the peak of a plan is the largest
-of them. Values that lie on one memory (views) are one piece, as long as nothing converts between them. States of the
-optimizer are there from the second step on: that step counts, and `first` is the other. What is counted is what the
-emitted program holds with its outputs in the user's hands until backward has ended. `pieces.py` builds it.
+of them, and of what no sum counts (`Readers`). Values that lie on one memory (views) are one piece, as long as nothing
+converts between them. States of the optimizer are there from the second step on: that step counts, and `first` is the
+other. What is counted is what the emitted program holds with its outputs in the user's hands until backward has ended.
+`pieces.py` builds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,20 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Readers:
+    """The edges by which ops read one value and need its memory after forward, in turn.
+
+    The memory stays for the last op that takes it as it is. Its pieces divide that time among the edges, and count an
+    edge's part where the value arrives there as it is: a later reader that takes it so needs the parts of those before.
+    """
+
+    edges: tuple[int, ...]
+    bytes: tuple[np.ndarray, ...]  # of each edge by [given, taken]: 0 where it arrives converted
+    begins: tuple[int, ...]  # of each edge: the first time of its part
+    ends: tuple[int, ...]  # and the last at which its op needs the value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Memory:
     """All pieces of a step."""
 
@@ -59,6 +74,7 @@ class Memory:
     ops: tuple[str, ...]  # names in the order of the forward
     updates: int = 1  # times of the optimizer's step
     passages: Passages = field(default_factory=Passages)  # how values lie on each other: what recompute asks
+    readers: tuple[Readers, ...] = ()  # of values that several read
 
     @property
     def times(self) -> int:
@@ -73,6 +89,19 @@ class Memory:
             return f"backward of {self.ops[2 * n - 1 - time]}"
         return "optimizer step"
 
+    def missing(self, place: Callable[[int], tuple[int, int]]) -> Iterator[tuple[float, int, int]]:
+        """Bytes of values that no piece counts, with the first and the last time.
+
+        `place` is that of an edge in its table.
+        """
+        for readers in self.readers:
+            found = [float(table[place(k)]) for k, table in zip(readers.edges, readers.bytes, strict=True)]
+            if any(found) and 0.0 in found:
+                end, amount = max((e, n) for e, n in zip(readers.ends, found, strict=True) if n)
+                for n, begin, last in zip(found, readers.begins, readers.ends, strict=True):
+                    if not n and begin <= min(last, end):
+                        yield amount, begin, min(last, end)
+
     def held(self, picked: Sequence[int], edges: Sequence[Edge]) -> dict[str, np.ndarray]:
         """Bytes at every time, by kind."""
         changes = {kind: np.zeros(self.times + 1) for kind in KINDS}
@@ -81,6 +110,9 @@ class Memory:
             amount = piece.bytes[place]
             changes[piece.kind][piece.first] += amount
             changes[piece.kind][piece.last + 1] -= amount
+        for amount, begin, last in self.missing(lambda k: edges[k].place(picked)):
+            changes["saved activations"][begin] += amount
+            changes["saved activations"][last + 1] -= amount
         return {kind: np.cumsum(change)[:-1] for kind, change in changes.items()}
 
     def first(self, picked: Sequence[int], edges: Sequence[Edge]) -> float:

@@ -40,7 +40,7 @@ def memory_of(
         edges.add(index)
     pieces = (*sites.found, *edges.found, *_unread(graph, wiring, clock))
     passages = passages_of(wiring, lifetimes, bytes_)
-    return Memory(pieces, tuple(info(n).key for n in clock.ops), clock.updates, passages)
+    return Memory(pieces, tuple(info(n).key for n in clock.ops), clock.updates, passages, edges.readers)
 
 
 def _unread(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:

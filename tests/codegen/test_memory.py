@@ -37,9 +37,36 @@ def peaks(model, batch, micro_batches):
     return found[0], found[2]
 
 
+class Square(torch.nn.Module):
+    def forward(self, x):
+        return x.pow(2)
+
+
+class ReadTwice(torch.nn.Module):
+    """A value that one op reads in parts, and the next one whole."""
+
+    def __init__(self, width=256):
+        super().__init__()
+        self.linear, self.square = torch.nn.Linear(width, width), Square()
+
+    def forward(self, x):
+        h = self.linear(x)
+        return h * self.square(h).mean(-1, keepdim=True).add(1.0).rsqrt()
+
+
+class EachReadTwice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(ReadTwice() for _ in range(8)))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
 MODELS = {
     "dropout, tied weights, two micro-batches": lambda: (gpt2(), zeros(16, 64)),
     "regathered": lambda: (llama(inner=192, vocabulary=512), zeros(16, 64)),
+    "read in parts, then whole": lambda: (EachReadTwice(), {"x": torch.zeros(512, 256)}),
     "mostly parameters": lambda: (MLP(256, 4), {"x": torch.zeros(8, 256), "y": torch.zeros(8, 256)}),
 }
 
@@ -50,6 +77,7 @@ MODELS = {
         ("dropout, tied weights, two micro-batches", (4,), {"parallel": "dp", "accumulation": 2}),
         ("regathered", (4,), {"parallel": "zero3"}),
         ("mostly parameters", (2,), {"parallel": "dp"}),
+        ("read in parts, then whole", (2,), {"constraints": {"*.linear": "R", "*.square": "S(0)@0"}}),
     ],
 )
 def test_the_peak_is_what_one_rank_holds(name, mesh, how, fake_world):
