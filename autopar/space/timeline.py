@@ -6,6 +6,9 @@ The states of a value that backward needs:
     recomputed    it is dropped, and its op or conversion runs again in backward, just before what first reads it
     dropped       nothing in backward needs it
 
+What an op makes of a parameter that is gathered for its forward alone (an embedding's table) is not recomputed: it
+would be gathered once more.
+
 A plan names what it recomputes; what is saved follows, for what runs again needs its operands. `Timeline.under` goes
 through forward and backward and frees each value behind its last reader: the emitted program does the same. What else a
 step holds - parameters, gradients, messages - is in the pieces of `memory.py`, and does not change.
@@ -101,6 +104,8 @@ class Timeline:
         # runs that come again wherever what they make is needed
         self.forced = frozenset(i for i, run in enumerate(self.runs) if run.is_forced)
         self.fixed = self.leaves | (self.bytes <= SMALL)  # of each value: it is not dropped, for it leaves, or is small
+        gathered = {v for run in self.runs if not run.is_op and not run.reads for v in run.makes if not self.fixed[v]}
+        self.fixed[[v for run in self.runs if not gathered.isdisjoint(run.reads) for v in run.makes]] = True
         self.fixed[[v for i in self.forced for v in self.runs[i].makes]] = False
         self._forward = _Forward.of(self)
         self.other: np.ndarray = np.zeros(len(self.held))  # bytes of what is in no run, by time
