@@ -23,6 +23,7 @@ from autopar.solver.joint import Availability, JointTables
 from autopar.solver.points import Point
 from autopar.solver.policies import POLICIES, Policy, in_segments, named
 from autopar.solver.polish import polished
+from autopar.solver.refine import refined
 from autopar.solver.searches import Findings, Task
 from autopar.solver.states import StateSearch, StepStates
 from autopar.space.timeline import Timeline
@@ -81,9 +82,8 @@ class Lined:
         """The fastest plan of all that are known, and of policies with a name, without what need not be repeated."""
         for policy in POLICIES.values():
             self.states.of(self.line.again(set(policy(self.line, budget))))
-        self.states.within(budget)
-        best = self.states.fastest(budget)
-        return None if best is None else self.under(self.states.filled(best, budget))
+        best = refined(self.states, budget)
+        return None if best is None else self.under(best)
 
 
 def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:

@@ -9,8 +9,8 @@ is repeated, at its seconds:
     needed(v) -> repeated(run of v)     price of the bytes of v
     repeated(u) -> sink                 seconds of u
 
-The price is raised until states fit. These are then filled up: states that are one up to some place and another from
-there on, and runs that need not be repeated after all.
+The price is raised until states fit; between the last two prices there are states that are one up to some place and
+another from there on. `refine.py` looks closer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from autopar.solver.flow import Network
 from autopar.space.timeline import Timeline
 
 Again = frozenset[int]
-_STEP, _RAISED, _HALVED = 2.0, 12, 3  # of a price: by which it is raised, how often, and how often a step is halved
-_IN_VAIN = 2  # steps that lowered no peak, after which it is left
+_STEP, _RAISED = 2.0, 12  # of a price: by which it is raised, and how often
+_BETWEEN, _ROUNDING = 8, 1e-12  # prices between two; and what is no less
+_IN_VAIN = 2  # steps that raised the peak, one after the other, after which it is left
 _PAIRS = 2  # of states that are spliced
-_TRIED = 256  # runs that are tried to be left out, those that take longest first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +51,8 @@ class StateSearch:
         self.line = line
         self.known: dict[Again, StepStates] = {}
         self.none = self.of(line.forced)
+        self.fullest = int(self.none.held.argmax())
+        self.priced: dict[float, StepStates] = {0.0: self.none}  # by the price of a byte at that time
         self.windows = _windows(line)
 
     def of(self, again: Again) -> StepStates:
@@ -67,10 +69,16 @@ class StateSearch:
         """The fastest states within a budget that prices lead to, from one that may be near; None where none was."""
         if self.none.peak <= budget:
             return self.none
-        self._price(budget, price)
-        for states in self._splices(budget, _PAIRS):
-            self.known[states.again] = states
+        neighbours = self._price(budget, price)
+        if neighbours is not None:
+            self.know(self._spliced(*neighbours, budget))
+        self.know(self._splices(budget, _PAIRS))
         return self.fastest(budget)
+
+    def know(self, found: Iterable[StepStates]) -> None:
+        """Keep states, however they were found."""
+        for states in found:
+            self.known[states.again] = states
 
     def fastest(self, budget: float) -> StepStates | None:
         """The fastest states within a budget that are known."""
@@ -88,38 +96,58 @@ class StateSearch:
 
     # -- at prices
 
-    def at(self, prices: Mapping[int, float]) -> StepStates:
-        """The states of the fewest seconds and priced bytes."""
-        return self.of(cheapest(self.line, self.windows, prices))
+    def at_price(self, price: float) -> StepStates:
+        """The states of the fewest seconds and priced bytes, at a price of bytes at the fullest time of the line."""
+        if price not in self.priced:
+            self.priced[price] = self.of(cheapest(self.line, self.windows, {self.fullest: price}))
+        return self.priced[price]
 
-    def _price(self, budget: float, price: float) -> None:
+    def _price(self, budget: float, price: float) -> tuple[StepStates, StepStates] | None:
         """Raise the price of a byte until states fit, then look between the last two prices.
+
+        What is found are states that fit and faster ones that do not, neighbours in price.
 
         The price is on the fullest time. Where bytes cost more than everything else, backward would begin with the
         whole forward: the peak rises again, so that the price is raised step by step, and no more once it has risen.
         """
-        time = int(self.none.held.argmax())
-        price = price or self.usual_price(time) / _STEP**2
+        price = price or self.usual_price(self.fullest) / _STEP**2
         low, high, lowest, in_vain = 0.0, math.inf, math.inf, 0
         for _ in range(_RAISED):
-            peak = self.at({time: price}).peak
+            peak = self.at_price(price).peak
             if peak <= budget:
                 high = price
             else:
                 low = price
-            in_vain = in_vain + 1 if peak >= lowest else 0
+            in_vain = in_vain + 1 if peak > lowest else 0
             lowest = min(lowest, peak)
             if low and (math.isfinite(high) or in_vain == _IN_VAIN):
                 break
             price = price * _STEP if low else price / _STEP
         if not low or math.isinf(high):
-            return
-        for _ in range(_HALVED):
-            middle = math.sqrt(low * high)
-            if self.at({time: middle}).peak <= budget:
-                high = middle
+            return None
+        return self._neighbours(self.at_price(high), self.at_price(low), budget)
+
+    def _neighbours(self, under: StepStates, over: StepStates, budget: float) -> tuple[StepStates, StepStates]:
+        """The neighbours in price between which the budget lies, from two further apart.
+
+        At the price at which two states cost the same there may be one that costs less; where there is none, they are
+        neighbours.
+        """
+        time = self.fullest
+        for _ in range(_BETWEEN):
+            dropped = float(over.held[time] - under.held[time])
+            if dropped <= 0:
+                break
+            price = (under.seconds - over.seconds) / dropped
+            found = self.at_price(price)
+            cost, known = found.seconds + price * found.held[time], over.seconds + price * over.held[time]
+            if found in (over, under) or cost >= known * (1 - _ROUNDING):
+                break
+            if found.peak <= budget:
+                under = found
             else:
-                low = middle
+                over = found
+        return under, over
 
     # -- between states
 
@@ -147,16 +175,6 @@ class StateSearch:
                     yield states
                 else:
                     high = middle
-
-    def filled(self, best: StepStates, budget: float) -> StepStates:
-        """The states without what need not be repeated after all."""
-        runs = self.line.runs
-        for i in sorted(best.again, key=lambda i: -runs[i].seconds)[:_TRIED]:
-            if i in best.again and runs[i].seconds > 0:
-                states = self.of(best.again - {i})
-                if states.peak <= budget and states.seconds < best.seconds:
-                    best = states
-        return best
 
 
 def cheapest(line: Timeline, windows: Sequence[tuple[int, int]], prices: Mapping[int, float]) -> Again:

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from autopar.solver.refine import lightest, refined
 from autopar.solver.states import StateSearch, cut
 from autopar.space.timeline import Run, Timeline
 
@@ -98,11 +99,10 @@ def test_what_is_found_is_within_the_budget_and_mostly_the_best():
         for share in (0.25, 0.5, 0.75):
             budget = lowest + share * (none - lowest)
             truth = min(s.seconds for s in every if s.peak <= budget)
-            found = StateSearch(line).within(budget)
-            filled = None if found is None else search.filled(found, budget)
-            assert filled is None or (filled.peak <= budget and filled.seconds >= truth - 1e-12)
+            found = refined(StateSearch(line), budget)
+            assert found is None or (found.peak <= budget and found.seconds >= truth - 1e-12)
             asked += none > budget
-            best += none > budget and filled is not None and filled.seconds <= truth + 1e-12
+            best += none > budget and found is not None and found.seconds <= truth + 1e-12
     assert asked > 200 and best >= 0.75 * asked, (best, asked)
 
 
@@ -129,3 +129,56 @@ def test_a_cut_costs_the_least_of_all_sets(seed):
     flow = cut(line, line.needed, price)
     assert cost(flow.again) == pytest.approx(min(map(cost, subsets(line))))
     assert sum(flow.wanted.values()) == pytest.approx(cost(flow.again))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_lightest_things_are_those_of_all_subsets(seed):
+    rng = np.random.default_rng(seed)
+    costs, amounts = rng.integers(1, 20, 9) * 1.0, rng.integers(0, 12, 9) * 2.0**20
+    needed = (float(rng.integers(-3, 60)) + 0.5) * 2.0**20  # which no amounts come to exactly: those are rounded down
+    every = [s for n in range(10) for s in itertools.combinations(range(9), n)]
+    enough = [sum(costs[list(s)]) for s in every if sum(amounts[list(s)]) >= needed]
+    chosen = lightest(costs, amounts, needed)
+    assert (chosen is None) == (not enough)
+    if chosen is not None:
+        assert sum(amounts[chosen]) >= needed and sum(costs[chosen]) == min(enough)
+
+
+def test_parts_of_other_prices_fill_a_budget():
+    """Twelve like layers of a dear and a large, and a cheap and a small value: neither alone fills the budget."""
+    runs, size = [], []
+    for layer in range(12):
+        for seconds, mib in ((9.0, 9.0), (4.0, 3.0), (1.0, 0.5)):
+            i = len(runs)
+            runs.append(Run(f"{layer}.{mib}", seconds, (i - 1,) if i else (), (i,), (i,), i))
+            size.append(mib * 2.0**20)
+    count = len(runs)
+    line = Timeline(
+        tuple(runs),
+        np.array(size),
+        np.zeros(count, bool),
+        tuple(range(count)),
+        count,
+        np.zeros(2 * count + 1),
+        tuple(range(count)),
+        {},
+    )
+    line.other = np.zeros(2 * count + 1)
+    search = StateSearch(line)
+    for mib in (4, 10, 13, 20, 31):
+        found = refined(StateSearch(line), search.none.peak - mib * 2.0**20)
+        rest = range(12)
+        best = min(9 * a + 4 * b + c for a in rest for b in rest for c in rest if 9 * a + 3 * b + 0.5 * c >= mib)
+        assert found.seconds <= best + 1.0, mib
+
+
+def test_what_comes_of_a_table_gathered_for_forward_alone_is_saved():
+    """It would be gathered once more, ahead of the rest of backward."""
+    size, leaves = np.full(3, 2.0**20), np.zeros(3, bool)
+
+    def line(table):
+        runs = (table, Run("embedding", 1.0, (0,), (1,), (), 0), Run("act", 1.0, (1,), (2,), (1, 2), 1))
+        return Timeline(runs, size, leaves, (0, 1, 2), 2, np.zeros(5), (1, 2), {})
+
+    assert line(Run("embedding:1", 1.0, (), (0,), (), 0, is_op=False)).names == ["embedding:1", "act"]
+    assert line(Run("scale", 1.0, (), (0,), (), 0)).names == ["scale", "embedding", "act"]

@@ -1,0 +1,198 @@
+"""A closer look at the states of a line under a budget, when prices have led as near as they can.
+
+parts        of what is repeated as the price rises, those that lower the peak enough in fewest seconds: a knapsack
+filled       runs that need not be repeated after all, and a faster run in the place of another
+lowered      where nothing fits: states next to those of the lowest peak, as long as one lowers it
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from autopar.solver.states import Again, StateSearch, StepStates
+
+_STEP, _BEYOND = 2.0, 2  # of a price: by which it is raised, and how often beyond the first that leads under the budget
+_APART = 2  # steps in price under the budget from which on what is repeated is mixed; it is from nothing on, too
+_MIXED, _SLOTS = 6, 8192  # mixtures that are tried, and slots of their knapsack
+_TRIED = 256  # runs that are tried to be left out, those that take longest first
+_EXCHANGED, _PAIRED = 16, 32  # exchanges of two runs, and how many are tried for each
+_LOWERED, _NEXT = 24, 16  # steps to a lower peak, and states that are tried for each
+_ROUNDING = 1e-12
+
+
+def refined(search: StateSearch, budget: float) -> StepStates | None:
+    """The fastest states within a budget that a closer look finds; None where nothing fits."""
+    best = search.within(budget) or _lowered(search, budget)
+    if best is None or best is search.none:
+        return best
+    steps = _steps(search, budget)
+    over = sum(states.peak > budget for states in steps)
+    time = int(steps[over - 1].held.argmax())
+    for first in sorted({0, max(0, over - 1 - _APART)}):
+        parts = list[Again]()
+        for low, high in itertools.pairwise(steps[first:]):
+            parts += _parts(search, high.again - low.again)
+        search.know(_with_parts(search, steps[first], parts, time, budget))
+    found = search.fastest(budget)
+    return _filled(search, found or best, budget)
+
+
+# -- parts
+
+
+def _steps(search: StateSearch, budget: float) -> list[StepStates]:
+    """The states of one price after the other, from nothing on to a few steps beyond the first that fit."""
+    price = min((p for p, states in search.priced.items() if states.peak <= budget), default=max(search.priced))
+    for _ in range(_BEYOND):
+        price *= _STEP
+        search.at_price(price)
+    return list(dict.fromkeys(search.priced[p] for p in sorted(search.priced) if p <= price))
+
+
+def _parts(search: StateSearch, again: Again) -> list[Again]:
+    """These runs, in parts: runs that read of one another what nothing else would save."""
+    line, root = search.line, {i: i for i in again}
+
+    def found(i: int) -> int:
+        while root[i] != i:
+            root[i] = i = root[root[i]]
+        return i
+
+    for i in again:
+        for v in line.runs[i].reads:
+            if line.made_by[v] in again and v not in line.needed:
+                root[found(i)] = found(line.made_by[v])
+    parts: dict[int, set[int]] = {}
+    for i in sorted(again):
+        parts.setdefault(found(i), set()).add(i)
+    return [frozenset(part) for part in parts.values()]
+
+
+def _with_parts(
+    search: StateSearch, base: StepStates, parts: Sequence[Again], time: int, budget: float
+) -> Iterable[StepStates]:
+    """States with those parts besides that lower the peak enough in fewest seconds.
+
+    What a part lowers is estimated: where the peak stays over the budget by some bytes, so many more are asked for, and
+    less between what led over the budget and what led under it.
+    """
+    least, most, needed = base.peak - budget, math.inf, base.peak - budget
+    seconds = np.array([sum(search.line.runs[i].seconds for i in part) for part in parts])
+    lowered = np.array([_dropped(search, part, time) for part in parts])
+    for _ in range(_MIXED):
+        chosen = lightest(seconds, lowered, needed)
+        if chosen is None:
+            most, needed = needed, (least + needed) / 2
+            continue
+        states = search.of(base.again.union(*(parts[k] for k in chosen)))
+        if states.peak <= budget:
+            yield states
+            most = needed
+        else:
+            least = needed
+        needed = (least + most) / 2 if math.isfinite(most) else needed + states.peak - budget
+
+
+def _dropped(search: StateSearch, again: Iterable[int], time: int) -> float:
+    """Bytes of what these runs make that would be saved at a time."""
+    line = search.line
+    made = [v for i in again for v in line.runs[i].makes if not line.fixed[v]]
+    return sum(float(line.bytes[v]) for v in made if search.windows[v][0] <= time < search.windows[v][1])
+
+
+def lightest(costs: np.ndarray, amounts: np.ndarray, needed: float) -> list[int] | None:
+    """The things of the least cost whose amounts come to what is needed; None where all together do not.
+
+    A knapsack, with each amount rounded down to a slot of what is needed.
+    """
+    if needed <= 0:
+        return []
+    slots = np.minimum((amounts * (_SLOTS / needed)).astype(int), _SLOTS)
+    least = np.full(_SLOTS + 1, math.inf)  # by slots that are needed
+    least[0] = 0.0
+    takes = list[np.ndarray]()
+    for cost, n in zip(costs, slots, strict=True):
+        without = np.concatenate([np.zeros(n), least[: _SLOTS + 1 - n]])
+        takes.append(cost + without < least)
+        least = np.minimum(least, cost + without)
+    if not math.isfinite(least[_SLOTS]):
+        return None
+    left, chosen = _SLOTS, list[int]()
+    for k in reversed(range(len(takes))):
+        if takes[k][left]:
+            chosen.append(k)
+            left = max(0, left - int(slots[k]))
+    return chosen
+
+
+# -- filled
+
+
+def _filled(search: StateSearch, best: StepStates, budget: float) -> StepStates:
+    """The states without what need not be repeated after all, and with faster runs in the place of others."""
+    runs = search.line.runs
+    for i in sorted(best.again, key=lambda i: -runs[i].seconds)[:_TRIED]:
+        if i in best.again and runs[i].seconds > 0:
+            best = _faster(search, best, best.again - {i}, budget)
+    for _ in range(_EXCHANGED):
+        before = best
+        for out, into in _exchanges(search, best, budget):
+            best = _faster(search, best, best.again - {out} | {into}, budget)
+            if best is not before:
+                break
+        if best is before:
+            break
+    return best
+
+
+def _faster(search: StateSearch, best: StepStates, again: Again, budget: float) -> StepStates:
+    states = search.of(again)
+    return states if states.peak <= budget and states.seconds < best.seconds else best
+
+
+def _exchanges(search: StateSearch, best: StepStates, budget: float) -> list[tuple[int, int]]:
+    """Pairs of a run that is repeated and a faster one that could be in its place, those that save most first.
+
+    Of runs that take as long and drop as much, one stands for all.
+    """
+    line, time, slack = search.line, int(best.held.argmax()), budget - best.peak
+    kinds: dict[tuple[bool, float, float], int] = {}
+    for i, run in enumerate(line.runs):
+        dropped = _dropped(search, (i,), time)
+        if i not in line.forced and run.seconds > 0 and (dropped or i in best.again):
+            kinds[i in best.again, run.seconds, dropped] = i
+    outs = [(seconds, dropped, i) for (is_again, seconds, dropped), i in kinds.items() if is_again]
+    intos = [(seconds, dropped, i) for (is_again, seconds, dropped), i in kinds.items() if not is_again]
+    pairs = [(s - t, i, j) for s, n, i in outs for t, m, j in intos if t < s * (1 - _ROUNDING) and n - m <= slack]
+    return [(i, j) for _, i, j in sorted(pairs, reverse=True)[:_PAIRED]]
+
+
+# -- lowered
+
+
+def _lowered(search: StateSearch, budget: float) -> StepStates | None:
+    """States within a budget, from those of the lowest peak by one run after the other; None where none was found."""
+    best = min(search.known.values(), key=lambda states: (states.peak, states.seconds))
+    for _ in range(_LOWERED):
+        found = min(
+            (search.of(again) for again in _next(search, best)), key=lambda s: (s.peak, s.seconds), default=best
+        )
+        if found.peak >= best.peak:
+            return None
+        best = found
+        if best.peak <= budget:
+            return best
+    return None
+
+
+def _next(search: StateSearch, states: StepStates) -> Iterable[Again]:
+    """Sets of runs with one less, or one more, of those whose values are large where the step is fullest."""
+    line, time = search.line, int(states.held.argmax())
+    size = [sum(float(line.bytes[v]) for v in run.makes if not line.fixed[v]) for run in line.runs]
+    alive = [i for i, run in enumerate(line.runs) if size[i] and run.time <= time]
+    for i in sorted(alive, key=lambda i: -size[i])[:_NEXT]:
+        yield states.again - {i} if i in states.again else states.again | {i}
