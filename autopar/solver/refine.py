@@ -32,11 +32,12 @@ def refined(search: StateSearch, budget: float) -> StepStates | None:
     steps = _steps(search, budget)
     over = sum(states.peak > budget for states in steps)
     time = int(steps[over - 1].held.argmax())
+    begins = _begins(search, steps[over - 1].again)
     for first in sorted({0, max(0, over - 1 - _APART)}):
         parts = list[Again]()
         for low, high in itertools.pairwise(steps[first:]):
             parts += _parts(search, high.again - low.again)
-        search.know(_with_parts(search, steps[first], parts, time, budget))
+        search.know(_with_parts(search, steps[first], parts, begins, time, budget))
     found = search.fastest(budget)
     return _filled(search, found or best, budget)
 
@@ -73,7 +74,7 @@ def _parts(search: StateSearch, again: Again) -> list[Again]:
 
 
 def _with_parts(
-    search: StateSearch, base: StepStates, parts: Sequence[Again], time: int, budget: float
+    search: StateSearch, base: StepStates, parts: Sequence[Again], begins: Sequence[int], time: int, budget: float
 ) -> Iterable[StepStates]:
     """States with those parts besides that lower the peak enough in fewest seconds.
 
@@ -82,7 +83,7 @@ def _with_parts(
     """
     least, most, needed = base.peak - budget, math.inf, base.peak - budget
     seconds = np.array([sum(search.line.runs[i].seconds for i in part) for part in parts])
-    lowered = np.array([_dropped(search, part, time) for part in parts])
+    lowered = np.array([_dropped(search, part, begins, time) for part in parts])
     for _ in range(_MIXED):
         chosen = lightest(seconds, lowered, needed)
         if chosen is None:
@@ -97,11 +98,25 @@ def _with_parts(
         needed = (least + most) / 2 if math.isfinite(most) else needed + states.peak - budget
 
 
-def _dropped(search: StateSearch, again: Iterable[int], time: int) -> float:
-    """Bytes of what these runs make that would be saved at a time."""
+def _begins(search: StateSearch, again: Again) -> list[int]:
+    """Of each value the time in backward from which on it is there again, where these runs are repeated.
+
+    That is where it is needed itself, or for a run that is repeated and reads it.
+    """
+    begins = [end for _, end in search.windows]
+    for i in sorted(again, reverse=True):
+        run = search.line.runs[i]
+        first = min((begins[v] for v in run.makes), default=0)
+        for v in (*run.makes, *run.reads):
+            begins[v] = min(begins[v], first)
+    return begins
+
+
+def _dropped(search: StateSearch, again: Iterable[int], begins: Sequence[int], time: int) -> float:
+    """Bytes of what these runs make that would be saved at a time, and is not there again."""
     line = search.line
-    made = [v for i in again for v in line.runs[i].makes if not line.fixed[v]]
-    return sum(float(line.bytes[v]) for v in made if search.windows[v][0] <= time < search.windows[v][1])
+    made = [v for i in again for v in line.runs[i].makes if v in line.needed and not line.fixed[v]]
+    return sum(float(line.bytes[v]) for v in made if search.windows[v][0] <= time < begins[v])
 
 
 def lightest(costs: np.ndarray, amounts: np.ndarray, needed: float) -> list[int] | None:
@@ -160,9 +175,10 @@ def _exchanges(search: StateSearch, best: StepStates, budget: float) -> list[tup
     Of runs that take as long and drop as much, one stands for all.
     """
     line, time, slack = search.line, int(best.held.argmax()), budget - best.peak
+    begins = _begins(search, best.again)
     kinds: dict[tuple[bool, float, float], int] = {}
     for i, run in enumerate(line.runs):
-        dropped = _dropped(search, (i,), time)
+        dropped = _dropped(search, (i,), begins, time)
         if i not in line.forced and run.seconds > 0 and (dropped or i in best.again):
             kinds[i in best.again, run.seconds, dropped] = i
     outs = [(seconds, dropped, i) for (is_again, seconds, dropped), i in kinds.items() if is_again]
