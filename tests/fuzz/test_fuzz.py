@@ -10,7 +10,7 @@ import pytest
 from tests.fuzz.trial import fuzz, kills
 from tests.mutants import GPT2_MUTANTS, MUTANTS
 
-COUNT, OF_ALL, AT_ONCE = 40, 12, 4
+COUNT, OF_ALL, AT_ONCE = 24, 12, 4
 NOTICED_BY = 100  # modules
 
 
