@@ -19,7 +19,7 @@ _STEP, _BEYOND = 2.0, 2  # of a price: by which it is raised, and how often beyo
 _APART = 2  # steps in price under the budget from which on what is repeated is mixed; it is from nothing on, too
 _MIXED, _SLOTS = 6, 8192  # mixtures that are tried, and slots of their knapsack
 _TRIED = 256  # runs that are tried to be left out, those that take longest first
-_EXCHANGED, _PAIRED = 16, 32  # exchanges of two runs, and how many are tried for each
+_EXCHANGED, _PAIRED, _WORK = 16, 32, 1 << 16  # exchanges of two runs, how many are tried for each, and runs in all
 _LOWERED, _NEXT = 24, 16  # steps to a lower peak, and states that are tried for each
 _ROUNDING = 1e-12
 
@@ -153,7 +153,7 @@ def _filled(search: StateSearch, best: StepStates, budget: float) -> StepStates:
     for i in sorted(best.again, key=lambda i: -runs[i].seconds)[:_TRIED]:
         if i in best.again and runs[i].seconds > 0:
             best = _faster(search, best, best.again - {i}, budget)
-    for _ in range(_EXCHANGED):
+    for _ in range(min(_EXCHANGED, max(1, _WORK // (_PAIRED * len(runs))))):
         before = best
         for out, into in _exchanges(search, best, budget):
             best = _faster(search, best, best.again - {out} | {into}, budget)

@@ -1,4 +1,4 @@
-"""Random modules under random legal plans: forty here, two thousand nightly.
+"""Random modules under random legal plans: twenty-four here, two thousand nightly.
 
 And the first hundred notice each broken compiler.
 """
