@@ -235,15 +235,18 @@ class Budgeted:
     def _search_smallest(self) -> tuple[Point, float]:
         first, _ = self.at({})
         points, times, bound = [first], self._peaks(first), 0.0
+        counted = [self.points.by_tables(first)]  # weights are of the tables, and so is how near they have come
         weights, done = dict.fromkeys(times, 1.0 / len(times)), list[dict[int, float]]()
         a_little = 1e-3 * first.peak / max(_TINY, first.seconds)  # what no row speaks of goes by time
         for _ in range(ROUNDS):
             point, _ = self.at(weights, a_little)
-            points += [point] if math.isfinite(point.seconds) else []
-            times, before = sorted({*times, *self._peaks(point)}), weights
-            weights, guess = _weights(points, times)
+            if math.isfinite(point.seconds):
+                points.append(point)
+                counted.append(self.points.by_tables(point))
+            times, before = sorted({*times, *self._peaks(counted[-1])}), weights
+            weights, guess = _weights(counted, times)
             done.append(before)
-            if min(p.peak for p in points) <= guess * 1.001 or weights in done:
+            if min(p.peak for p in counted) <= guess * 1.001 or weights in done:
                 break
         for w in (before, weights):
             bound = max(
@@ -252,7 +255,7 @@ class Budgeted:
         points = [p for p in points if math.isfinite(p.seconds)] or [first]
         best = min(points, key=lambda p: (p.peak, p.seconds))
         for share in (0.3, 0.5, 0.7):  # plans met on the way to budgets between the two
-            if best.peak <= bound * (1 + _NEAR):
+            if min(p.peak for p in counted) <= bound * (1 + _NEAR):
                 break
             found = self.fastest(bound + (best.peak - bound) * share, 0.02).points
             best = min([best, *found], key=lambda p: (p.peak, p.seconds))

@@ -79,12 +79,12 @@ class HeldBytes:
         self.first = np.array([p.first for p in pieces], int)
         self.after = np.array([p.last + 1 for p in pieces], int)
 
-    def under(self, taken: Taken) -> np.ndarray:
-        """The bytes of a plan at every time."""
+    def under(self, taken: Taken, is_exact: bool = True) -> np.ndarray:
+        """The bytes of a plan at every time; unless they are exact, without those that no sum of tables counts."""
         amounts = np.concatenate([self.tables.of_sites(taken), self.tables.of_edges(taken)])
         change = np.bincount(self.first, amounts, self.times + 1) - np.bincount(self.after, amounts, self.times + 1)
         leaves, arrives = taken.leaves.tolist(), taken.arrives.tolist()
-        for amount, begin, last in self.memory.missing(lambda k: (leaves[k], arrives[k])):
+        for amount, begin, last in self.memory.missing(lambda k: (leaves[k], arrives[k])) if is_exact else ():
             change[begin] += amount
             change[last + 1] -= amount
         return np.cumsum(change)[:-1]

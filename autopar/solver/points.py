@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,3 +63,9 @@ class Points:
         hidden, in_line = float((times * np.minimum(moved, run)).sum()), whole - float((times * moved).sum())
         held = self._held.under(taken) if self._held is not None else np.zeros(1)
         return Point(list(picked), whole - hidden, held, in_line, tuple(over.tolist()))
+
+    def by_tables(self, point: Point) -> Point:
+        """The same plan with the bytes that sums of tables count: what the solver's rows say."""
+        if self._held is None:
+            return point
+        return replace(point, held=self._held.under(self.flows.under(point.picked), is_exact=False))

@@ -19,8 +19,9 @@ _STEP, _BEYOND = 2.0, 2  # of a price: by which it is raised, and how often beyo
 _APART = 2  # steps in price under the budget from which on what is repeated is mixed; it is from nothing on, too
 _MIXED, _SLOTS = 6, 8192  # mixtures that are tried, and slots of their knapsack
 _TRIED = 256  # runs that are tried to be left out, those that take longest first
-_EXCHANGED, _PAIRED, _WORK = 16, 32, 1 << 16  # exchanges of two runs, how many are tried for each, and runs in all
+_EXCHANGED, _PAIRED = 16, 32  # exchanges of two runs, and how many are tried for each
 _LOWERED, _NEXT = 24, 16  # steps to a lower peak, and states that are tried for each
+_WORK = 1 << 16  # runs that are gone through for either, in all: long lines are looked at less
 _ROUNDING = 1e-12
 
 
@@ -193,7 +194,7 @@ def _exchanges(search: StateSearch, best: StepStates, budget: float) -> list[tup
 def _lowered(search: StateSearch, budget: float) -> StepStates | None:
     """States within a budget, from those of the lowest peak by one run after the other; None where none was found."""
     best = min(search.known.values(), key=lambda states: (states.peak, states.seconds))
-    for _ in range(_LOWERED):
+    for _ in range(min(_LOWERED, _WORK // (_NEXT * len(search.line.runs)))):
         found = min(
             (search.of(again) for again in _next(search, best)), key=lambda s: (s.peak, s.seconds), default=best
         )
