@@ -225,7 +225,7 @@ class Within:
         return self.gap > max(self.joint.task.gap, _OPEN + self.joint.own_gap)
 
     def run(self) -> None:
-        """Look for the best plan, and raise the bound, once known shardings were looked at."""
+        """Look for the best plan and raise the bound, after `look_at_known`."""
         self.look_for_prices()
         if self.best is None:
             self.look_at_segments()

@@ -100,9 +100,9 @@ def _with_parts(
 
 
 def _begins(search: StateSearch, again: Again) -> list[int]:
-    """Of each value the time in backward from which on it is there again, where these runs are repeated.
+    """The times in backward from which on values are there again, where these runs are repeated; one a value.
 
-    That is where it is needed itself, or for a run that is repeated and reads it.
+    A value is needed then itself, or for a run that is repeated and reads it.
     """
     begins = [end for _, end in search.windows]
     for i in sorted(again, reverse=True):
