@@ -137,8 +137,10 @@ def fetch_late(half: Half) -> None:
 
     before    w = all_gather(p);  v = all_gather(q);  y = mm(x, w);  z = mm(y, v)
     after     w = all_gather(p);  y = mm(x, w);  v = all_gather(q);  z = mm(y, v)
+
+    What is recomputed stands there already.
     """
-    made = [n for n in fetched(half.graph, half.reads) if n.op != "placeholder"]
+    made = [n for n in fetched(half.graph, half.reads) if n.op != "placeholder" and not n.meta.get(RECOMPUTED)]
     for node in reversed(made):  # its readers have moved before
         if readers := [u for u in node.users if u.op != "output"]:
             min(readers).prepend(node)  # nodes compare by their place
@@ -197,11 +199,14 @@ def _begins(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, fx.Node]:
 
 
 def _rounds(half: Half, made: Mapping[fx.Node, fx.Node]) -> tuple[dict[int, Gathers], dict[int, Gathers]]:
-    """The first gather of each parameter, by window; and those that follow it over other axes, by round."""
+    """The first gather of each parameter, by window; and those that follow it over other axes, by round.
+
+    What the plan recomputes is gathered where it is wanted, one by one.
+    """
     first: dict[int, Gathers] = {}
     further: dict[int, Gathers] = {}
     for node, parameter in made.items():
-        if node.target is not STEPS["all_gather"]:
+        if node.target is not STEPS["all_gather"] or node.meta.get(RECOMPUTED):
             continue
         read = half.reads[parameter.name]
         before = [n.target for n in _before(node, made)]

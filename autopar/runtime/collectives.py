@@ -212,11 +212,13 @@ def all_to_all(
 ) -> Tensor:
     """S(dim) -> S(to_dim)"""
     step, to_step = -(-size // axis.size), -(-to_size // axis.size)
-    x = _padded(_padded(_by_parts(x, to_dim, axis.size, to_blocks), dim, step), to_dim, to_step * axis.size)
-    pieces = torch.stack(x.split(to_step, to_dim))  # [receiver, ..., step, ..., to_step, ...]
-    y = torch.empty_like(pieces)
-    wait_for(dist.all_to_all_single(y, pieces, group=axis.group, async_op=True))
-    whole = torch.cat(y.unbind(0), dim)  # the senders' parts in their order
+    padded = _padded(_padded(_by_parts(x, to_dim, axis.size, to_blocks), dim, step), to_dim, to_step * axis.size)
+    sent = torch.stack(padded.split(to_step, to_dim))  # [receiver, ..., step, ..., to_step, ...]
+    del padded
+    y = torch.empty_like(sent)
+    wait_for(dist.all_to_all_single(y, sent, group=axis.group, async_op=True))
+    del sent
+    whole = y.movedim(0, dim).flatten(dim, dim + 1)  # the senders' parts in their order
     return (
         _by_blocks(whole.narrow(dim, 0, size), dim, axis.size, blocks)
         .narrow(to_dim, 0, _length(to_size, axis))

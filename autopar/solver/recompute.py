@@ -54,7 +54,7 @@ class Lined:
 
     @staticmethod
     def of(task: Task, point: Point) -> Lined:
-        line = Timeline.of(task.space, point.picked, point.held)
+        line = Timeline.of(task.space, point.picked, point.held, point.beside)
         return Lined(point, line, StateSearch(line))
 
     def under(self, states: StepStates) -> Point:

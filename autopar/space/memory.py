@@ -8,7 +8,7 @@ Pieces, each with the bytes of every choice and the time during which it is ther
 
 A piece belongs to a site (bytes by its choice) or to an edge (bytes by what leaves and what arrives: a conversion makes
 something). The memory at a time is a sum over choices, so it is a row of the solver; the peak of a plan is the largest
-of them, and of what no sum counts (`Readers`). Values that lie on one memory (views) are one piece, as long as nothing
+of them, and of what no sum counts (`Readers`, `Temporaries`). Values that lie on one memory (views) are one piece, as long as nothing
 converts between them. States of the optimizer are there from the second step on: that step counts, and `first` is the
 other. What is counted is what the emitted program holds with its outputs in the user's hands until backward has ended.
 `pieces.py` builds it.
@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autopar.space.lookup import Taken
 from autopar.space.timeline import Passages
 
 if TYPE_CHECKING:
+    from autopar.space.conversion_bytes import Temporaries
     from autopar.space.space import Edge
 
 KINDS = (
@@ -75,6 +77,7 @@ class Memory:
     updates: int = 1  # times of the optimizer's step
     passages: Passages = field(default_factory=Passages)  # how values lie on each other: what recompute asks
     readers: tuple[Readers, ...] = ()  # of values that several read
+    temporaries: Temporaries | None = None  # of conversions
 
     @property
     def times(self) -> int:
@@ -113,7 +116,18 @@ class Memory:
         for amount, begin, last in self.missing(lambda k: edges[k].place(picked)):
             changes["saved activations"][begin] += amount
             changes["saved activations"][last + 1] -= amount
-        return {kind: np.cumsum(change)[:-1] for kind, change in changes.items()}
+        held = {kind: np.cumsum(change)[:-1] for kind, change in changes.items()}
+        places = np.array([edge.place(picked) for edge in edges], int).reshape(-1, 2).T
+        held["transients"] = held["transients"] + self.beside(Taken(np.array(picked, int), *places))
+        return held
+
+    def beside(self, taken: Taken) -> np.ndarray:
+        """Bytes at every time that conversions hold over what is counted."""
+        return np.zeros(self.times) if self.temporaries is None else self.temporaries.over(taken)
+
+    def beside_value(self, edge: int, place: tuple[int, int]) -> float:
+        """Bytes that the conversion of a value holds beside it and what it makes."""
+        return 0.0 if self.temporaries is None else self.temporaries.of_value(edge, *place)
 
     def first(self, picked: Sequence[int], edges: Sequence[Edge]) -> float:
         """The peak of the first step: the optimizer makes its states when it is called."""

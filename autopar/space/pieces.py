@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.graph.graph import Graph, info
+from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.costs import optimizer_figures
+from autopar.space.conversion_bytes import Temporaries
 from autopar.space.edge_pieces import EdgePieces
 from autopar.space.gradient_buckets import GradientBuckets, trained_parameters
 from autopar.space.lifetimes import Clock, Lifetimes
@@ -26,6 +28,7 @@ def memory_of(
     schedule: Schedule,
     parameters: ParameterValues,
     bytes_: LocalBytes,
+    conversions: ShapeConsistencyManager,
 ) -> Memory:
     """The pieces of a graph's step."""
     trained = trained_parameters(graph)
@@ -40,7 +43,8 @@ def memory_of(
         edges.add(index)
     pieces = (*sites.found, *edges.found, *_unread(graph, wiring, clock))
     passages = passages_of(wiring, lifetimes, bytes_)
-    return Memory(pieces, tuple(info(n).key for n in clock.ops), clock.updates, passages, edges.readers)
+    temporaries = Temporaries(wiring, lifetimes, passages, pieces, conversions, bytes_)
+    return Memory(pieces, tuple(info(n).key for n in clock.ops), clock.updates, passages, edges.readers, temporaries)
 
 
 def _unread(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:

@@ -78,7 +78,7 @@ def shardings(
         wiring.edges,
         edges.conversions,
         graph.digest,
-        memory_of(graph, setting, wiring, schedule, parameters, shared.bytes),
+        memory_of(graph, setting, wiring, schedule, parameters, shared.bytes, shared.values),
         windows,
     )
 

@@ -86,6 +86,18 @@ class Run:
     is_forced: bool = False  # is what it makes always dropped? The copy of a parameter that is gathered again
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Beside:
+    """Bytes that a plan holds at every time, but not all of that time."""
+
+    temporaries: np.ndarray  # that conversions hold over what else is counted: they run before an op, or behind it
+    made: np.ndarray  # of gradients that an op's backward makes: what comes again for it comes before
+
+    @staticmethod
+    def nothing(times: int) -> Beside:
+        return Beside(np.zeros(times), np.zeros(times))
+
+
 @dataclass(eq=False)
 class Timeline:
     """The runs of a plan, the bytes of their values, and what the step holds besides."""
@@ -96,6 +108,7 @@ class Timeline:
     made_by: tuple[int, ...]  # of each value the run that makes it
     ops: int  # in the forward
     held: np.ndarray  # bytes at every time where all is saved, as the plan's pieces say
+    beside: Beside  # what of these bytes is not there all the time of an op
     run_of: tuple[int, ...]  # of each op its run
     travels: dict[int, tuple[int, int]]  # edge -> the value that leaves and the value that arrives, of those in runs
 
@@ -108,13 +121,13 @@ class Timeline:
         self.fixed[[v for run in self.runs if not gathered.isdisjoint(run.reads) for v in run.makes]] = True
         self.fixed[[v for i in self.forced for v in self.runs[i].makes]] = False
         self._forward = _Forward.of(self)
-        self.other: np.ndarray = np.zeros(len(self.held))  # bytes of what is in no run, by time
-        self.other = self.held - self.under(self.forced).held
+        _, bare = self._step(self.forced, Beside.nothing(len(self.held)))
+        self.other: np.ndarray = self.held - self.beside.temporaries - bare  # bytes of what is in no run, by time
 
     @staticmethod
-    def of(space: Space, picked: Sequence[int], held: np.ndarray) -> Timeline:
+    def of(space: Space, picked: Sequence[int], held: np.ndarray, beside: Beside) -> Timeline:
         """The line of the plan that picks these choices, and holds so many bytes at every time."""
-        return _Writer(space, picked).line(held)
+        return _Writer(space, picked).line(held, beside)
 
     @property
     def names(self) -> list[str]:
@@ -137,6 +150,11 @@ class Timeline:
 
     def under(self, again: frozenset[int]) -> Through:
         """The step in which these runs are repeated: what runs a second time, and the bytes at every time."""
+        ran, most = self._step(again, self.beside)
+        return Through(ran, most + self.other)
+
+    def _step(self, again: frozenset[int], beside: Beside) -> tuple[tuple[int, ...], np.ndarray]:
+        """What runs a second time, and the bytes of runs at every time, with what is beside an op's backward."""
         forward, made_by, fixed = self._forward, self.made_by, self._forward.fixed
         born, last, there = list(forward.born), list(forward.read), set[int]()
         lives = list[tuple[int, int, int]]()  # first lives of values that are made again
@@ -161,7 +179,7 @@ class Timeline:
                 last[value] = now
             times.append(time)
             now += 1
-        return Through(tuple(ran), self._bytes(born, last, lives, work, times))
+        return tuple(ran), self._bytes(born, last, lives, work, times, beside)
 
     def _chain(self, value: int, again: frozenset[int], there: set[int]) -> list[int]:
         """The runs that have to come again for a value, in order: before its own those of its operands."""
@@ -188,8 +206,9 @@ class Timeline:
         lives: Sequence[tuple[int, int, int]],
         work: Sequence[tuple[int, float]],
         times: Sequence[int],
+        beside: Beside,
     ) -> np.ndarray:
-        """Bytes of a step at every time: the most at any of the runs in it, with what is in no run."""
+        """Bytes of runs at every time: the most at any of those in it."""
         count = len(self.runs) + len(times)
         first = np.array(lives, int).reshape(-1, 3)
         size = np.concatenate([self.bytes, self.bytes[first[:, 2]]])
@@ -201,9 +220,13 @@ class Timeline:
             own[step] += made
         at = np.concatenate([self._forward.times, times]).astype(int)  # from time to time, none is left out
         starts = np.flatnonzero(np.diff(at, prepend=-1))
+        is_op = np.zeros(count, bool)
+        is_op[[*(starts[1:] - 1), count - 1]] = True  # the last of its time
+        own[is_op] += beside.temporaries[at[is_op]]
+        own[~is_op] -= beside.made[at[~is_op]]
         most = np.zeros(len(self.held))
         most[at[starts]] = np.maximum.reduceat(own, starts)
-        return most + self.other
+        return most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,7 +275,7 @@ class _Writer:
         self.converted: dict[tuple[int, int, int], int] = {}
         self.times = space.setting.accumulation  # micro-batches: what a run takes, it takes in each
 
-    def line(self, held: np.ndarray) -> Timeline:
+    def line(self, held: np.ndarray, beside: Beside) -> Timeline:
         """All runs in order."""
         for time, op in enumerate(self.passages.ops):
             self._op(time, op)
@@ -266,6 +289,7 @@ class _Writer:
             tuple(self.made_by),
             ops,
             held,
+            beside,
             tuple(self.run_of),
             self.travels,
         )
@@ -333,6 +357,7 @@ class _Writer:
                 (made_value,),
                 (),
                 time,
+                0.0 if is_forced else self.memory.beside_value(edge, place),
                 is_op=False,
                 is_forced=is_forced,
             )

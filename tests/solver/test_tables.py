@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.solver import tables
-from autopar.solver.lookup import Tables, Taken
+from autopar.space.lookup import Tables, Taken
 from autopar.solver.tables import Factor, minimum_over
 
 

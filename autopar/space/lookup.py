@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopar.space.memory import Memory
-from autopar.space.space import Space
+if TYPE_CHECKING:
+    from autopar.space.space import Space
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,8 +32,8 @@ class Flows:
     def __init__(self, space: Space) -> None:
         self.source = np.array([e.source for e in space.edges], int)
         self.target = np.array([e.target for e in space.edges], int)
-        self._given, self._given_at = _end_to_end([e.given_by for e in space.edges])
-        self._taken, self._taken_at = _end_to_end([e.taken_by for e in space.edges])
+        self._given, self._given_at = end_to_end([e.given_by for e in space.edges])
+        self._taken, self._taken_at = end_to_end([e.taken_by for e in space.edges])
 
     def under(self, picked: Sequence[int]) -> Taken:
         """The flows of a plan."""
@@ -50,8 +51,8 @@ class Tables:
         on_sites, on_edges = list(of_sites), list(of_edges)
         self.sites = np.array([i for i, _ in on_sites], int)
         self.edges = np.array([k for k, _ in on_edges], int)
-        self._by_choice, self._choice_at = _end_to_end([table for _, table in on_sites])
-        self._by_flows, self._flow_at = _end_to_end([table for _, table in on_edges])
+        self._by_choice, self._choice_at = end_to_end([table for _, table in on_sites])
+        self._by_flows, self._flow_at = end_to_end([table for _, table in on_edges])
         self._width = np.array([table.shape[1] for _, table in on_edges], int)
 
     def of_sites(self, taken: Taken) -> np.ndarray:
@@ -64,33 +65,7 @@ class Tables:
         return self._by_flows[self._flow_at + row * self._width + column]
 
 
-class HeldBytes:
-    """Bytes at every time of a step, for one plan after the other."""
-
-    def __init__(self, memory: Memory) -> None:
-        pieces = [p for p in memory.pieces if not p.is_edge] + [p for p in memory.pieces if p.is_edge]
-        count = sum(not p.is_edge for p in pieces)
-        self.tables = Tables(
-            [(p.place, p.bytes) for p in pieces[:count]],
-            [(p.place, p.bytes) for p in pieces[count:]],
-        )
-        self.times = memory.times
-        self.memory = memory
-        self.first = np.array([p.first for p in pieces], int)
-        self.after = np.array([p.last + 1 for p in pieces], int)
-
-    def under(self, taken: Taken, is_exact: bool = True) -> np.ndarray:
-        """The bytes of a plan at every time; unless they are exact, without those that no sum of tables counts."""
-        amounts = np.concatenate([self.tables.of_sites(taken), self.tables.of_edges(taken)])
-        change = np.bincount(self.first, amounts, self.times + 1) - np.bincount(self.after, amounts, self.times + 1)
-        leaves, arrives = taken.leaves.tolist(), taken.arrives.tolist()
-        for amount, begin, last in self.memory.missing(lambda k: (leaves[k], arrives[k])) if is_exact else ():
-            change[begin] += amount
-            change[last + 1] -= amount
-        return np.cumsum(change)[:-1]
-
-
-def _end_to_end(tables: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def end_to_end(tables: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The entries of all tables in one array, and where each table begins; a table that comes again is there once."""
     apart = {id(table): table for table in tables}
     ends = itertools.accumulate((table.size for table in apart.values()), initial=0)

@@ -1,0 +1,112 @@
+"""Temporaries of a conversion: what it holds while it runs, beside what it takes and what it makes.
+
+A collective sends and receives plain memory. What lies otherwise is copied: parts along a later dim, parts of blocks,
+parts of uneven lengths. What `runtime/collectives.py` makes on the way is counted here, step by step, in the order in
+which it makes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.sharding.convert import LocalStep, Step, localise
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.placement import Sharding
+
+_Shape = tuple[int, ...]
+
+
+def temporaries(
+    path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh: DeviceMesh, is_turned: bool = False
+) -> int:
+    """Elements that the steps hold on the fullest device beside the tensor itself and what they end with.
+
+    The tensor may be `turned`: it does not lie in memory order.
+    """
+    first = (0,) * len(mesh.shape)
+    steps, _ = localise(path, shape, source, mesh, first)
+    _, local = localise((), shape, source, mesh, first)
+    most = between = 0
+    for step in steps:
+        after, held = _STEPS[step.kind](step, local, mesh.shape[mesh.axis(step.axis)], is_turned)
+        most = max(most, between + held)
+        local, between, is_turned = after, math.prod(after), False
+    return max(0, most - between)
+
+
+def _all_reduce(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
+    """A copy, which becomes the sum."""
+    return local, math.prod(local)
+
+
+def _lodge(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
+    """The value or zeros, then that in order."""
+    return local, (1 + is_turned) * math.prod(local)
+
+
+def _all_gather(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
+    """What is sent, where that is a copy, then what arrives, and that in order."""
+    ((dim, size, blocks),) = step.dims
+    length = -(-size // parts)
+    after, padded = _with(local, dim, size), _with(local, dim, length)
+    sent = math.prod(padded) if is_turned or padded != local else 0
+    arrives = math.prod(padded) * parts
+    return after, arrives + max(sent, _put_in_order(after, dim, arrives, length * parts, blocks))
+
+
+def _put_in_order(after: _Shape, dim: int, arrives: int, padded: int, blocks: Sequence[int]) -> int:
+    """Elements of the copies that make one tensor of the parts of a dim, which have arrived one behind the other."""
+    is_first = _is_first(after, dim)
+    copied = 0 if is_first else arrives
+    if blocks or (padded != after[dim] and not is_first):
+        copied += math.prod(after)
+    return copied
+
+
+def _reduce_scatter(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
+    """The parts in the order of their receivers, then what is sent, where that is another copy, and what arrives."""
+    ((dim, size, blocks),) = step.dims
+    length = -(-size // parts)
+    after, padded = _with(local, dim, length), _with(local, dim, length * parts)
+    ordered = math.prod(local) if blocks else 0
+    if padded != local:
+        ordered = math.prod(padded)
+    sent = math.prod(padded) if not _is_first(local, dim) or (is_turned and not ordered) else 0
+    return after, max(ordered + sent, (sent or ordered) + math.prod(after))
+
+
+def _all_to_all(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
+    """What is sent, then what arrives, then that in order."""
+    (dim, size, blocks), (to_dim, to_size, to_blocks) = step.dims
+    length, to_length = -(-size // parts), -(-to_size // parts)
+    after = _with(_with(local, dim, size), to_dim, to_length)
+    sent = math.prod(_with(_with(local, dim, length), to_dim, to_length * parts))
+    ordered = sent if to_blocks or length != local[dim] or to_length * parts != local[to_dim] else 0
+    return after, sent + max(ordered, sent, _put_in_order(after, dim, sent, length * parts, blocks))
+
+
+def _slice(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
+    """The parts in order, where they are of blocks, and this device's."""
+    ((dim, size, blocks),) = step.dims
+    after = _with(local, dim, -(-size // parts))
+    return after, (math.prod(local) if blocks else 0) + math.prod(after)
+
+
+_STEPS = {
+    "all_reduce": _all_reduce,
+    "lodge": _lodge,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "slice": _slice,
+}
+
+
+def _with(shape: _Shape, dim: int, size: int) -> _Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _is_first(shape: _Shape, dim: int) -> bool:
+    """Are the parts of a dim one behind the other in memory?"""
+    return math.prod(shape[:dim]) == 1
