@@ -169,6 +169,8 @@ class Facts:
     truth: bool = False  # its result is yes or no, whatever its operand is
     overwrites: bool = False  # its result has the shape of its operand, whose numbers do not matter
     one_dtype: bool = False  # its operands are all of one dtype
+    # of a product: the operand whose gradient backward makes last, when nothing reads that operand any more
+    last: str | Callable[[OpCall], str] = ""
     loss: bool = False  # it has a reduction, which the graph takes out
     joint: bool = False  # one kernel gives the gradients of all of its operands, where a product has one for each
     spreads: bool = False  # the gradient of an operand that is broadcast is a sum of its own

@@ -153,6 +153,7 @@ op(
     rule=TWO,
     linear="x, y",
     keeps="input:other other:input",
+    last="input",
     **numbered("mul"),
 )
 op(

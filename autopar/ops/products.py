@@ -137,6 +137,11 @@ def in_one_list(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dic
     return op, arguments
 
 
+def last_of_linear(call: OpCall) -> str:
+    """With a bias it is one op of torch, which makes the gradient of what it is added to first."""
+    return "input" if call.arguments.get("bias") is None else "weight"
+
+
 LOOPS = (2, "")  # FLOPs for each point of the space of the factors
 op(
     "linear",
@@ -145,6 +150,7 @@ op(
     rule="... k, n k, n -> ... n",
     linear="x+z, y+z",
     keeps="input:weight weight:input",
+    last=last_of_linear,
     flops=LOOPS,
     one_dtype=True,
 )
@@ -156,6 +162,7 @@ op(
     rule="m k, k n -> m n",
     linear="x, y",
     keeps="input:mat2 mat2:input",
+    last="input",
     flops=LOOPS,
     one_dtype=True,
 )
@@ -169,6 +176,7 @@ op(
     T.bmm,
     rule=matmul,
     keeps="input:other other:input",
+    last="input",
     flops=LOOPS,
     one_dtype=True,
 )

@@ -25,7 +25,7 @@ from autopar.solver.polish import numbered
 from autopar.solver.states import CutFlow, cut
 from autopar.solver.tables import Factor, Problem
 from autopar.space.memory import Piece
-from autopar.space.timeline import OWN, SMALL, Passages, Timeline
+from autopar.space.timeline import OWN, SMALL, Passage, Passages, Run, Timeline
 
 _NOWHERE = 1e30
 
@@ -52,7 +52,9 @@ class JointTables:
         self.kinds = numbered(self.space)
         self.steps = self.space.setting.accumulation
         last = 2 * len(self.passages.ops) - 1
-        self.wants = [last - t >= time for t in range(len(self.passages.ops))]  # backward of this op is still to come
+        # is the backward of this op still to come, or there?
+        self.wants = [last - t >= time for t in range(len(self.passages.ops))]
+        self.kept = [self._kept(op, last - t) for t, op in enumerate(self.passages.ops)]  # of each edge of an op
         self.leaving_edges: dict[tuple[int, int], list[int]] = {}  # of each value the edges over which it leaves
         inside = {k for op in self.passages.ops for k in op.edges}
         for k, source in enumerate(self.passages.sources):
@@ -62,6 +64,18 @@ class JointTables:
         self._flow = CutFlow(frozenset(), {}, {})  # of the line that was cut last, at which price
         self._last: tuple[int, float] = (0, 0.0)
         self._line: Timeline | None = None  # it is held, so that its id stays its
+
+    def _kept(self, op: Passage, back: int) -> tuple[bool, ...]:
+        """Which of an op's operands wait at the priced time for its backward, which comes `back` then?"""
+        pairs = zip(op.kept, op.first, strict=True)
+        return tuple(kept and back - is_first >= self.time for kept, is_first in pairs)
+
+    def _wanted(self, run: Run) -> Sequence[int]:
+        """The values that wait at the priced time for the backward of a run."""
+        if not self.wants[run.time]:
+            return ()
+        is_there = 2 * len(self.passages.ops) - 1 - run.time == self.time
+        return [v for v in run.keeps if v not in run.first] if is_there else run.keeps
 
     def _fixed(self) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
         """Bytes at the priced time of what has no state."""
@@ -102,9 +116,8 @@ class JointTables:
             factors[k] = _of(factors[k], _plus(memo, factors[k].table, held, price))
         for time, op in enumerate(self.passages.ops):
             costs[op.site] = self._site(memo, time, costs[op.site], price, worth)
-            for k, kept in zip(op.edges, op.kept, strict=True):
+            for k, kept in zip(op.edges, self.kept[time], strict=True):
                 if self.passages.sources[k][0] >= 0 and k not in self.passages.gathered:
-                    kept = kept and self.wants[time]
                     table = self._edge(memo, k, kept, factors[k].table, price, worth)
                     factors[k] = _of(factors[k], table)
         del alive
@@ -171,7 +184,7 @@ class JointTables:
 
     def _cut(self, line: Timeline, price: float) -> CutFlow:
         if (id(line), price) != self._last:
-            wanted = {v for run in line.runs if run.is_op and self.wants[run.time] for v in run.keeps}
+            wanted = {v for run in line.runs if run.is_op for v in self._wanted(run)}
             self._flow = cut(line, wanted, {v: price * float(line.bytes[v]) for v in range(len(line.bytes))})
             self._last, self._line = (id(line), price), line
         return self._flow
@@ -183,10 +196,10 @@ class JointTables:
         keepers: dict[int, int] = {}  # of each value the edges whose takers keep it
         users: dict[int, int] = {}  # of each conversion the edges that take it
         for time, op in enumerate(self.passages.ops):
-            for k, kept in zip(op.edges, op.kept, strict=True):
+            for k, kept in zip(op.edges, self.kept[time], strict=True):
                 if k in line.travels:
                     given, arrived = line.travels[k]
-                    if kept and self.wants[time]:
+                    if kept:
                         keepers[arrived] = keepers.get(arrived, 0) + 1
                     if given != arrived:
                         users[arrived] = users.get(arrived, 0) + 1
@@ -197,7 +210,7 @@ class JointTables:
             for k in op.edges:
                 if k in line.travels:
                     same[line.travels[k][1]] = same.get(line.travels[k][1], 0) + 1
-            for k, kept in zip(op.edges, op.kept, strict=True):
+            for k, kept in zip(op.edges, self.kept[time], strict=True):
                 if k not in line.travels:
                     continue
                 given, arrived = line.travels[k]
@@ -206,7 +219,7 @@ class JointTables:
                     through += sum(float(leaving[j]) for j in self.leaving_edges.get((time, i), ()))
                 arriving[k] = through
                 direct = 0.0
-                if kept and self.wants[time]:
+                if kept:
                     direct = flow.wanted.get(arrived, 0.0) / keepers[arrived]
                 if given == arrived:
                     leaving[k] = through + direct

@@ -10,7 +10,7 @@ import torch.fx as fx
 from autopar.graph import walks
 from autopar.graph.graph import Graph, info, type_of
 from autopar.space.parameter_values import ParameterValues
-from autopar.space.saved import kept_by, layouts, owners
+from autopar.space.saved import freed_first, kept_by, layouts, owners
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,10 +65,14 @@ class Lifetimes:
         self.users = {n: readers(n) for n in graph.nodes}
         self.outputs = {n: walks.results(n) for n in graph.nodes}  # of an op, the values that it gives
         self.keeps: dict[fx.Node, set[fx.Node]] = {}  # the values that an op keeps for its backward,
-        self.besides: dict[fx.Node, int] = {}  # and the bytes of what it makes besides
+        self.besides: dict[fx.Node, int] = {}  # and the bytes of what it makes besides;
+        # the value of these that its backward frees before it makes as much
+        self.freed_first: dict[fx.Node, fx.Node] = {}
         for op in clock.ops:
             kept, self.besides[op] = kept_by(op, kind, emitted=True)
             self.keeps[op] = set(kept)
+            if (first := freed_first(op)) in self.keeps[op]:
+                self.freed_first[op] = first
         # of each value of an op, the last time at which it is needed as it is: by an op of the forward, or by its own
         # op's backward
         made = [value for value in graph.nodes if info(value).kind in ("op", "part")]
@@ -98,14 +102,18 @@ class Lifetimes:
         """
         if op not in self.clock.at:
             return self.clock.settled
-        own = self.clock.back(op) if value in self.keeps[op] else self.clock.at[op]
-        return max([own, *map(self.needed, self.views(op, value))])
+        return max([self._own(value, op), *map(self.needed, self.views(op, value))])
 
     def needs_itself(self, value: fx.Node, op: fx.Node) -> int:
         """The last time at which an op, or its own views as they are, need a value."""
-        is_kept = op not in self.clock.at or value in self.keeps[op]
-        own = self.clock.back(op) if is_kept else self.clock.at[op]
+        own = self._own(value, op) if op in self.clock.at else self.clock.back(op)
         return max([own, *(self.end[w] for w in self.views(op, value))])
+
+    def _own(self, value: fx.Node, op: fx.Node) -> int:
+        """The last time at which an op or its backward needs a value."""
+        if value not in self.keeps[op]:
+            return self.clock.at[op]
+        return self.clock.back(op) - (self.freed_first.get(op) is value)
 
     def last_use(self, value: fx.Node) -> int:
         """The last op of the forward that reads a value, through views too: where its gradient begins."""

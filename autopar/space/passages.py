@@ -70,6 +70,7 @@ class _Builder:
             index,
             edges,
             tuple(self.wiring.values[k] in keeps for k in edges),
+            tuple(self.wiring.values[k] is lifetimes.freed_first.get(op) for k in edges),
             tuple(made),
             str(info(op).checkpoint[0]) if info(op).checkpoint else "",
             op in self.cores,

@@ -109,6 +109,20 @@ def kept_by(node: fx.Node, kind: str, emitted: bool = False) -> tuple[list[fx.No
     return values, int(_bytes(formula)(**_quantities(node))) if formula else 0
 
 
+def freed_first(node: fx.Node) -> fx.Node | None:
+    """The operand of an op that its backward has freed when it makes that operand's own gradient, the last."""
+    facts = facts_of(op_name(node))
+    last = facts.last(call_of(node)) if callable(facts.last) else facts.last
+    value = node.kwargs.get(last)
+    if not last or not _is_trained(value):
+        return None
+    operands = [n for name, given in node.kwargs.items() for n in _nodes(given)]
+    alike = {tuple(type_of(n).shape) for n in operands}
+    if operands.count(value) > 1 or (facts.spreads and len(alike) > 1):  # a sum of another gradient is as large
+        return None
+    return value
+
+
 def _is_trained(value: Any) -> bool:
     return hasattr(value, "meta") and type_of(value).requires_grad
 

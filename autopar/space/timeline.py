@@ -48,6 +48,7 @@ class Passage:
     site: int
     edges: tuple[int, ...]  # by which its operands arrive
     kept: tuple[bool, ...]  # of each: does its backward read what arrives?
+    first: tuple[bool, ...]  # of each: does it free that before it makes as much?
     made: tuple[Made, ...]
     region: str = ""  # the model's own checkpoint region around it
     is_core: bool = False  # is it in the core of an attention, between the products?
@@ -78,6 +79,7 @@ class Run:
     reads: tuple[int, ...]  # values, as numbers
     makes: tuple[int, ...]
     keeps: tuple[int, ...]  # values that its backward reads
+    first: tuple[int, ...]  # those of them that it frees before it makes as much
     time: int  # of the op in forward (see `memory.py`)
     work: float = 0.0  # bytes that it makes for the while
     is_op: bool = True
@@ -159,7 +161,7 @@ class Timeline:
         born, last, there = list(forward.born), list(forward.read), set[int]()
         lives = list[tuple[int, int, int]]()  # first lives of values that are made again
         ran, times, work, now = list[int](), list[int](), list[tuple[int, float]](), len(self.runs)
-        for keeps, time in forward.backward:
+        for keeps, first, time in forward.backward:
             for value in keeps:
                 if made_by[value] in again and value not in there and not fixed[value]:
                     for i in self._chain(value, again, there):
@@ -177,6 +179,8 @@ class Timeline:
                         now += 1
             for value in keeps:
                 last[value] = now
+            for value in first:
+                last[value] = now - 1
             times.append(time)
             now += 1
         return tuple(ran), self._bytes(born, last, lives, work, times, beside)
@@ -244,7 +248,8 @@ class _Forward:
     born: tuple[int, ...]  # of each value the run that makes it,
     read: tuple[int, ...]  # and the last that reads it
     times: tuple[int, ...]  # of each run
-    backward: tuple[tuple[tuple[int, ...], int], ...]  # of each op, the last first: values that it keeps, and its time
+    # of each op, the last first: values that it keeps, those that it frees first, and its time
+    backward: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
     fixed: tuple[bool, ...]
 
     @staticmethod
@@ -254,7 +259,7 @@ class _Forward:
             for v in run.reads:
                 read[v] = t
         last = 2 * line.ops - 1
-        backward = tuple((run.keeps, last - run.time) for run in reversed(line.runs) if run.is_op)
+        backward = tuple((run.keeps, run.first, last - run.time) for run in reversed(line.runs) if run.is_op)
         times = tuple(run.time for run in line.runs)
         return _Forward(tuple(line.made_by), tuple(read), times, backward, tuple(line.fixed.tolist()))
 
@@ -314,6 +319,7 @@ class _Writer:
             keeps.append(makes[-1])
         seconds = float(site.compute[0][choice]) * self.times if site.compute else 0.0
         work = float(op.work[choice]) if op.work is not None else 0.0
+        first = [arrived[e] for e, is_first in zip(op.edges, op.first, strict=True) if is_first]
         reads = tuple(v for v in _values(arrived.values()) if v not in makes)
         run = Run(
             site.name,
@@ -321,6 +327,7 @@ class _Writer:
             reads,
             tuple(makes),
             _values(keeps),
+            tuple(v for v in _values(first) if keeps.count(v) == 1),
             time,
             work,
             region=op.region,
@@ -355,6 +362,7 @@ class _Writer:
                 float(e.forward[place]) * self.times,
                 tuple(reads),
                 (made_value,),
+                (),
                 (),
                 time,
                 0.0 if is_forced else self.memory.beside_value(edge, place),

@@ -21,7 +21,7 @@ def drawn(seed: int, most: int = 8) -> Timeline:
         before = list(range(i))
         reads = tuple(sorted(set(rng.choice(before[-3:], size=min(len(before), 2)).tolist()))) if before else ()
         keeps = tuple(v for v in (*reads, i) if rng.random() < 0.6)
-        runs.append(Run(f"run{i}", float(rng.integers(1, 9)), reads, (i,), keeps, i))
+        runs.append(Run(f"run{i}", float(rng.integers(1, 9)), reads, (i,), keeps, (), i))
     size = rng.integers(1, 9, count) * 2.0**20
     leaves = np.zeros(count, bool)
     leaves[-1] = rng.random() < 0.5
@@ -150,7 +150,7 @@ def test_parts_of_other_prices_fill_a_budget():
     for layer in range(12):
         for seconds, mib in ((9.0, 9.0), (4.0, 3.0), (1.0, 0.5)):
             i = len(runs)
-            runs.append(Run(f"{layer}.{mib}", seconds, (i - 1,) if i else (), (i,), (i,), i))
+            runs.append(Run(f"{layer}.{mib}", seconds, (i - 1,) if i else (), (i,), (i,), (), i))
             size.append(mib * 2.0**20)
     count = len(runs)
     line = Timeline(
@@ -178,8 +178,8 @@ def test_what_comes_of_a_table_gathered_for_forward_alone_is_saved():
     size, leaves = np.full(3, 2.0**20), np.zeros(3, bool)
 
     def line(table):
-        runs = (table, Run("embedding", 1.0, (0,), (1,), (), 0), Run("act", 1.0, (1,), (2,), (1, 2), 1))
+        runs = (table, Run("embedding", 1.0, (0,), (1,), (), (), 0), Run("act", 1.0, (1,), (2,), (1, 2), (), 1))
         return Timeline(runs, size, leaves, (0, 1, 2), 2, np.zeros(5), Beside.nothing(5), (1, 2), {})
 
-    assert line(Run("embedding:1", 1.0, (), (0,), (), 0, is_op=False)).names == ["embedding:1", "act"]
-    assert line(Run("scale", 1.0, (), (0,), (), 0)).names == ["scale", "embedding", "act"]
+    assert line(Run("embedding:1", 1.0, (), (0,), (), (), 0, is_op=False)).names == ["embedding:1", "act"]
+    assert line(Run("scale", 1.0, (), (0,), (), (), 0)).names == ["scale", "embedding", "act"]
