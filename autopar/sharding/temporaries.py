@@ -35,6 +35,14 @@ def temporaries(
     return max(0, most - between)
 
 
+def between(path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh: DeviceMesh) -> int:
+    """Elements that the last of several steps starts from on the fullest device."""
+    if len(path) < 2:
+        return 0
+    _, local = localise(path[:-1], shape, source, mesh, (0,) * len(mesh.shape))
+    return math.prod(local)
+
+
 def _all_reduce(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
     """A copy, which becomes the sum."""
     return local, math.prod(local)
@@ -46,7 +54,7 @@ def _lodge(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple
 
 
 def _all_gather(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
-    """What is sent, where that is a copy, then what arrives, and that in order."""
+    """A copy that is sent, where one is needed; then what arrives, and that in order."""
     ((dim, size, blocks),) = step.dims
     length = -(-size // parts)
     after, padded = _with(local, dim, size), _with(local, dim, length)
@@ -56,7 +64,7 @@ def _all_gather(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> 
 
 
 def _put_in_order(after: _Shape, dim: int, arrives: int, padded: int, blocks: Sequence[int]) -> int:
-    """Elements of the copies that make one tensor of the parts of a dim, which have arrived one behind the other."""
+    """Elements of the copies that make one tensor of parts that have arrived one behind the other."""
     is_first = _is_first(after, dim)
     copied = 0 if is_first else arrives
     if blocks or (padded != after[dim] and not is_first):
@@ -77,7 +85,7 @@ def _reduce_scatter(step: LocalStep, local: _Shape, parts: int, is_turned: bool)
 
 
 def _all_to_all(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
-    """What is sent, then what arrives, then that in order."""
+    """A copy that is sent, then what arrives, then that in order."""
     (dim, size, blocks), (to_dim, to_size, to_blocks) = step.dims
     length, to_length = -(-size // parts), -(-to_size // parts)
     after = _with(_with(local, dim, size), to_dim, to_length)

@@ -62,7 +62,7 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
 
 def _needed(space: Space, point: Point) -> dict[str, tuple[int, float]]:
     """Bytes and seconds of what backward needs, as long as it could be dropped."""
-    line = Timeline.of(space, point.picked, point.held, point.beside)
+    line = Timeline.of(space, point.picked, point.held, point.momentary)
     found = {}
     for run in line.runs:
         able = [v for v in run.makes if not line.fixed[v]]

@@ -25,6 +25,7 @@ from autopar.solver.polish import numbered
 from autopar.solver.states import CutFlow, cut
 from autopar.solver.tables import Factor, Problem
 from autopar.space.memory import Piece
+from autopar.space.space import Space
 from autopar.space.timeline import OWN, SMALL, Passage, Passages, Run, Timeline
 
 _NOWHERE = 1e30
@@ -44,7 +45,6 @@ class JointTables:
     def __init__(self, counted: Budgeted, time: int, exposed: Sequence[float]) -> None:
         assert counted.memory is not None
         self.counted = counted
-        self.space = counted.space
         self.memory = counted.memory
         self.passages: Passages = counted.memory.passages
         self.time = time
@@ -64,6 +64,10 @@ class JointTables:
         self._flow = CutFlow(frozenset(), {}, {})  # of the line that was cut last, at which price
         self._last: tuple[int, float] = (0, 0.0)
         self._line: Timeline | None = None  # it is held, so that its id stays its
+
+    @property
+    def space(self) -> Space:
+        return self.counted.space
 
     def _kept(self, op: Passage, back: int) -> tuple[bool, ...]:
         """Which of an op's operands wait at the priced time for its backward, which comes `back` then?"""

@@ -11,7 +11,7 @@ import numpy as np
 from autopar.space.lookup import Flows, Tables, Taken
 from autopar.space.memory import Memory, Piece
 from autopar.space.space import Space
-from autopar.space.timeline import Beside
+from autopar.space.timeline import Momentary
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +21,7 @@ class Point:
     picked: list[int]
     seconds: float
     held: np.ndarray
-    beside: Beside  # those of them that are not there all of a time
+    momentary: Momentary  # those of them that are not there all of a time
     in_line: float = 0.0  # seconds without the communication in windows
     over: tuple[float, ...] = ()  # of each kind of window: communication less compute
     recomputed: frozenset[str] = frozenset()  # values that backward makes again (see `space/timeline.py`),
@@ -48,19 +48,19 @@ class HeldBytes:
         self.after = np.array([p.last + 1 for p in pieces], int)
         self.is_made = np.array([p.first >= len(memory.ops) and _is_made(p) for p in pieces], bool)
 
-    def under(self, taken: Taken, is_exact: bool = True) -> tuple[np.ndarray, Beside]:
+    def under(self, taken: Taken, is_exact: bool = True) -> tuple[np.ndarray, Momentary]:
         """The bytes of a plan at every time; unless they are exact, without those that no sum of tables counts."""
         amounts = np.concatenate([self.tables.of_sites(taken), self.tables.of_edges(taken)])
         change = np.bincount(self.first, amounts, self.times + 1) - np.bincount(self.after, amounts, self.times + 1)
         made = np.bincount(self.first[self.is_made], amounts[self.is_made], self.times)
-        beside = Beside(np.zeros(self.times), made)
+        momentary = Momentary(np.zeros(self.times), made)
         if is_exact:
             leaves, arrives = taken.leaves.tolist(), taken.arrives.tolist()
             for amount, begin, last in self.memory.missing(lambda k: (leaves[k], arrives[k])):
                 change[begin] += amount
                 change[last + 1] -= amount
-            beside = Beside(self.memory.beside(taken), made)
-        return np.cumsum(change)[:-1] + beside.temporaries, beside
+            momentary = Momentary(self.memory.beside(taken), made)
+        return np.cumsum(change)[:-1] + momentary.temporaries, momentary
 
 
 def _is_made(piece: Piece) -> bool:
@@ -100,12 +100,12 @@ class Points:
         run = np.bincount(self.window_of_run, self.beside.of_sites(taken), count)
         over = np.bincount(np.array(self.kind_of, int), times * (moved - run), self.kinds)
         hidden, in_line = float((times * np.minimum(moved, run)).sum()), whole - float((times * moved).sum())
-        held, beside = self._held.under(taken) if self._held is not None else (np.zeros(1), Beside.nothing(1))
-        return Point(list(picked), whole - hidden, held, beside, in_line, tuple(over.tolist()))
+        held, momentary = self._held.under(taken) if self._held is not None else (np.zeros(1), Momentary.nothing(1))
+        return Point(list(picked), whole - hidden, held, momentary, in_line, tuple(over.tolist()))
 
     def by_tables(self, point: Point) -> Point:
         """The same plan with the bytes that sums of tables count: what the solver's rows say."""
         if self._held is None:
             return point
-        held, beside = self._held.under(self.flows.under(point.picked), is_exact=False)
-        return replace(point, held=held, beside=beside)
+        held, momentary = self._held.under(self.flows.under(point.picked), is_exact=False)
+        return replace(point, held=held, momentary=momentary)

@@ -22,8 +22,8 @@ from autopar.graph.layers import around_number
 from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Outcome
 from autopar.solver.integer import IntegerProgram, backend_of
-from autopar.space.lookup import Tables, Taken
 from autopar.solver.points import Point
+from autopar.space.lookup import Tables, Taken
 from autopar.space.space import Edge, Site, Space
 from autopar.space.windows import Window
 

@@ -54,7 +54,7 @@ class Lined:
 
     @staticmethod
     def of(task: Task, point: Point) -> Lined:
-        line = Timeline.of(task.space, point.picked, point.held, point.beside)
+        line = Timeline.of(task.space, point.picked, point.held, point.momentary)
         return Lined(point, line, StateSearch(line))
 
     def under(self, states: StepStates) -> Point:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -28,6 +27,7 @@ from autopar.solver.integer import optimise, smallest
 from autopar.solver.points import Point
 from autopar.solver.polish import polished
 from autopar.solver.tables import Factor, Problem
+from autopar.solver.ties import settled
 from autopar.space.space import Space
 
 _CLOSED, _NEARLY = 1e-9, 1e-3  # a gap that is rounding; and one that a larger integer program is not worth
@@ -132,26 +132,38 @@ class BetweenPlans:
 
 
 class SmallerBudgets:
-    """Plans for smaller budgets, which fit too: prices lead past some that this one's never ask for."""
+    """Plans for smaller budgets, which fit too: prices lead past some that this one's never ask for.
+
+    What no sum of tables counts, no price speaks of: where a plan is over the budget by that alone, room is left for
+    it.
+    """
 
     def accepts(self, task: Task, found: Findings) -> bool:
-        was_priced = found.outcome is not None and found.best is not None
-        return was_priced and task.has_budget and found.is_open(_FAR)
+        if found.outcome is None or not task.has_budget or not found.is_open(task.gap):
+            return False
+        return bool(self._budgets(task, found))
 
     def look(self, task: Task, found: Findings) -> Findings:
-        assert found.best is not None
         best, stopped = found.best, list(found.stopped)
-        for plan in self._plans(task, stopped):
-            if plan is not None and plan.seconds < best.seconds:
-                best = plan
+        for budget in self._budgets(task, found):
+            if task.has_time:
+                outcome = task.counted.fastest(budget, task.gap, until=task.until, proves=False)
+                plan = polished(task.counted, outcome, budget, task.gap, task.solver, stopped)
+                if plan is not None:
+                    plan = settled(task.counted, plan, task.budget)
+                if plan is not None and (best is None or plan.seconds < best.seconds):
+                    best = plan
         return replace(found, best=best, stopped=tuple(stopped))
 
-    def _plans(self, task: Task, stopped: list[str]) -> Iterator[Point | None]:
-        for share in _LESS:
-            if task.has_time:
-                budget = task.budget * share
-                outcome = task.counted.fastest(budget, task.gap, until=task.until)
-                yield polished(task.counted, outcome, budget, task.gap, task.solver, stopped)
+    def _budgets(self, task: Task, found: Findings) -> list[float]:
+        """Those that are worth a look."""
+        assert found.outcome is not None
+        is_far = found.best is not None and found.is_open(_FAR)
+        least = math.inf if found.best is None else found.best.seconds
+        over = [p for p in found.outcome.points if p.peak > task.budget and p.seconds < least]
+        uncounted = (p.peak - tables for p in over if (tables := task.counted.points.by_tables(p).peak) <= task.budget)
+        room = max(uncounted, default=0.0)
+        return [*([task.budget - room] if room else []), *(task.budget * share for share in _LESS if is_far)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +195,8 @@ class WholeProgram:
         if answer.picked is None:
             return found
         plan = task.counted.point(answer.picked)
+        if plan.peak > task.budget:  # by what no sum of tables counts
+            return found
         is_faster = found.best is None or plan.seconds < found.best.seconds
         return replace(found, best=plan) if answer.ended or (math.isfinite(plan.seconds) and is_faster) else found
 

@@ -8,7 +8,7 @@ plans that ask for them: of most pairs of shardings nobody does.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,11 @@ from autopar.graph.graph import TensorType, type_of
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import gradients, values
-from autopar.sharding.temporaries import temporaries
-from autopar.space.lifetimes import Lifetimes
+from autopar.sharding.temporaries import between, temporaries
+from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import LocalBytes
 from autopar.space.lookup import Tables, Taken, end_to_end
+from autopar.space.schedule import Schedule
 from autopar.space.timeline import OWN, Passage, Passages
 from autopar.space.wiring import Wiring
 
@@ -35,6 +36,18 @@ _UNKNOWN = -1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Gather:
+    """A gather of a parameter, alone or in one message with others."""
+
+    edge: int
+    source: int
+    time: int  # when it arrives
+    made: np.ndarray
+    under: tuple[bool, ...]  # by choice of the parameter: does it come? Empty: always
+    beside: Callable[[ShapeConsistencyManager, int, int], float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Found:
     """Temporaries of converting a value and its gradient, by [given, taken], as far as anything asked for them."""
 
@@ -43,11 +56,12 @@ class _Found:
     is_turned: bool
     of_value: np.ndarray
     of_gradient: np.ndarray
+    between: np.ndarray  # bytes that the last step of converting the value starts from
 
     @staticmethod
     def on(edge: Edge, type_: TensorType, is_turned: bool) -> _Found:
         shape = edge.seconds.shape
-        return _Found(edge, type_, is_turned, np.full(shape, _UNKNOWN), np.full(shape, _UNKNOWN))
+        return _Found(edge, type_, is_turned, *(np.full(shape, _UNKNOWN) for _ in range(3)))
 
     def find(self, manager: ShapeConsistencyManager, given: int, taken: int) -> tuple[float, float]:
         """Bytes beside the value and beside the gradient."""
@@ -60,6 +74,19 @@ class _Found:
             self.of_value[given, taken], self.of_gradient[given, taken] = value, gradient
         return float(self.of_value[given, taken]), float(self.of_gradient[given, taken])
 
+    def beside_value(self, manager: ShapeConsistencyManager, given: int, taken: int) -> float:
+        """Bytes beside the value while it is converted."""
+        return self.find(manager, given, taken)[0]
+
+    def between_steps(self, manager: ShapeConsistencyManager, given: int, taken: int) -> float:
+        """Bytes that the last of several steps of converting the value starts from."""
+        if self.between[given, taken] == _UNKNOWN:
+            source, target = values(self.edge.given[given]), values(self.edge.taken[taken])
+            shape, itemsize = self.type.shape, self.type.itemsize
+            steps = manager.path(shape, itemsize, source, target).steps
+            self.between[given, taken] = between(steps, shape, source, manager.mesh) * itemsize
+        return float(self.between[given, taken])
+
     def _bytes(self, manager: ShapeConsistencyManager, source: Sharding, target: Sharding, is_turned: bool) -> float:
         if source == target:
             return 0.0
@@ -69,83 +96,188 @@ class _Found:
 
 
 class Temporaries:
-    """Those of all conversions of values, for one plan after the other."""
+    """Those of all conversions of a space, for one plan after the other."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        lifetimes: Lifetimes,
+        schedule: Schedule,
+        passages: Passages,
+        pieces: Sequence[Piece],
+        manager: ShapeConsistencyManager,
+        bytes_: LocalBytes,
+    ) -> None:
+        self.manager = manager
+        self.found = _tables(wiring, lifetimes)
+        conversions = _Conversions(wiring, lifetimes, passages, self.found, manager)
+        self.parts = (
+            _OfValues(conversions, lifetimes.clock, passages),
+            _OfGradients(conversions, wiring, lifetimes.clock, pieces, bytes_),
+            _OfGathers(wiring, lifetimes, schedule, self.found, manager, bytes_),
+        )
+
+    def of_value(self, edge: int, given: int, taken: int) -> float:
+        """Bytes beside a value while it is converted."""
+        return self.found[edge].beside_value(self.manager, given, taken)
+
+    def over(self, taken: Taken) -> np.ndarray:
+        """Bytes at every time of a step, over what is counted."""
+        found: np.ndarray = np.max([part.over(taken) for part in self.parts], axis=0)
+        return found
+
+
+def _tables(wiring: Wiring, lifetimes: Lifetimes) -> list[_Found]:
+    """The table of each edge, to be found; edges that are alike share one."""
+    alike: dict[Hashable, _Found] = {}
+    found = []
+    for edge, value in zip(wiring.edges, wiring.values, strict=True):
+        type_, is_turned = type_of(value), value in lifetimes.turned
+        key = id(edge.given), id(edge.taken), type_, is_turned
+        if key not in alike:
+            alike[key] = _Found.on(edge, type_, is_turned)
+        found.append(alike[key])
+    return found
+
+
+class _Conversions:
+    """The edges over which values travel, in the order in which they are taken."""
 
     def __init__(
         self,
         wiring: Wiring,
         lifetimes: Lifetimes,
         passages: Passages,
-        pieces: Sequence[Piece],
+        found: Sequence[_Found],
+        manager: ShapeConsistencyManager,
+    ) -> None:
+        clock, edges = lifetimes.clock, wiring.edges
+        carried = [k for k, value in enumerate(wiring.values) if value not in lifetimes.parameters.owners]
+        carried.sort(key=lambda k: (clock.forward(wiring.takers[k]), edges[k].operand))
+        self.edges = np.array(carried, int)
+        self.now = np.array([clock.forward(wiring.takers[k]) for k in carried], int)
+        self.made = Tables(of_edges=((k, passages.converted[k]) for k in carried))
+        self.found = found
+        self.manager = manager
+        # what is converted once: a value, as one flow
+        self._value = _numbers((edges[k].source, passages.sources[k]) for k in carried)
+        self._arrives, self._arrives_at = end_to_end([passages.arrives[k] for k in carried])
+        self._kinds = int(self._arrives.max(initial=0)) + 1
+
+    def first(self, taken: Taken, is_meant: np.ndarray) -> np.ndarray:
+        """The places of the edges that are meant, each conversion where it comes first."""
+        flows = self._arrives[self._arrives_at + taken.arrives[self.edges]].astype(int)
+        places = np.flatnonzero(is_meant)
+        _, first = np.unique((self._value * self._kinds + flows)[places], return_index=True)
+        found: np.ndarray = np.sort(places[first])
+        return found
+
+    def temporaries(self, taken: Taken, places: np.ndarray) -> np.ndarray:
+        """Bytes beside the values and beside their gradients, at places."""
+        edges = self.edges[places]
+        rows, columns = taken.leaves[edges].tolist(), taken.arrives[edges].tolist()
+        each = zip(edges.tolist(), rows, columns, strict=True)
+        found = [self.found[k].find(self.manager, i, j) for k, i, j in each]
+        return np.array(found, float).reshape(-1, 2)
+
+
+class _OfValues:
+    """Conversions of values: what the op makes is not there yet, nor what later ones make."""
+
+    def __init__(self, conversions: _Conversions, clock: Clock, passages: Passages) -> None:
+        self.conversions = conversions
+        self.times = clock.last + 1
+        made = [(time, op.site, table) for time, op in enumerate(passages.ops) for table in _made_by(op)]
+        self.made_at = np.array([time for time, _, _ in made], int)
+        self.made = Tables((site, table) for _, site, table in made)
+
+    def over(self, taken: Taken) -> np.ndarray:
+        """Bytes at every time."""
+        conversions, over = self.conversions, np.zeros(self.times)
+        by_ops = np.bincount(self.made_at, self.made.of_sites(taken), self.times)
+        made = conversions.made.of_edges(taken)
+        places = conversions.first(taken, made > 0)
+        own, times = conversions.temporaries(taken, places)[:, 0], conversions.now[places]
+        np.maximum.at(over, times, own - _behind(times, made[places]) - by_ops[times])
+        return over
+
+
+class _OfGradients:
+    """Conversions of gradients: what the op's backward was the last to read is gone."""
+
+    def __init__(
+        self, conversions: _Conversions, wiring: Wiring, clock: Clock, pieces: Sequence[Piece], bytes_: LocalBytes
+    ) -> None:
+        self.conversions = conversions
+        self.count = clock.last + 1
+        self.times = clock.settled - conversions.now
+        edges = conversions.edges.tolist()
+        bytes_of = [bytes_.by_flows(wiring.edges[k], type_of(wiring.values[k])) for k in edges]
+        self.comes = Tables(of_edges=((k, b.unreduced) for k, b in zip(edges, bytes_of, strict=True)))
+        self.goes_on = Tables(of_edges=((k, b.reduced) for k, b in zip(edges, bytes_of, strict=True)))
+        self.is_there = np.array([type_of(wiring.values[k]).requires_grad for k in edges], bool)
+        freed = [p for p in pieces if p.kind in _FREED and clock.n <= p.last <= clock.settled]
+        freed.sort(key=lambda p: p.is_edge)
+        of_sites, of_edges = ([(p.place, p.bytes) for p in freed if p.is_edge is is_edge] for is_edge in (False, True))
+        self.freed = Tables(of_sites, of_edges)
+        self.freed_at = np.array([p.last for p in freed], int)
+
+    def over(self, taken: Taken) -> np.ndarray:
+        """Bytes at every time."""
+        amounts = np.concatenate([self.freed.of_sites(taken), self.freed.of_edges(taken)])
+        freed = np.bincount(self.freed_at, amounts, self.count)
+        comes, goes_on = self.comes.of_edges(taken), self.goes_on.of_edges(taken)
+        places = self.conversions.first(taken, (comes > 0) & self.is_there)
+        own, times = self.conversions.temporaries(taken, places)[:, 1], self.times[places]
+        comes, goes_on = comes[places], goes_on[places]
+        over = np.zeros(self.count)
+        np.maximum.at(over, times, own + comes + _behind(times, comes) - _behind(times, goes_on) - freed[times])
+        return over
+
+
+class _OfGathers:
+    """Gathers of parameters: of those in one message, the pieces count it and the copies that are cut out of it."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        lifetimes: Lifetimes,
+        schedule: Schedule,
+        found: Sequence[_Found],
         manager: ShapeConsistencyManager,
         bytes_: LocalBytes,
     ) -> None:
-        clock, self.manager = lifetimes.clock, manager
-        self.ops, self.times = clock.n, clock.last + 1
-        edges = [k for k, value in enumerate(wiring.values) if value not in lifetimes.parameters.owners]
-        edges.sort(key=lambda k: (clock.forward(wiring.takers[k]), wiring.edges[k].operand))
-        self.edges = np.array(edges, int)
-        self.now = np.array([clock.forward(wiring.takers[k]) for k in edges], int)
-        self.found = self._tables(wiring, lifetimes)
-        # what is converted once: a value, as one flow
-        self._value = _numbers((wiring.edges[k].source, passages.sources[k]) for k in edges)
-        self._arrives, self._arrives_at = end_to_end([passages.arrives[k] for k in edges])
-        self._kinds = int(self._arrives.max(initial=0)) + 1
-        bytes_of = [bytes_.by_flows(wiring.edges[k], type_of(wiring.values[k])) for k in edges]
-        self._made = Tables(of_edges=((k, passages.converted[k]) for k in edges))
-        self._comes = Tables(of_edges=((k, b.unreduced) for k, b in zip(edges, bytes_of, strict=True)))
-        self._goes_on = Tables(of_edges=((k, b.reduced) for k, b in zip(edges, bytes_of, strict=True)))
-        self._has_gradient = np.array([type_of(wiring.values[k]).requires_grad for k in edges], bool)
-        begins = [(time, op.site, table) for time, op in enumerate(passages.ops) for table in _made_by(op)]
-        self._begins_at = np.array([time for time, _, _ in begins], int)
-        self._begins = Tables((site, table) for _, site, table in begins)
-        ends = sorted((p for p in pieces if p.kind in _FREED and clock.n <= p.last <= clock.settled), key=_is_edge)
-        self._ends_at = np.array([p.last for p in ends], int)
-        self._ends = Tables(
-            ((p.place, p.bytes) for p in ends if not p.is_edge), ((p.place, p.bytes) for p in ends if p.is_edge)
-        )
-
-    def _tables(self, wiring: Wiring, lifetimes: Lifetimes) -> list[_Found]:
-        alike: dict[Hashable, _Found] = {}
-        found = []
-        for edge, value in zip(wiring.edges, wiring.values, strict=True):
-            type_, is_turned = type_of(value), value in lifetimes.turned
-            key = id(edge.given), id(edge.taken), type_, is_turned
-            if key not in alike:
-                alike[key] = _Found.on(edge, type_, is_turned)
-            found.append(alike[key])
-        return found
-
-    def of_value(self, edge: int, given: int, taken: int) -> float:
-        """Bytes beside a value while it is converted."""
-        return self.found[edge].find(self.manager, given, taken)[0]
+        self.manager = manager
+        self.times = lifetimes.clock.last + 1
+        self.gathers: list[_Gather] = []
+        owners, clock = lifetimes.parameters.owners, lifetimes.clock
+        for k, (value, taker) in enumerate(zip(wiring.values, wiring.takers, strict=True)):
+            if value not in owners or taker not in clock.at:
+                continue
+            parameter, now, source = owners[value], clock.at[taker], wiring.edges[k].source
+            made = bytes_.by_flows(wiring.edges[k], type_of(value)).made
+            if not bytes_.is_any(made):
+                continue
+            is_one = schedule.together(parameter, now, again=False)
+            time = schedule.taken(parameter, now) if is_one else now
+            beside = found[k].between_steps if is_one else found[k].beside_value
+            self.gathers.append(_Gather(k, source, time, made, (), beside))
+            again, needs = wiring.sites[source].regathered, lifetimes.needs(value, taker)
+            if any(again) and parameter not in schedule.stays and needs >= clock.n:
+                is_one = schedule.together(parameter, now, again=True)
+                time = max(now + 1, schedule.taken_again(parameter, now)) if is_one else needs
+                beside = found[k].between_steps if is_one else found[k].beside_value
+                self.gathers.append(_Gather(k, source, time, made, again, beside))
 
     def over(self, taken: Taken) -> np.ndarray:
-        """Bytes at every time of a step, over what is counted."""
-        once = self._value * self._kinds + self._arrives[self._arrives_at + taken.arrives[self.edges]].astype(int)
+        """Bytes at every time."""
         over: np.ndarray = np.zeros(self.times)
-        forward = np.bincount(self._begins_at, self._begins.of_sites(taken), self.times)
-        made = self._made.of_edges(taken)
-        places = _first(once, made > 0)
-        own = self._of(taken, places)[:, 0]
-        _at_most(over, self.now[places], own - _after(self.now[places], made[places]) - forward[self.now[places]])
-        ends = np.concatenate([self._ends.of_sites(taken), self._ends.of_edges(taken)])
-        backward = np.bincount(self._ends_at, ends, self.times)
-        comes, goes_on = self._comes.of_edges(taken), self._goes_on.of_edges(taken)
-        places = _first(once, (comes > 0) & self._has_gradient)
-        own, then = self._of(taken, places)[:, 1], 2 * self.ops - 1 - self.now[places]
-        held = own + comes[places] + _after(then, comes[places]) - _after(then, goes_on[places])
-        _at_most(over, then, held - backward[then])
+        leaves, arrives, choices = taken.leaves.tolist(), taken.arrives.tolist(), taken.choices.tolist()
+        for gather in self.gathers:
+            k = gather.edge
+            if gather.made[leaves[k], arrives[k]] and (not gather.under or gather.under[choices[gather.source]]):
+                over[gather.time] += gather.beside(self.manager, leaves[k], arrives[k])
         return over
-
-    def _of(self, taken: Taken, places: np.ndarray) -> np.ndarray:
-        """Temporaries of the value and of the gradient at these places of `edges`."""
-        edges = self.edges[places]
-        rows, columns = taken.leaves[edges].tolist(), taken.arrives[edges].tolist()
-        found = [
-            self.found[k].find(self.manager, i, j) for k, i, j in zip(edges.tolist(), rows, columns, strict=True)
-        ]
-        return np.array(found, float).reshape(-1, 2)
 
 
 def _made_by(op: Passage) -> Iterator[np.ndarray]:
@@ -154,35 +286,17 @@ def _made_by(op: Passage) -> Iterator[np.ndarray]:
     yield from (table for table in (op.besides, op.work) if table is not None)
 
 
-def _first(keys: np.ndarray, is_meant: np.ndarray) -> np.ndarray:
-    """The first place of each key, of those that are meant, in order."""
-    places = np.flatnonzero(is_meant)
-    _, first = np.unique(keys[places], return_index=True)
-    found: np.ndarray = np.sort(places[first])
-    return found
-
-
-def _after(times: np.ndarray, amounts: np.ndarray) -> np.ndarray:
-    """Of each place, the sum of the amounts that come behind it at the same time; times are in groups."""
+def _behind(times: np.ndarray, amounts: np.ndarray) -> np.ndarray:
+    """The sum, for each place, of the amounts behind it at the same time; the same times stand together."""
     if not len(times):
         return amounts
     total = np.cumsum(amounts)
-    ends = np.append(np.flatnonzero(np.diff(times)), len(times) - 1)
-    of_group = np.repeat(total[ends], np.diff(ends, prepend=-1))
-    found: np.ndarray = of_group - total
+    ends = np.flatnonzero(np.diff(times, append=times[-1] + 1))
+    found: np.ndarray = np.repeat(total[ends], np.diff(ends, prepend=-1)) - total
     return found
-
-
-def _at_most(over: np.ndarray, times: np.ndarray, amounts: np.ndarray) -> None:
-    """Raise the bytes at these times to these amounts."""
-    np.maximum.at(over, times, amounts)
 
 
 def _numbers(keys: Iterator[Hashable]) -> np.ndarray:
     """A number for each key, equal for equal ones."""
     known: dict[Hashable, int] = {}
     return np.array([known.setdefault(key, len(known)) for key in keys], int)
-
-
-def _is_edge(piece: Piece) -> bool:
-    return piece.is_edge

@@ -132,9 +132,11 @@ class EdgePieces:
     def _message(self, passage: _Passage, sent: np.ndarray, made: np.ndarray, begins: int, taken: int) -> None:
         """Add what a gather of several parameters holds besides.
 
-        It sends while it is under way; when it ends, what has arrived lies beside the parameters cut out of it.
+        It sends while it is under way; when it ends, what has arrived lies beside the parameters cut out of it. Casts
+        that are sent at once are there as long.
         """
-        self._put("transients", passage, sent, begins, taken - 1)
+        is_cast = passage.value not in self.owners.values() and not self.lifetimes.is_view[passage.value]
+        self._put("transients", passage, sent, begins, taken if is_cast and begins >= taken else taken - 1)
         self._put("transients", passage, made, taken, taken)
 
     def _gradient_of_parameter(self, passage: _Passage) -> None:

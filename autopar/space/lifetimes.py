@@ -20,11 +20,14 @@ class Clock:
     ops: tuple[fx.Node, ...]
     at: Mapping[fx.Node, int]  # of each op its place
     updates: int  # times of the optimizer's step
+    has_loss: bool  # does backward begin at an output that is one number?
 
     @staticmethod
     def of(graph: Graph, updates: int) -> Clock:
         ops = tuple(n for n in graph.nodes if info(n).kind == "op")
-        return Clock(ops, {n: i for i, n in enumerate(ops)}, updates)
+        left = [type_of(n) for node in graph.nodes if info(node).kind == "output" for n in node.all_input_nodes]
+        has_loss = any(t.requires_grad and not t.shape for t in left)
+        return Clock(ops, {n: i for i, n in enumerate(ops)}, updates, has_loss)
 
     @property
     def n(self) -> int:
@@ -123,9 +126,10 @@ class Lifetimes:
         return self._last_uses[value]
 
     def _last_read(self, value: fx.Node, user: fx.Node) -> int:
+        """The same by one reader. Of outputs beside a loss nobody gives a gradient."""
         if user in self.clock.at:
             return max(map(self.last_use, self.views(user, value)), default=self.clock.at[user])
-        return self.clock.n - 1
+        return self._place(value) if self.clock.has_loss and type_of(value).shape else self.clock.n - 1
 
     def first_use(self, value: fx.Node) -> int:
         """The first op of the forward that reads a value, through what only hands it on to one.

@@ -8,10 +8,10 @@ Pieces, each with the bytes of every choice and the time during which it is ther
 
 A piece belongs to a site (bytes by its choice) or to an edge (bytes by what leaves and what arrives: a conversion makes
 something). The memory at a time is a sum over choices, so it is a row of the solver; the peak of a plan is the largest
-of them, and of what no sum counts (`Readers`, `Temporaries`). Values that lie on one memory (views) are one piece, as long as nothing
-converts between them. States of the optimizer are there from the second step on: that step counts, and `first` is the
-other. What is counted is what the emitted program holds with its outputs in the user's hands until backward has ended.
-`pieces.py` builds it.
+of them, and of what no sum counts (`Readers`, `Temporaries`). Values that lie on one memory (views) are one piece, as
+long as nothing converts between them. States of the optimizer are there from the second step on: that step counts, and
+`first` is the other. What is counted is what the emitted program holds with its outputs in the user's hands until
+backward has ended, which begins at the loss, where there is one. `pieces.py` builds it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def memory_of(
         edges.add(index)
     pieces = (*sites.found, *edges.found, *_unread(graph, wiring, clock))
     passages = passages_of(wiring, lifetimes, bytes_)
-    temporaries = Temporaries(wiring, lifetimes, passages, pieces, conversions, bytes_)
+    temporaries = Temporaries(wiring, lifetimes, schedule, passages, pieces, conversions, bytes_)
     return Memory(pieces, tuple(info(n).key for n in clock.ops), clock.updates, passages, edges.readers, temporaries)
 
 

@@ -89,15 +89,15 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beside:
+class Momentary:
     """Bytes that a plan holds at every time, but not all of that time."""
 
     temporaries: np.ndarray  # that conversions hold over what else is counted: they run before an op, or behind it
     made: np.ndarray  # of gradients that an op's backward makes: what comes again for it comes before
 
     @staticmethod
-    def nothing(times: int) -> Beside:
-        return Beside(np.zeros(times), np.zeros(times))
+    def nothing(times: int) -> Momentary:
+        return Momentary(np.zeros(times), np.zeros(times))
 
 
 @dataclass(eq=False)
@@ -110,7 +110,7 @@ class Timeline:
     made_by: tuple[int, ...]  # of each value the run that makes it
     ops: int  # in the forward
     held: np.ndarray  # bytes at every time where all is saved, as the plan's pieces say
-    beside: Beside  # what of these bytes is not there all the time of an op
+    momentary: Momentary  # what of these bytes is not there all the time of an op
     run_of: tuple[int, ...]  # of each op its run
     travels: dict[int, tuple[int, int]]  # edge -> the value that leaves and the value that arrives, of those in runs
 
@@ -123,13 +123,13 @@ class Timeline:
         self.fixed[[v for run in self.runs if not gathered.isdisjoint(run.reads) for v in run.makes]] = True
         self.fixed[[v for i in self.forced for v in self.runs[i].makes]] = False
         self._forward = _Forward.of(self)
-        _, bare = self._step(self.forced, Beside.nothing(len(self.held)))
-        self.other: np.ndarray = self.held - self.beside.temporaries - bare  # bytes of what is in no run, by time
+        _, bare = self._step(self.forced, Momentary.nothing(len(self.held)))
+        self.other: np.ndarray = self.held - self.momentary.temporaries - bare  # bytes of what is in no run, by time
 
     @staticmethod
-    def of(space: Space, picked: Sequence[int], held: np.ndarray, beside: Beside) -> Timeline:
+    def of(space: Space, picked: Sequence[int], held: np.ndarray, momentary: Momentary) -> Timeline:
         """The line of the plan that picks these choices, and holds so many bytes at every time."""
-        return _Writer(space, picked).line(held, beside)
+        return _Writer(space, picked).line(held, momentary)
 
     @property
     def names(self) -> list[str]:
@@ -152,11 +152,11 @@ class Timeline:
 
     def under(self, again: frozenset[int]) -> Through:
         """The step in which these runs are repeated: what runs a second time, and the bytes at every time."""
-        ran, most = self._step(again, self.beside)
+        ran, most = self._step(again, self.momentary)
         return Through(ran, most + self.other)
 
-    def _step(self, again: frozenset[int], beside: Beside) -> tuple[tuple[int, ...], np.ndarray]:
-        """What runs a second time, and the bytes of runs at every time, with what is beside an op's backward."""
+    def _step(self, again: frozenset[int], momentary: Momentary) -> tuple[tuple[int, ...], np.ndarray]:
+        """The runs that come a second time, and the bytes of all runs at every time."""
         forward, made_by, fixed = self._forward, self.made_by, self._forward.fixed
         born, last, there = list(forward.born), list(forward.read), set[int]()
         lives = list[tuple[int, int, int]]()  # first lives of values that are made again
@@ -183,7 +183,7 @@ class Timeline:
                 last[value] = now - 1
             times.append(time)
             now += 1
-        return tuple(ran), self._bytes(born, last, lives, work, times, beside)
+        return tuple(ran), self._bytes(born, last, lives, work, times, momentary)
 
     def _chain(self, value: int, again: frozenset[int], there: set[int]) -> list[int]:
         """The runs that have to come again for a value, in order: before its own those of its operands."""
@@ -210,7 +210,7 @@ class Timeline:
         lives: Sequence[tuple[int, int, int]],
         work: Sequence[tuple[int, float]],
         times: Sequence[int],
-        beside: Beside,
+        momentary: Momentary,
     ) -> np.ndarray:
         """Bytes of runs at every time: the most at any of those in it."""
         count = len(self.runs) + len(times)
@@ -224,10 +224,10 @@ class Timeline:
             own[step] += made
         at = np.concatenate([self._forward.times, times]).astype(int)  # from time to time, none is left out
         starts = np.flatnonzero(np.diff(at, prepend=-1))
-        is_op = np.zeros(count, bool)
+        is_op: np.ndarray = np.zeros(count, bool)
         is_op[[*(starts[1:] - 1), count - 1]] = True  # the last of its time
-        own[is_op] += beside.temporaries[at[is_op]]
-        own[~is_op] -= beside.made[at[~is_op]]
+        own[is_op] += momentary.temporaries[at[is_op]]
+        own[~is_op] -= momentary.made[at[~is_op]]
         most = np.zeros(len(self.held))
         most[at[starts]] = np.maximum.reduceat(own, starts)
         return most
@@ -280,7 +280,7 @@ class _Writer:
         self.converted: dict[tuple[int, int, int], int] = {}
         self.times = space.setting.accumulation  # micro-batches: what a run takes, it takes in each
 
-    def line(self, held: np.ndarray, beside: Beside) -> Timeline:
+    def line(self, held: np.ndarray, momentary: Momentary) -> Timeline:
         """All runs in order."""
         for time, op in enumerate(self.passages.ops):
             self._op(time, op)
@@ -294,7 +294,7 @@ class _Writer:
             tuple(self.made_by),
             ops,
             held,
-            beside,
+            momentary,
             tuple(self.run_of),
             self.travels,
         )

@@ -44,7 +44,7 @@ def every(space, counted, slowest):
         point = counted.point(picked)
         if not point.seconds <= slowest:
             continue
-        of = Timeline.of(space, picked, point.held, point.beside)
+        of = Timeline.of(space, picked, point.held, point.momentary)
         search, runs = StateSearch(of), [i for i, run in enumerate(of.runs) if run.name in of.names]
         for n in range(len(runs) + 1):
             for again in itertools.combinations(runs, n):

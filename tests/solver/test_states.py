@@ -9,7 +9,7 @@ import pytest
 
 from autopar.solver.refine import lightest, refined
 from autopar.solver.states import StateSearch, cut
-from autopar.space.timeline import Beside, Run, Timeline
+from autopar.space.timeline import Momentary, Run, Timeline
 
 
 def drawn(seed: int, most: int = 8) -> Timeline:
@@ -26,7 +26,8 @@ def drawn(seed: int, most: int = 8) -> Timeline:
     leaves = np.zeros(count, bool)
     leaves[-1] = rng.random() < 0.5
     held = np.zeros(2 * count + 1)
-    line = Timeline(tuple(runs), size, leaves, tuple(range(count)), count, held, Beside.nothing(len(held)), tuple(range(count)), {})
+    every, momentary = tuple(range(count)), Momentary.nothing(len(held))
+    line = Timeline(tuple(runs), size, leaves, every, count, held, momentary, every, {})
     line.other = np.zeros(len(held))  # nothing but the values of runs
     return line
 
@@ -160,7 +161,7 @@ def test_parts_of_other_prices_fill_a_budget():
         tuple(range(count)),
         count,
         np.zeros(2 * count + 1),
-        Beside.nothing(2 * count + 1),
+        Momentary.nothing(2 * count + 1),
         tuple(range(count)),
         {},
     )
@@ -179,7 +180,7 @@ def test_what_comes_of_a_table_gathered_for_forward_alone_is_saved():
 
     def line(table):
         runs = (table, Run("embedding", 1.0, (0,), (1,), (), (), 0), Run("act", 1.0, (1,), (2,), (1, 2), (), 1))
-        return Timeline(runs, size, leaves, (0, 1, 2), 2, np.zeros(5), Beside.nothing(5), (1, 2), {})
+        return Timeline(runs, size, leaves, (0, 1, 2), 2, np.zeros(5), Momentary.nothing(5), (1, 2), {})
 
     assert line(Run("embedding:1", 1.0, (), (0,), (), (), 0, is_op=False)).names == ["embedding:1", "act"]
     assert line(Run("scale", 1.0, (), (0,), (), (), 0)).names == ["scale", "embedding", "act"]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from autopar.solver import tables
-from autopar.space.lookup import Tables, Taken
 from autopar.solver.tables import Factor, minimum_over
+from autopar.space.lookup import Tables, Taken
 
 
 def random_factors(rng, choices, neighbours):

@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from autopar.sharding.placement import Sharding
+from autopar.space.lookup import Taken
 from autopar.space.space import Space
 
 
@@ -84,9 +87,14 @@ def validate(data: dict[str, Any], space: Space) -> None:
         )
         events[p.first] = events.get(p.first, 0.0) + amount
         events[p.last + 1] = events.get(p.last + 1, 0.0) - amount
+    flows = [(int(e.given_by[picked[e.source]]), int(e.taken_by[picked[e.target]])) for e in space.edges]
+    for amount, first, last in space.memory.missing(flows.__getitem__):
+        events[first] = events.get(first, 0.0) + amount
+        events[last + 1] = events.get(last + 1, 0.0) - amount
+    beside = space.memory.beside(Taken(np.array(picked), *np.array(flows).T))  # counted by tests/codegen/test_memory.py
     held = 0.0
-    for time in sorted(events):
-        held += events[time]
-        peak = max(peak, held)
+    for time in range(space.memory.times):
+        held += events.get(time, 0.0)
+        peak = max(peak, held + beside[time])
     assert abs(sum(data["memory"].values()) - peak) <= len(data["memory"]) + 1e-9 * peak, (data["memory"], peak)
     assert data["budget"] is None or peak <= data["budget"] + len(data["memory"])
