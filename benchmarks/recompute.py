@@ -18,6 +18,7 @@ Others are given the best that they find at any setting of theirs whose simulate
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -135,7 +136,7 @@ def own(step: Step, budgets: Sequence[float]) -> list[float]:
     found = []
     for budget in budgets:
         states = refined(search, budget)
-        order = None if states is None else order_of(step, search.line, states.again)
+        order = None if states is None else order_of(step, search.line, states)
         held, seconds = (np.zeros(1), math.inf) if order is None else step.played(order)
         assert held.max() <= budget * (1 + 1e-9)
         found.append(seconds)
@@ -143,48 +144,74 @@ def own(step: Step, budgets: Sequence[float]) -> list[float]:
 
 
 def line_of(step: Step) -> Any:
-    """The line of a step: runs of forward, and behind them one for each op of backward, which keeps what that reads."""
-    from autopar.space.timeline import Run, Timeline
+    """The line of a step: runs of forward, and behind each the ops of backward that come when it is wanted no more.
+
+    An op of backward does nothing in forward, and keeps what it reads; it stands behind the last run of forward whose
+    values anything from there on reads.
+    """
+    from autopar.space.timeline import Momentary, Run, Timeline
 
     made = [v for i in step.forward for v in step.ops[i].makes]
     number = {v: k for k, v in enumerate(made)}
-    runs, ops = list[Run](), len(step.forward) + len(step.backward)
+    place_of = {v: p for p, i in enumerate(step.forward) for v in step.ops[i].makes}
 
     def known(values: Iterable[int]) -> tuple[int, ...]:
         return tuple(number[v] for v in values if v in number)
 
-    for time_, i in enumerate(step.forward):
-        op = step.ops[i]
-        runs.append(Run(op.node, op.seconds, known(op.reads), known(op.makes), (), time_))
-    for time_, i in enumerate(reversed(step.backward), len(runs)):
-        runs.append(Run(step.ops[i].node, 0.0, (), (), known(step.ops[i].reads), time_))
-    by = {v: place for place, i in enumerate(step.forward) for v in step.ops[i].makes}
+    wanted = [max((place_of.get(v, 0) for v in step.ops[i].reads), default=0) for i in step.backward]
+    from_there_on = list(itertools.accumulate(reversed(wanted), max))
+    behind = dict[int, list[int]]()
+    for i, p in zip(reversed(step.backward), from_there_on, strict=True):
+        behind.setdefault(p, []).append(i)
     here = step.played([*step.forward, *step.backward])[0]
-    held = np.zeros(2 * ops + 1)
-    held[: len(step.forward)] = here[: len(step.forward)]
-    held[ops : ops + len(step.backward)] = here[len(step.forward) :]
+    at = {i: float(n) for i, n in zip((*step.forward, *step.backward), here, strict=True)}
+    runs, first, second, maker = list[Run](), list[float](), list[float](), dict[int, int]()
+    for p, i in enumerate(step.forward):
+        op = step.ops[i]
+        maker |= dict.fromkeys(op.makes, len(runs))
+        runs.append(Run(op.node, op.seconds, known(op.reads), known(op.makes), (), (), len(runs)))
+        first.append(at[i])
+        second.append(0.0)
+        for k in behind.get(p, ()):
+            runs.append(Run(step.ops[k].node, 0.0, (), (), known(step.ops[k].reads), (), len(runs)))
+            first.append(0.0)
+            second.append(at[k])
+    held = np.array([*first, *reversed(second), 0.0])
     leaves = np.array([v in step.gradients or v == step.output for v in made])
-    return Timeline(tuple(runs), step.size[made], leaves, tuple(by[v] for v in made), ops, held, (), {})
+    made_by, nothing = tuple(maker[v] for v in made), Momentary.nothing(len(held))
+    return Timeline(tuple(runs), step.size[made], leaves, made_by, len(runs), held, nothing, (), {})
 
 
-def order_of(step: Step, line: Any, again: frozenset[int]) -> list[int]:
-    """The schedule in which these runs come again, each just before what first reads it."""
+def order_of(step: Step, line: Any, states: Any) -> list[int]:
+    """The schedule in which these runs come again, each just before what first reads it.
+
+    What was made in passing for a later segment (`Segments` in `space/timeline.py`) is forgotten behind what wanted it.
+    """
     order, there = list(step.forward), set[int]()
     node = {step.ops[i].node: i for i in (*step.forward, *step.backward)}
+    reach = {v: run.time for run in line.runs for v in (*run.makes, *run.reads)}  # runs stand in the order of times
 
-    def want(value: int) -> None:
+    def want(value: int, made: list[int]) -> None:
         run = line.made_by[value]
-        if value in there or line.fixed[value] or run not in again:
+        if value in there or line.fixed[value] or run not in states.again:
             return
-        for v in line.runs[run].reads:
-            want(v)
+        for v in reversed(line.runs[run].reads):
+            want(v, made)
         there.update(line.runs[run].makes)
         order.append(node[line.runs[run].name])
+        made.append(run)
 
-    for run in reversed(line.runs[len(step.forward) :]):
+    backward = {step.ops[i].node for i in step.backward}
+    for run in (run for run in reversed(line.runs) if run.name in backward):
+        made: list[int] = []
         for value in run.keeps:
-            want(value)
+            want(value, made)
         order.append(node[run.name])
+        for i in made:
+            between = [(level, t) for t, level in states.segments if line.runs[i].time < t <= run.time]
+            if between:
+                end = min(between)[1]
+                there.difference_update(v for v in line.runs[i].makes if reach[v] < end)
     return order
 
 

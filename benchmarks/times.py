@@ -41,6 +41,7 @@ from autopar.calibrate.workloads import WORKLOADS
 from autopar.sharding.mesh import DeviceMesh as Mesh
 from autopar.solver import solve
 from autopar.solver.chosen import plan_of
+from autopar.solver.points import Points
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
 from autopar.testing import on_processes
@@ -159,7 +160,8 @@ def drawn(graph: Any, mesh: Mesh, profile: Cluster, seed: int) -> autopar.Plan:
         replace(e, seconds=np.where(np.isfinite(e.seconds), rng.random(e.seconds.shape), np.inf)) for e in space.edges
     )
     plan = solve(replace(space, sites=sites, edges=edges, windows=(), memory=None))
-    return plan_of(space, [s.choices.index(plan.decisions[s.name].choice) for s in space.sites], 0.0)
+    picked = [s.choices.index(plan.decisions[s.name].choice) for s in space.sites]
+    return plan_of(space, Points(space).of(picked), 0.0)
 
 
 def digest(plan: autopar.Plan) -> str:

@@ -9,8 +9,8 @@ import torch.fx as fx
 
 CONVERT = torch.ops.autopar.convert.default
 # entries of a node's `meta`: the op of the local program that it comes of, or that whose backward it is; whether that
-# is a conversion between ops; and whether backward makes it again
-OP, BACK, CONVERTED, RECOMPUTED = "op", "backward", "converted", "recomputed"
+# is a conversion between ops; whether backward makes it again, and the place that wants it then
+OP, BACK, CONVERTED, RECOMPUTED, WANTED = "op", "backward", "converted", "recomputed", "wanted"
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ than another, and all must repeat the same collectives in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.fx as fx
@@ -16,6 +16,7 @@ from autopar.graph import walks
 from autopar.graph.graph import Graph, info
 from autopar.solver.plan import Plan
 from autopar.space.saved import kept_by, memories
+from autopar.space.timeline import Segments, left_at
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,11 +24,12 @@ class Recomputed:
     """Nodes of a local program by name: the places of all in forward, and where what comes again is wanted.
 
     Backward goes through the places in reverse: a node comes again before the backward of the op at the place that
-    wants it. None is wanted before the places of its readers.
+    wants it. None is wanted before the places of its readers. What is made in passing is wanted at several places, the
+    latest in forward first: once for the backward of a later segment, and once more for that of its own.
     """
 
     places: dict[str, int] = field(default_factory=dict)
-    wanted: dict[str, int] = field(default_factory=dict)
+    wanted: dict[str, tuple[int, ...]] = field(default_factory=dict)
     exchanged: frozenset[str] = frozenset()  # conversions that some backward needs: every rank repeats them
 
     @property
@@ -55,24 +57,93 @@ def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) 
         follows = about.kind == "part" or about.key in views
         if is_named or (follows and any(operand in found for operand in node.all_input_nodes)):
             found[node] = None
-    keeps = _keeps(graph, device)
-    wanted: dict[str, int] = {}
-    needed: set[fx.Node] = set()
-    for node in reversed(found):
-        reads = [places[node.name]]  # its own backward may read it
-        if node.name in keeps.get(node.name, ()):
-            needed.add(node)
-        for user in (u for u in node.users if u.op == "call_function"):
-            is_kept = node.name in keeps.get(user.name, ()) or (info(node).kind == "conversion" and user not in found)
-            if is_kept:
-                reads.append(places[user.name])
-            if user in needed:
-                reads.append(wanted[user.name])
-            if is_kept or user in needed:
-                needed.add(node)
-        wanted[node.name] = max(reads)
-    exchanged = frozenset(n.name for n in needed if info(n).kind == "conversion")
-    return Recomputed(places, wanted, exchanged)
+    demands = _Demands(nodes, found, _keeps(graph, device), _Passing.of(graph, nodes, views, plan.segments))
+    wanted = demands.places()
+    exchanged = frozenset(n.name for n in wanted if info(n).kind == "conversion")
+    return Recomputed(places, {n.name: tuple(wanted.get(n, [places[n.name]])) for n in found}, exchanged)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Passing:
+    """The segments of a plan, in the times of ops: conversions and parts have those of their ops."""
+
+    segments: Segments
+    times: Mapping[fx.Node, int]
+    reach: Mapping[fx.Node, int]  # of each node the time of the last that reads it, through views and parts too
+
+    @staticmethod
+    def of(
+        graph: Graph, nodes: Sequence[fx.Node], views: Collection[str], segments: Sequence[tuple[str, int]]
+    ) -> _Passing:
+        if not segments:
+            return _Passing((), {}, {})
+        at = {info(n).key: time for time, n in enumerate(n for n in graph.nodes if info(n).kind == "op")}
+        times, time = dict[fx.Node, int](), len(at)
+        for node in reversed(nodes):  # what is no op of the graph, as a conversion, has the time of the next
+            about = info(node)
+            time = next((at[name] for name in (about.key, *about.names) if name in at), time)
+            times[node] = time
+        times |= {node: times[node.all_input_nodes[0]] for node in nodes if info(node).kind == "part"}
+        reach = dict[fx.Node, int]()
+        for node in reversed(nodes):
+            readers = [u for u in node.users if u in times]
+            shown = [reach[u] for u in readers if info(u).kind == "part" or info(u).key in views]
+            reach[node] = max([times[node], *(times[u] for u in readers), *shown])
+        return _Passing(tuple(sorted((at[name], level) for name, level in segments)), times, reach)
+
+    def among(self, made: Iterable[fx.Node], op: fx.Node) -> Iterator[fx.Node]:
+        """Those of the nodes that were made in passing for the backward of an op."""
+        for node in made if self.segments else ():
+            end = left_at(self.times[node], self.times[op], self.segments)
+            if end is not None and self.reach[node] < end:
+                yield node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Demands:
+    """What the backward of each op asks for of what is not saved, the last op first."""
+
+    nodes: Sequence[fx.Node]
+    found: Mapping[fx.Node, None]
+    keeps: Mapping[str, Collection[str]]
+    passing: _Passing
+
+    def places(self) -> dict[fx.Node, list[int]]:
+        """The places that want each node; a node that no backward needs is not among them."""
+        wanted: dict[fx.Node, list[int]] = {}
+        there = set[fx.Node]()
+        for place in range(len(self.nodes) - 1, -1, -1):
+            op, made = self.nodes[place], list[fx.Node]()
+            for node in self._asked(op):
+                made += self._chain(node, there)
+            for node in made:
+                wanted.setdefault(node, []).append(place)
+            there.difference_update(self.passing.among(made, op))
+        return wanted
+
+    def _asked(self, op: fx.Node) -> Iterator[fx.Node]:
+        kept = self.keeps.get(op.name, ())
+        for node in op.all_input_nodes:
+            is_arrival = node in self.found and info(node).kind == "conversion" and op not in self.found
+            if node in self.found and (node.name in kept or is_arrival):
+                yield node
+        if op in self.found and op.name in kept:
+            yield op
+
+    def _chain(self, node: fx.Node, there: set[fx.Node]) -> list[fx.Node]:
+        """The nodes that have to come again for one, in order: before itself those that it reads."""
+        made, pending = list[fx.Node](), [node]
+        while pending:
+            if pending[-1] in there:
+                pending.pop()
+                continue
+            missing = [a for a in pending[-1].all_input_nodes if a in self.found and a not in there]
+            if missing:
+                pending += missing
+            else:
+                made.append(pending.pop())
+                there.add(made[-1])
+        return made
 
 
 def _keeps(graph: Graph, device: str) -> dict[str, set[str]]:

@@ -2,6 +2,7 @@
 
 Each pass has a before and an after; none changes what is computed.
 
+    repeat_in_segments  what is recomputed in passing comes once for each place that wants it
     recompute_late      what is recomputed stands where it is first read
     fetch_late          what is made of a parameter alone stands where it is first read
     gather_ahead        the gathers of a window travel together, and begin where the window beside which they move
@@ -25,7 +26,7 @@ import torch.fx as fx
 
 from autopar.codegen.buffers import hands_on, numbers_of
 from autopar.codegen.halves import COLLECTIVES
-from autopar.codegen.joint_graph import BACK, OP, RECOMPUTED
+from autopar.codegen.joint_graph import BACK, OP, RECOMPUTED, WANTED
 from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
@@ -76,6 +77,42 @@ def fetched(graph: fx.Graph, reads: Mapping[str, Read]) -> dict[fx.Node, fx.Node
     return walks.made_of_one(graph.nodes, is_parameter, hands_on)
 
 
+def repeat_in_segments(half: Half) -> None:
+    """Let what is recomputed in passing come once for each place that wants it.
+
+    before    a = gelu(x);  b = mm(a, w);  e = mm(g, b);  f = mm(g, a)              # a is wanted at 8, by b, and at 3
+    after     a = gelu(x);  b = mm(a, w);  c = gelu(x);  e = mm(g, b);  f = mm(g, c)
+    """
+    wanted, places = half.recomputed.wanted, half.recomputed.places
+    if not half.is_backward or all(len(times) < 2 for times in wanted.values()):
+        return
+    instances: dict[fx.Node, dict[int, fx.Node]] = {}  # of each node that comes several times, by place
+    for node in [n for n in half.graph.nodes if n.meta.get(RECOMPUTED)]:
+        op = node.meta.get(OP, "")
+        follows = {place for operand in node.all_input_nodes for place in instances.get(operand, ())}
+        times = set(wanted[op]) if op in wanted else follows
+        if len(times) < 2:
+            node.meta[WANTED] = max(times, default=places.get(op, 0))
+            continue
+        own: dict[int, fx.Node] = {}
+        instances[node], last = own, node
+        for place in sorted(times, reverse=True):
+            if own:
+                with half.graph.inserting_after(last):
+                    last = half.graph.node_copy(node)
+            last.meta[WANTED] = place
+            own[place] = last
+    for several in instances.values():
+        first = several[max(several)]
+        for reader in list(first.users):
+            place = reader.meta[WANTED] if WANTED in reader.meta else places.get(reader.meta.get(BACK, ""), -1)
+            known = [p for p in several if p >= place] or [max(several)]
+            reader.replace_input_with(first, several[min(known)])
+    for node in reversed([n for several in instances.values() for n in several.values()]):
+        if not node.users and node.target not in COLLECTIVES:  # those come alike on every rank
+            half.graph.erase_node(node)
+
+
 def recompute_late(half: Half) -> None:
     """Move what is recomputed before the backward of the op that wants it first.
 
@@ -102,7 +139,7 @@ def recompute_late(half: Half) -> None:
     goal: dict[fx.Node, int] = {}
     for node in reversed(made):
         op = node.meta.get(OP, "")
-        place = wanted.get(op, places.get(op, 0))
+        place = node.meta[WANTED] if WANTED in node.meta else max(wanted.get(op, (places.get(op, 0),)))
         step = bisect.bisect_left(steps, -place)
         before = begins[step] if step < len(steps) else len(rest) - 1
         goal[node] = min([before, *(goal[u] if u in goal else at[u] for u in node.users)])
@@ -348,7 +385,13 @@ def _leads_only_to(nodes: list[fx.Node], end: fx.Node) -> bool:
     return bool(users) and all(user is end or hands_on(user) for user in users)
 
 
-PASSES: tuple[Callable[[Half], None], ...] = (recompute_late, fetch_late, gather_ahead, reduce_beside)
+PASSES: tuple[Callable[[Half], None], ...] = (
+    repeat_in_segments,
+    recompute_late,
+    fetch_late,
+    gather_ahead,
+    reduce_beside,
+)
 
 
 def verify(half: Half, after: str) -> None:

@@ -85,6 +85,7 @@ def written(plan: Plan) -> dict[str, Any]:
         "suspected": [list(pair) for pair in plan.suspected],
         "stopped": list(plan.stopped),
         **({"needed": needed} if needed else {}),
+        **({"segments": [list(pair) for pair in plan.segments]} if plan.segments else {}),
     }
 
 
@@ -155,11 +156,17 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "scattered": _names(data["scattered"]),
         "recompute_s": 0.0 if data["version"] < VERSION else _number(data["recompute_s"]),
         "recomputed": frozenset() if data["version"] < VERSION else _names(data["recomputed"]),
+        "segments": _each(data.get("segments", []), _name_and_level),
         "needed": {_text(name): _bytes_and_seconds(figures) for name, figures in data.get("needed", {}).items()},
         "first_peak_bytes": _whole(data.get("first_peak_bytes", 0)),
         "suspected": _each(data.get("suspected", []), lambda pair: _pair(pair, _text)),
         "stopped": _each(data.get("stopped", []), _text),
     }
+
+
+def _name_and_level(pair: Any) -> tuple[str, int]:
+    name, level = _list(pair)
+    return _text(name), _whole(level)
 
 
 def _bytes_and_seconds(figures: Any) -> tuple[int, float]:
@@ -293,6 +300,9 @@ def refuse_contradictions(plan: Plan) -> None:
     for value in sorted(plan.recomputed):
         if value not in conversions and (value not in plan.decisions or plan.decisions[value].kind != "op"):
             raise BadPlan(f"the plan recomputes {value}, which is neither an op nor a conversion of it")
+    for name, _ in plan.segments:
+        if name not in plan.decisions or plan.decisions[name].kind != "op":
+            raise BadPlan(f"the plan begins a segment at {name}, which is no op of it")
     for c in plan.conversions:
         if c.source not in plan.decisions or c.target not in plan.decisions:
             raise BadPlan(

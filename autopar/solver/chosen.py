@@ -55,6 +55,7 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         first_peak_bytes=round(space.memory.first(picked, space.edges)) if space.memory else 0,
         recomputed=point.recomputed,
         recompute_s=point.recompute_s,
+        segments=point.segments,
         needed=_needed(space, point) if point.recomputed else {},
         suspected=tuple(sorted({(s.op, s.suspected) for s in space.sites if s.suspected})),
     )

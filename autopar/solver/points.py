@@ -26,6 +26,7 @@ class Point:
     over: tuple[float, ...] = ()  # of each kind of window: communication less compute
     recomputed: frozenset[str] = frozenset()  # values that backward makes again (see `space/timeline.py`),
     recompute_s: float = 0.0  # and the part of its seconds that this takes
+    segments: tuple[tuple[str, int], ...] = ()  # ops at which segments begin, with their levels
 
     @property
     def peak(self) -> float:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autopar.solver.availability import Availability
 from autopar.solver.budget import Outcome
 from autopar.solver.eliminate import minimise
-from autopar.solver.joint import Availability, JointTables
+from autopar.solver.joint import JointTables
 from autopar.solver.points import Point
 from autopar.solver.policies import POLICIES, Policy, in_segments, named
 from autopar.solver.polish import polished
@@ -60,12 +61,14 @@ class Lined:
     def under(self, states: StepStates) -> Point:
         """The plan with these states."""
         names = frozenset(self.line.runs[i].name for i in states.again - self.line.forced)
+        segments = tuple((self.line.runs[self.line.run_of[time]].name, level) for time, level in states.segments)
         return replace(
             self.point,
             seconds=self.point.seconds + states.seconds,
             held=states.held,
             recomputed=names,
             recompute_s=states.seconds,
+            segments=segments,
         )
 
     def within(self, budget: float, price: float = 0.0) -> Point | None:
@@ -155,14 +158,14 @@ class JointSearch:
     def look(self, price: float, lined: Lined) -> Lined:
         """The sharding to which a price leads, with availability worth what it is under a sharding at that price."""
         is_large = self.task.counted.is_large
-        self.worths[price] = self.tables.worth(lined.line, price)
+        self.worths[price] = self.tables.prices.worth(lined.line, price)
         least = minimise(self.tables.problem(price, self.worths[price]), tries=1, is_rough=is_large)
         (self.rough if is_large else self.bounds)[price] = least.bound
         point = self.task.counted.point(least.picked)
         if not math.isfinite(point.seconds):
             return lined
         found = self.met.setdefault(tuple(point.picked), Lined.of(self.task, point))
-        found.states.of(self.tables.cheapest(found.line, price))
+        found.states.of(self.tables.prices.cheapest(found.line, price))
         return found
 
     def lowest(self) -> Point:
@@ -287,7 +290,7 @@ class Within:
                 break
             lined = joint.look(price, lined)
             self._take(lined, price)
-            over[price] = lined.states.of(joint.tables.cheapest(lined.line, price)).held[time] > budget
+            over[price] = lined.states.of(joint.tables.prices.cheapest(lined.line, price)).held[time] > budget
             about = joint.about(budget)
             ahead, most = joint.promising(budget, joint.met.values())
             if self.best is None:

@@ -3,6 +3,7 @@
 parts        of what is repeated as the price rises, those that lower the peak enough in fewest seconds: a knapsack
 filled       runs that need not be repeated after all, and a faster run in the place of another
 lowered      where nothing fits: states next to those of the lowest peak, as long as one lowers it
+groups       where nothing fits still, or much is repeated: stages that are run twice more (`segments.py`)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from autopar.solver.segments import in_groups
 from autopar.solver.states import Again, StateSearch, StepStates
 
 _STEP, _BEYOND = 2.0, 2  # of a price: by which it is raised, and how often beyond the first that leads under the budget
@@ -22,13 +24,17 @@ _TRIED = 256  # runs that are tried to be left out, those that take longest firs
 _EXCHANGED, _PAIRED = 16, 32  # exchanges of two runs, and how many are tried for each
 _LOWERED, _NEXT = 24, 16  # steps to a lower peak, and states that are tried for each
 _WORK = 1 << 16  # runs that are gone through for either, in all: long lines are looked at less
+_MUCH = 0.5  # of all seconds of forward: where so much is repeated, some of it may better be repeated twice
 _ROUNDING = 1e-12
 
 
 def refined(search: StateSearch, budget: float) -> StepStates | None:
     """The fastest states within a budget that a closer look finds; None where nothing fits."""
     best = search.within(budget) or _lowered(search, budget)
-    if best is None or best is search.none:
+    if best is None:
+        grouped = in_groups(search, budget)
+        return None if grouped is None else _filled(search, grouped, budget)
+    if best is search.none:
         return best
     steps = _steps(search, budget)
     over = sum(states.peak > budget for states in steps)
@@ -39,8 +45,11 @@ def refined(search: StateSearch, budget: float) -> StepStates | None:
         for low, high in itertools.pairwise(steps[first:]):
             parts += _parts(search, high.again - low.again)
         search.know(_with_parts(search, steps[first], parts, begins, time, budget))
-    found = search.fastest(budget)
-    return _filled(search, found or best, budget)
+    found = search.fastest(budget) or best
+    if found.seconds > _MUCH * sum(run.seconds for run in search.line.runs):
+        in_groups(search, budget)
+        found = search.fastest(budget) or found
+    return _filled(search, found, budget)
 
 
 # -- parts
@@ -166,7 +175,7 @@ def _filled(search: StateSearch, best: StepStates, budget: float) -> StepStates:
 
 
 def _faster(search: StateSearch, best: StepStates, again: Again, budget: float) -> StepStates:
-    states = search.of(again)
+    states = search.of(again, best.segments)
     return states if states.peak <= budget and states.seconds < best.seconds else best
 
 

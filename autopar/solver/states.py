@@ -16,13 +16,14 @@ another from there on. `refine.py` looks closer.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.solver.flow import Network
-from autopar.space.timeline import Timeline
+from autopar.space.timeline import Segments, Timeline
 
 Again = frozenset[int]
 _STEP, _RAISED = 2.0, 12  # of a price: by which it is raised, and how often
@@ -38,6 +39,11 @@ class StepStates:
     again: Again
     seconds: float
     held: np.ndarray
+    segments: Segments = ()  # in which some of them come more than once
+
+    @property
+    def key(self) -> tuple[Again, Segments]:
+        return self.again, self.segments
 
     @property
     def peak(self) -> float:
@@ -49,21 +55,23 @@ class StateSearch:
 
     def __init__(self, line: Timeline) -> None:
         self.line = line
-        self.known: dict[Again, StepStates] = {}
+        self.known: dict[tuple[Again, Segments], StepStates] = {}
         self.none = self.of(line.forced)
         self.fullest = int(self.none.held.argmax())
         self.priced: dict[float, StepStates] = {0.0: self.none}  # by the price of a byte at that time
         self.windows = _windows(line)
 
-    def of(self, again: Again) -> StepStates:
+    def of(self, again: Again, segments: Segments = ()) -> StepStates:
         """The states in which these runs are repeated, where anything asks for it."""
         again = again | self.line.forced
-        if again not in self.known:
-            through = self.line.under(again)
-            ran = frozenset(through.ran)
-            seconds = sum(self.line.runs[i].seconds for i in ran - self.line.forced)
-            self.known[again] = self.known[ran] = StepStates(ran, seconds, through.held)
-        return self.known[again]
+        if (again, segments) not in self.known:
+            through = self.line.under(again, segments)
+            ran, often = frozenset(through.ran), Counter(through.ran)
+            often.subtract(self.line.forced & ran)  # once is what the sharding takes
+            seconds = sum(self.line.runs[i].seconds * n for i, n in often.items())
+            states = StepStates(ran, seconds, through.held, segments)
+            self.known[again, segments] = self.known[states.key] = states
+        return self.known[again, segments]
 
     def within(self, budget: float, price: float = 0.0) -> StepStates | None:
         """The fastest states within a budget that prices lead to, from one that may be near; None where none was."""
@@ -78,7 +86,7 @@ class StateSearch:
     def know(self, found: Iterable[StepStates]) -> None:
         """Keep states, however they were found."""
         for states in found:
-            self.known[states.again] = states
+            self.known[states.key] = states
 
     def fastest(self, budget: float) -> StepStates | None:
         """The fastest states within a budget that are known."""
@@ -153,7 +161,7 @@ class StateSearch:
 
     def _splices(self, budget: float, pairs: int) -> Iterable[StepStates]:
         """StepStates that are one up to some run, and another from there on."""
-        all_ = sorted(self.known.values(), key=lambda s: s.seconds)
+        all_ = sorted((s for s in self.known.values() if not s.segments), key=lambda s: s.seconds)
         under = [s for s in all_ if s.peak <= budget][:1]
         over = [s for s in all_ if s.peak > budget and (not under or s.seconds < under[0].seconds)][-pairs:]
         for one in under:

@@ -73,7 +73,13 @@ def difference(one: Plan, other: Plan) -> str:
             lines.append(f"{name}: {mine.choice if mine else 'absent'} | {theirs.choice if theirs else 'absent'}")
     for value in sorted(one.recomputed ^ other.recomputed):
         lines.append(f"{value}: {_state(one, value)} | {_state(other, value)}")
+    if one.segments != other.segments:
+        lines.append(f"segments: {_segments(one)} | {_segments(other)}")
     return "\n".join(lines) or "the plans are the same"
+
+
+def _segments(plan: Plan) -> str:
+    return ", ".join(name for name, _ in plan.segments) or "one"
 
 
 def curve_of(curve: Curve) -> str:
@@ -142,7 +148,8 @@ def _head(plan: Plan) -> list[str]:
 def _recomputing(plan: Plan) -> str:
     if not plan.recomputed:
         return "no recompute"
-    return f"{_time(plan.recompute_s)} recompute of {len(plan.recomputed)} values"
+    segments = f" in {len(plan.segments)} segments" if plan.segments else ""
+    return f"{_time(plan.recompute_s)} recompute of {len(plan.recomputed)} values{segments}"
 
 
 def _parameter_rows(plan: Plan) -> Iterator[_Row]:

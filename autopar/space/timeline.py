@@ -13,12 +13,15 @@ A plan names what it recomputes; what is saved follows, for what runs again need
 through forward and backward and frees each value behind its last reader: the emitted program does the same. What else a
 step holds - parameters, gradients, messages - is in the pieces of `memory.py`, and does not change.
 
+Where one more run of each is not enough, the line is in segments (`Segments`). What backward wants of a segment before
+its own is made in passing: of it only what others read stays, and the rest is made once more when backward comes there.
+
 `Passage`s are how the values of a graph lie on each other, whatever is chosen; a `Timeline` is that of one plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +33,10 @@ if TYPE_CHECKING:
 SMALL = 64 * 2**10  # bytes of a value that is saved whatever is recomputed: statistics, counts
 RESIDENT = -1  # in place of a value: parameters, buffers and inputs are there anyway
 OWN = -1  # in place of an edge: the memory is its own
+
+# the times of ops at which segments of a line begin, in order, and the level of each: a segment begins where one of its
+# level or of a lower one does, so that those of higher levels lie within those of lower
+Segments = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,18 +157,21 @@ class Timeline:
         """The most bytes that a device holds at any time of a step."""
         return float(self.under(again | self.forced).held.max(initial=0.0))
 
-    def under(self, again: frozenset[int]) -> Through:
-        """The step in which these runs are repeated: what runs a second time, and the bytes at every time."""
-        ran, most = self._step(again, self.momentary)
+    def under(self, again: frozenset[int], segments: Segments = ()) -> Through:
+        """The step in which these runs are repeated: what runs once more, and the bytes at every time."""
+        ran, most = self._step(again, self.momentary, segments)
         return Through(ran, most + self.other)
 
-    def _step(self, again: frozenset[int], momentary: Momentary) -> tuple[tuple[int, ...], np.ndarray]:
-        """The runs that come a second time, and the bytes of all runs at every time."""
+    def _step(
+        self, again: frozenset[int], momentary: Momentary, segments: Segments = ()
+    ) -> tuple[tuple[int, ...], np.ndarray]:
+        """The runs that come once more, each as often as it does, and the bytes of all runs at every time."""
         forward, made_by, fixed = self._forward, self.made_by, self._forward.fixed
         born, last, there = list(forward.born), list(forward.read), set[int]()
         lives = list[tuple[int, int, int]]()  # first lives of values that are made again
         ran, times, work, now = list[int](), list[int](), list[tuple[int, float]](), len(self.runs)
         for keeps, first, time in forward.backward:
+            before = len(ran)
             for value in keeps:
                 if made_by[value] in again and value not in there and not fixed[value]:
                     for i in self._chain(value, again, there):
@@ -183,7 +193,16 @@ class Timeline:
                 last[value] = now - 1
             times.append(time)
             now += 1
+            if segments and len(ran) > before:
+                there.difference_update(self._passing(ran[before:], 2 * self.ops - 1 - time, segments))
         return tuple(ran), self._bytes(born, last, lives, work, times, momentary)
+
+    def _passing(self, ran: Sequence[int], op: int, segments: Segments) -> Iterator[int]:
+        """The values of these runs that were made in passing, for the backward of the op at this time."""
+        for i in ran:
+            end = left_at(self.runs[i].time, op, segments)
+            if end is not None and i not in self.forced:
+                yield from (v for v in self.runs[i].makes if self._forward.reach[v] < end)
 
     def _chain(self, value: int, again: frozenset[int], there: set[int]) -> list[int]:
         """The runs that have to come again for a value, in order: before its own those of its operands."""
@@ -233,9 +252,18 @@ class Timeline:
         return most
 
 
+def left_at(time: int, op: int, segments: Segments) -> int | None:
+    """Where the widest segment ends in which something of this time lies, and an op that comes later does not.
+
+    None where both lie in one segment. What nothing from there on reads is made in passing for that op.
+    """
+    between = [(level, begins) for begins, level in segments if time < begins <= op]
+    return min(between)[1] if between else None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Through:
-    """A step under some states: the runs that come a second time, in order, and the bytes at every time."""
+    """A step under some states: the runs that come once more, in order, and the bytes at every time."""
 
     ran: tuple[int, ...]
     held: np.ndarray
@@ -247,6 +275,7 @@ class _Forward:
 
     born: tuple[int, ...]  # of each value the run that makes it,
     read: tuple[int, ...]  # and the last that reads it
+    reach: tuple[int, ...]  # and the time of that
     times: tuple[int, ...]  # of each run
     # of each op, the last first: values that it keeps, those that it frees first, and its time
     backward: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
@@ -254,14 +283,15 @@ class _Forward:
 
     @staticmethod
     def of(line: Timeline) -> _Forward:
-        read = list(line.made_by)
+        read, reach = list(line.made_by), [line.runs[i].time for i in line.made_by]
         for t, run in enumerate(line.runs):
             for v in run.reads:
                 read[v] = t
+                reach[v] = max(reach[v], run.time)
         last = 2 * line.ops - 1
         backward = tuple((run.keeps, run.first, last - run.time) for run in reversed(line.runs) if run.is_op)
         times = tuple(run.time for run in line.runs)
-        return _Forward(tuple(line.made_by), tuple(read), times, backward, tuple(line.fixed.tolist()))
+        return _Forward(tuple(line.made_by), tuple(read), tuple(reach), times, backward, tuple(line.fixed.tolist()))
 
 
 class _Writer:

@@ -118,6 +118,32 @@ def test_gradients_and_buffers_are_bit_for_bit_those_of_the_plan_that_saves_all(
             assert not differing and found.keys() == expected.keys(), (kind, differing)
 
 
+def in_segments(plan: Plan, seed: int) -> Plan:
+    """The plan with all of its values recomputed, in segments that begin at ops drawn at random, of two levels."""
+    rng = np.random.default_rng(seed)
+    ops = [n for n, d in plan.decisions.items() if d.kind == "op"]
+    begins = sorted(rng.choice(len(ops), size=min(len(ops), 6), replace=False).tolist())
+    segments = tuple((ops[i], int(rng.integers(0, 2))) for i in begins)
+    return replace(plan, recomputed=frozenset(ops), segments=segments)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_segments_too(name):
+    """What is made in passing comes twice, and gradients stay bit for bit the same."""
+    model, batch, how = MODELS[name]()
+    with everything_counts():
+        plan = autopar.plan(model, batch, mesh=(1,), memory_budget="inf", **how)
+        expected, nodes = trained(model, batch, plan, how), []
+        for segments in ((), in_segments(plan, 1).segments, in_segments(plan, 2).segments):
+            other = replace(in_segments(plan, 0), segments=segments)
+            found = trained(model, batch, other, how)
+            differing = [n for n in expected if not torch.equal(found[n], expected[n])]
+            assert not differing and found.keys() == expected.keys(), (segments, differing)
+            mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=other, **how)
+            nodes.append(len(list(mine.joint.backward.nodes)))
+        assert max(nodes[1:]) > nodes[0]
+
+
 RANKS = {
     "megatron": (DeviceMesh((4,), ("tp",)), "megatron"),
     "tensors and sequence": (DeviceMesh((2, 2), ("dp", "tp")), dict(tensor=dict(size=2, sequence=True), data=2)),
@@ -256,6 +282,10 @@ def _views_stay(patch):
     patch.setattr(halves, "_recomputed", without_views)
 
 
+def not_late():
+    return tuple(one for one in schedule.PASSES if one is not schedule.recompute_late)
+
+
 def _parts_leave(patch):
     """What takes a part of a result is moved alone, and the whole result waits for it."""
 
@@ -265,12 +295,12 @@ def _parts_leave(patch):
             if readers := [u for u in node.users if u.op != "output"]:
                 min(readers).prepend(node)
 
-    patch.setattr(schedule, "PASSES", (late, *schedule.PASSES[1:]))
+    patch.setattr(schedule, "PASSES", (late, *not_late()))
 
 
 def _at_once(patch):
     """Everything is recomputed as backward begins."""
-    patch.setattr(schedule, "PASSES", schedule.PASSES[1:])
+    patch.setattr(schedule, "PASSES", not_late())
 
 
 @pytest.mark.parametrize("mutant", [_views_stay, _at_once])
@@ -311,6 +341,45 @@ def test_parts_that_leave_their_op_are_noticed():
         _parts_leave(patch)
         assert not all(order())
     joint.LOWERED.clear()
+
+
+class Deep(nn.Module):
+    """Many blocks, whose inner values are not much larger than all that enters them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(24)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_a_deep_model_fits_in_segments_where_one_more_run_of_each_is_not_enough():
+    """The plan says so, its program holds no more than it says, and computes the same."""
+    model, batch = Deep(), (torch.randn(4096, 32),)
+    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu())
+    free = autopar.plan(model, batch, memory_budget="inf", **how)
+    plan = autopar.plan(model, batch, memory_budget=int(0.12 * free.peak_bytes), **how)
+    assert plan.segments and f"in {len(plan.segments)} segments" in str(plan)
+    assert Plan.from_dict(plan.to_dict()) == plan and "segments" in plan.diff(free)
+    found, peaks = {}, {}
+    for name, one in (("free", free), ("segments", plan), ("one run more", replace(plan, segments=()))):
+        joint.LOWERED.clear()
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=one)
+        mine(*batch).backward()
+        found[name] = [p.grad.full_tensor().clone() for p in mine.parameters()]
+        live = Live([*mine.parameters(), *mine.buffers(), *batch])
+        with live:
+            live.restart()
+            mine.zero_grad()
+            mine(*batch).backward()
+        peaks[name] = live.peak
+    assert all(torch.equal(a, b) for a, b in zip(found["free"], found["segments"], strict=True))
+    assert 0.93 <= peaks["segments"] / plan.peak_bytes <= 1.01 < peaks["one run more"] / plan.peak_bytes
 
 
 # -- values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -32,16 +33,36 @@ def drawn(seed: int, most: int = 8) -> Timeline:
     return line
 
 
-def simulated(line: Timeline, again: frozenset[int]) -> tuple[float, float]:
+def widest(begins, run, op):
+    """The runs of the widest segment with a run and without an op that comes later, by halving at the lowest level."""
+    low, high, levels = 0, 10**6, sorted({level for _, level in begins})
+    for level in levels:
+        places = [0, *(t for t, deep in begins if deep <= level), 10**6]
+        for first, end in itertools.pairwise(places):
+            if first <= run < end:
+                low, high = first, end
+        if not low <= op < high:
+            return range(low, high)
+    return None
+
+
+def simulated(line: Timeline, again: frozenset[int], begins=()) -> tuple[float, float]:
     """Peak and seconds: values are made, read and dropped one event after the other, with no clever bookkeeping."""
     events: list[tuple[str, int]] = [("forward", i) for i in range(len(line.runs))]
     have: set[int] = set()
+
+    def forget(op):
+        for v in list(have):
+            lies = widest(begins, line.made_by[v], op)
+            readers = [i for i, run in enumerate(line.runs) if v in run.reads]
+            if lies is not None and all(i in lies for i in readers):
+                have.discard(v)
 
     def want(value):
         run = line.made_by[value]
         if line.fixed[value] or run not in again or value in have:
             return
-        for operand in line.runs[run].reads:
+        for operand in reversed(line.runs[run].reads):  # in the order of a stack
             want(operand)
         have.update(line.runs[run].makes)
         events.append(("again", run))
@@ -50,6 +71,7 @@ def simulated(line: Timeline, again: frozenset[int]) -> tuple[float, float]:
         for value in line.runs[i].keeps:
             want(value)
         events.append(("backward", i))
+        forget(i)
 
     def touched(kind, i):
         run = line.runs[i]
@@ -82,6 +104,42 @@ def test_bytes_and_seconds_are_those_of_a_simulation(seed):
         again = frozenset(i for i in range(len(line.runs)) if rng.random() < share)
         states = search.of(again)
         assert (states.peak, states.seconds) == pytest.approx(simulated(line, again)), again
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_segments_are_those_of_a_simulation(seed):
+    line, search = drawn(seed, 12), StateSearch(drawn(seed, 12))
+    rng = np.random.default_rng(seed)
+    for share in (0.7, 0.9, 1.0):
+        again = frozenset(i for i in range(len(line.runs)) if rng.random() < share)
+        begins = tuple((t, int(rng.integers(0, 2))) for t in range(1, len(line.runs)) if rng.random() < 0.5)
+        states = search.of(again, begins)
+        assert (states.peak, states.seconds) == pytest.approx(simulated(line, again, begins)), (again, begins)
+
+
+def test_in_segments_a_line_fits_in_less():
+    """Sixteen blocks of four ops: in segments of four, backward has one segment's entries and one block's values."""
+    line = blocks_of(16)
+    search = StateSearch(line)
+    everything = search.of(frozenset(i for i, run in enumerate(line.runs) if (i + 1) % 4))
+    found = refined(StateSearch(line), 0.75 * everything.peak)
+    assert found is not None and found.segments and found.peak <= 0.75 * everything.peak
+    assert found.seconds <= 2 * sum(run.seconds for run in line.runs)
+    runs = Counter(line.under(found.again, found.segments).ran)
+    assert max(runs.values()) == 2
+
+
+def blocks_of(count: int) -> Timeline:
+    """Blocks of a chain whose ops keep what they make, the last of a block less than the others."""
+    runs, size = [], []
+    for i in range(4 * count):
+        runs.append(Run(f"{i}", 1.0, (i - 1,) if i else (), (i,), (*((i - 1,) if i else ()), i), (), i))
+        size.append(2.0**20 if i % 4 == 3 else 3 * 2.0**20)
+    every, nothing = tuple(range(4 * count)), Momentary.nothing(8 * count + 1)
+    leaves, held = np.zeros(4 * count, bool), np.zeros(8 * count + 1)
+    line = Timeline(tuple(runs), np.array(size), leaves, every, 4 * count, held, nothing, every, {})
+    line.other = np.zeros(8 * count + 1)
+    return line
 
 
 def subsets(line: Timeline):

@@ -1,0 +1,123 @@
+"""Seconds that it is worth, at one price of a byte, to have a value in backward (see `joint.py`).
+
+They are the flows of the minimum cut that gives the cheapest states of one sharding (`states.py`): what passes from an
+op to what it reads, and on to what made that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.polish import numbered
+from autopar.solver.states import CutFlow, cut
+from autopar.space.space import Space
+from autopar.space.timeline import OWN, Passage, Passages, Run, Timeline
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Availability:
+    """Seconds that availability is worth, by edge: of the value that leaves, and of what arrives."""
+
+    leaving: np.ndarray
+    arriving: np.ndarray
+
+
+class AvailabilityPrices:
+    """Finds what availability is worth, at one priced time of a space."""
+
+    def __init__(self, space: Space, passages: Passages, time: int) -> None:
+        self.space = space
+        self.passages = passages
+        self.time = time
+        self.kinds = numbered(space)
+        last = 2 * len(passages.ops) - 1
+        # is the backward of this op still to come, or there?
+        self.wants = [last - t >= time for t in range(len(passages.ops))]
+        self.kept = [self._kept(op, last - t) for t, op in enumerate(passages.ops)]  # of each edge of an op
+        self.leaving_edges: dict[tuple[int, int], list[int]] = {}  # of each value the edges over which it leaves
+        inside = {k for op in passages.ops for k in op.edges}
+        for k, source in enumerate(passages.sources):
+            if source[0] >= 0 and k in inside and k not in passages.gathered:
+                self.leaving_edges.setdefault(source, []).append(k)
+        self._flow = CutFlow(frozenset(), {}, {})  # of the line that was cut last, at which price
+        self._last: tuple[int, float] = (0, 0.0)
+        self._line: Timeline | None = None  # it is held, so that its id stays its
+
+    def _kept(self, op: Passage, back: int) -> tuple[bool, ...]:
+        """Which of an op's operands wait at the priced time for its backward, which comes `back` then?"""
+        pairs = zip(op.kept, op.first, strict=True)
+        return tuple(kept and back - is_first >= self.time for kept, is_first in pairs)
+
+    def _wanted(self, run: Run) -> Sequence[int]:
+        """The values that wait at the priced time for the backward of a run."""
+        if not self.wants[run.time]:
+            return ()
+        is_there = 2 * len(self.passages.ops) - 1 - run.time == self.time
+        return [v for v in run.keeps if v not in run.first] if is_there else run.keeps
+
+    def worth(self, line: Timeline, price: float) -> Availability:
+        """The worth of availability under one sharding, the same for edges that are alike."""
+        leaving, arriving = self._shared_out(line, self._cut(line, price))
+        return Availability(self._alike(leaving), self._alike(arriving))
+
+    def cheapest(self, line: Timeline, price: float) -> frozenset[int]:
+        """The runs of one sharding to repeat at a price."""
+        return self._cut(line, price).again
+
+    def _cut(self, line: Timeline, price: float) -> CutFlow:
+        if (id(line), price) != self._last:
+            wanted = {v for run in line.runs if run.is_op for v in self._wanted(run)}
+            self._flow = cut(line, wanted, {v: price * float(line.bytes[v]) for v in range(len(line.bytes))})
+            self._last, self._line = (id(line), price), line
+        return self._flow
+
+    def _shared_out(self, line: Timeline, flow: CutFlow) -> tuple[np.ndarray, np.ndarray]:
+        """The flows of a cut by edge: what passes from an op to what it reads, and on to what made that."""
+        edges = len(self.space.edges)
+        leaving, arriving = np.zeros(edges), np.zeros(edges)
+        keepers: dict[int, int] = {}  # of each value the edges whose takers keep it
+        users: dict[int, int] = {}  # of each conversion the edges that take it
+        for time, op in enumerate(self.passages.ops):
+            for k, kept in zip(op.edges, self.kept[time], strict=True):
+                if k in line.travels:
+                    given, arrived = line.travels[k]
+                    if kept:
+                        keepers[arrived] = keepers.get(arrived, 0) + 1
+                    if given != arrived:
+                        users[arrived] = users.get(arrived, 0) + 1
+        for time in range(len(self.passages.ops) - 1, -1, -1):
+            op, run = self.passages.ops[time], line.run_of[time]
+            shown = {m.shows: i for i, m in enumerate(op.made) if m.shows != OWN}
+            same: dict[int, int] = {}
+            for k in op.edges:
+                if k in line.travels:
+                    same[line.travels[k][1]] = same.get(line.travels[k][1], 0) + 1
+            for k, kept in zip(op.edges, self.kept[time], strict=True):
+                if k not in line.travels:
+                    continue
+                given, arrived = line.travels[k]
+                through = flow.into.get((run, arrived), 0.0) / same[arrived]
+                for i in (i for edge, i in shown.items() if edge == k):
+                    through += sum(float(leaving[j]) for j in self.leaving_edges.get((time, i), ()))
+                arriving[k] = through
+                direct = 0.0
+                if kept:
+                    direct = flow.wanted.get(arrived, 0.0) / keepers[arrived]
+                if given == arrived:
+                    leaving[k] = through + direct
+                else:
+                    leaving[k] = flow.into.get((line.made_by[arrived], given), 0.0) / users[arrived]
+        return leaving, arriving
+
+    def _alike(self, amounts: np.ndarray) -> np.ndarray:
+        """The mean over edges that are alike: their tables are the same then."""
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for k, e in enumerate(self.space.edges):
+            groups.setdefault((self.kinds[e.source], self.kinds[e.target], e.operand), []).append(k)
+        found = np.zeros(len(amounts))
+        for alike in groups.values():
+            found[alike] = float(amounts[alike].mean())
+        return found
