@@ -7,6 +7,8 @@ A user may write one; these have names:
     selective     the core of attention: scores, their softmax and dropout, and what they are multiplied with
     as written    the model's own checkpoint regions, all but what enters them
     chen          blocks of the model in segments, as many as their square root; the last is not repeated
+    rotor         stages of the line, each saved or not, or run twice more in groups: the best by dynamic programming
+    ilp           the values to save by an integer program, with a row for the bytes of every time
 
 "auto" is no policy but a search, of sharding and states together (`recompute.py`).
 """
@@ -15,13 +17,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from autopar.graph.layers import innermost_block
 from autopar.letters import NotServed
+from autopar.solver.segments import in_groups
+from autopar.solver.state_program import by_program
+from autopar.solver.states import StateSearch, StepStates
 from autopar.space.timeline import Run, Timeline
 
-Policy = Callable[[Timeline, float], Iterable[str]]
-_MOST = 12  # shardings for which states are looked for
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """The runs that backward repeats, by their names, and the ops at which segments begin, with their levels."""
+
+    names: frozenset[str]
+    segments: tuple[tuple[str, int], ...] = ()
+
+
+Policy = Callable[[Timeline, float], Iterable[str] | Repeated]
 
 
 def none(line: Timeline, budget: float) -> Iterable[str]:
@@ -58,7 +72,7 @@ def in_segments(line: Timeline, length: int) -> list[str]:
     return _all_but_entries(line, ["" if part == last else part for part in parts])
 
 
-POLICIES: dict[str, Policy] = {
+IN_ONE_LOOK: dict[str, Policy] = {
     "none": none,
     "full": full,
     "selective": selective,
@@ -67,16 +81,42 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def named(policy: str | Policy, line: Timeline, budget: float) -> set[str]:
-    """The names that a policy returns, of runs that may be repeated; a letter where a name is of no run."""
-    names = set((POLICIES[policy] if isinstance(policy, str) else policy)(line, budget))
+def rotor(line: Timeline, budget: float) -> Repeated:
+    """The best of stages that are saved, not saved, or in groups; nothing where no such schedule fits."""
+    found = in_groups(StateSearch(line), budget, prices=0)
+    return Repeated(frozenset()) if found is None else repeated(line, found)
+
+
+def ilp(line: Timeline, budget: float) -> Repeated:
+    """The values to save by an integer program; nothing where no schedule fits."""
+    found = by_program(StateSearch(line), budget)
+    return Repeated(frozenset()) if found is None else repeated(line, found)
+
+
+def repeated(line: Timeline, states: StepStates) -> Repeated:
+    """States by the names of runs and ops."""
+    names = frozenset(line.runs[i].name for i in states.again - line.forced)
+    return Repeated(names, tuple((line.runs[line.run_of[time]].name, level) for time, level in states.segments))
+
+
+POLICIES: dict[str, Policy] = {**IN_ONE_LOOK, "rotor": rotor, "ilp": ilp}
+
+
+def named(policy: str | Policy, line: Timeline, budget: float) -> Repeated:
+    """What a policy returns, of runs that may be repeated; a letter where a name is of no run."""
+    returned = (POLICIES[policy] if isinstance(policy, str) else policy)(line, budget)
+    names, segments = set[str](), tuple[tuple[str, int], ...]()
+    if isinstance(returned, Repeated):
+        names, segments = set(returned.names), returned.segments
+    else:
+        names = set(returned)
     if unknown := sorted(map(str, names - {run.name for run in line.runs})):
         raise NotServed(
             f"recompute= returned {unknown[0]!r}, which the line does not run",
             seen=", ".join(line.names[:8]),
             advice="names of line.runs",
         )
-    return names & set(line.names)
+    return Repeated(frozenset(names & set(line.names)), segments)
 
 
 def _all_but_entries(line: Timeline, regions: Sequence[object]) -> list[str]:

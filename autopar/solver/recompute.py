@@ -22,7 +22,7 @@ from autopar.solver.budget import Outcome
 from autopar.solver.eliminate import minimise
 from autopar.solver.joint import JointTables
 from autopar.solver.points import Point
-from autopar.solver.policies import POLICIES, Policy, in_segments, named
+from autopar.solver.policies import IN_ONE_LOOK, Policy, in_segments, named, repeated
 from autopar.solver.polish import polished
 from autopar.solver.refine import refined
 from autopar.solver.searches import Findings, Task
@@ -60,16 +60,22 @@ class Lined:
 
     def under(self, states: StepStates) -> Point:
         """The plan with these states."""
-        names = frozenset(self.line.runs[i].name for i in states.again - self.line.forced)
-        segments = tuple((self.line.runs[self.line.run_of[time]].name, level) for time, level in states.segments)
+        what = repeated(self.line, states)
         return replace(
             self.point,
             seconds=self.point.seconds + states.seconds,
             held=states.held,
-            recomputed=names,
+            recomputed=what.names,
             recompute_s=states.seconds,
-            segments=segments,
+            segments=what.segments,
         )
+
+    def named(self, policy: str | Policy, budget: float) -> StepStates:
+        """The states that a policy names."""
+        what, line = named(policy, self.line, budget), self.line
+        times = {run.name: run.time for run in line.runs if run.is_op}
+        segments = tuple(sorted((times[name], level) for name, level in what.segments))
+        return self.states.of(line.again(what.names), segments)
 
     def within(self, budget: float, price: float = 0.0) -> Point | None:
         """The fastest plan found within a budget, from a price that may be near."""
@@ -83,8 +89,8 @@ class Lined:
 
     def polished(self, budget: float) -> Point | None:
         """The fastest plan of all that are known, and of policies with a name, without what need not be repeated."""
-        for policy in POLICIES.values():
-            self.states.of(self.line.again(set(policy(self.line, budget))))
+        for policy in IN_ONE_LOOK:
+            self.states.of(self.line.again(named(policy, self.line, budget).names))
         best = refined(self.states, budget)
         return None if best is None else self.under(best)
 
@@ -96,7 +102,7 @@ def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
     free = task.counted.fastest(math.inf, task.gap, until=task.until)
     for point in _chain(free, without):
         lined = Lined.of(task, point)
-        states = lined.states.of(lined.line.again(named(policy, lined.line, task.budget)))
+        states = lined.named(policy, task.budget)
         if states.peak <= task.budget:
             return Findings(lined.under(states), free.bound, free)
     return Findings(None, free.bound, free)

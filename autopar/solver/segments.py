@@ -45,12 +45,17 @@ class _Way:
     is_group: bool
 
 
-def in_groups(search: StateSearch, budget: float) -> StepStates | None:
-    """The fastest states within a budget that groups of stages lead to; None where none was found."""
+def in_groups(search: StateSearch, budget: float, prices: int = _PRICES) -> StepStates | None:
+    """The fastest states within a budget that groups of stages lead to; None where none was found.
+
+    A stage in no group has the states of one of so many prices; without prices, all of it is saved or none.
+    """
     stages = _Stages(search.line)
     if len(stages) < 2:
         return None
-    ways = [list(_ways(search, stages, s)) for s in range(len(stages))]
+    priced = sorted(search.priced)[-prices:] if prices else []
+    offered = [search.priced[price].again for price in (*priced, 0.0)]
+    ways = [list(_ways(offered, stages, s)) for s in range(len(stages))]
     found = list[StepStates]()
     under, over = -math.inf, math.inf  # rooms that lead under the budget, or to nothing; and over it
     room = budget - float(search.line.other.max(initial=0.0))
@@ -169,13 +174,13 @@ class _Stages:
         return sum(line.runs[i].seconds for i in ran)
 
 
-def _ways(search: StateSearch, stages: _Stages, first: int) -> Iterator[_Way]:
-    """The ways to treat the stages from one on."""
+def _ways(offered: Sequence[Again], stages: _Stages, first: int) -> Iterator[_Way]:
+    """The ways to treat the stages from one on, alone under states that are offered, or as a group."""
     line = stages.line
     own = stages.runs(first, 1)
     needed, leaving = stages.needed(own), stages.leaving(own, first)
-    for price in (*sorted(search.priced)[-_PRICES:], 0.0):
-        again = search.priced[price].again.intersection(own).difference(leaving)
+    for states in offered:
+        again = states.intersection(own).difference(leaving)
         saved = stages.bytes_of(v for v in needed | stages.made(leaving) if line.made_by[v] not in again)
         seconds = stages.seconds_of(needed, again)
         yield _Way(1, again, seconds, saved, stages.bytes_of(needed), is_group=False)
