@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.solver import text
+from autopar.solver.joint import JointPrices
 from autopar.solver.points import Point
 from autopar.solver.recompute import JointSearch, Within, frontier
 from autopar.solver.searches import Task
@@ -90,7 +91,8 @@ def _point_of(joint: JointSearch, met: Sequence[Point], budget: int) -> CurvePoi
 
 def _lowest(joint: JointSearch) -> float:
     """The lowest peak that the states of shardings reach: of the fastest, and of one where a byte is dear."""
-    joint.look(joint.first.states.usual_price(joint.tables.time), joint.first)
+    usual = joint.first.states.usual_price(joint.tables.time)
+    joint.look(JointPrices(usual, joint.free.prices.exposed), joint.first)
     for lined in joint.met.values():
         lined.within(0.0)
     return min(states.peak for lined in joint.met.values() for states in lined.states.known.values())

@@ -14,7 +14,7 @@ made from what is. Good ones are the flows of the minimum cut that gives the sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,18 +27,40 @@ from autopar.space.space import Space
 from autopar.space.timeline import OWN, SMALL, Passages
 
 _NOWHERE = 1e30
+_SAME, _NEAR = 0.01, 0.02  # of two shares, and of two prices: nothing is looked for between them
+
+
+class JointPrices(NamedTuple):
+    """Seconds for a byte at the priced time, and for each kind of window the share of it that counts as exposed.
+
+    Without shares all communication is in line.
+    """
+
+    of_byte: float
+    exposed: tuple[float, ...] | None
+
+    def towards(self, other: JointPrices) -> JointPrices:
+        """The prices half the way to others."""
+        pairs = zip(self.exposed or (), other.exposed or (), strict=True)
+        return JointPrices((self.of_byte + other.of_byte) / 2, tuple((a + b) / 2 for a, b in pairs))
+
+    def is_near(self, other: JointPrices) -> bool:
+        """Would they lead to what the others do?"""
+        pairs = zip(self.exposed or (), other.exposed or (), strict=True)
+        same = all(abs(a - b) <= _SAME for a, b in pairs)
+        return same and abs(self.of_byte - other.of_byte) <= _NEAR * max(self.of_byte, other.of_byte)
 
 
 class JointTables:
     """The tables of a space in which states are chosen where they stand, at one priced time."""
 
-    def __init__(self, counted: Budgeted, time: int, exposed: Sequence[float]) -> None:
+    def __init__(self, counted: Budgeted, time: int) -> None:
         assert counted.memory is not None
         self.counted = counted
         self.memory = counted.memory
         self.passages: Passages = counted.memory.passages
         self.time = time
-        self.base = counted.priced({}, exposed=exposed)
+        self.bases: dict[tuple[float, ...] | None, Problem] = {}  # by what of each kind of window is exposed; the last
         self.steps = self.space.setting.accumulation
         self.prices = AvailabilityPrices(self.space, self.passages, time)
         self.fixed_sites, self.fixed_edges = self._fixed()
@@ -46,6 +68,12 @@ class JointTables:
     @property
     def space(self) -> Space:
         return self.counted.space
+
+    def base(self, exposed: tuple[float, ...] | None) -> Problem:
+        """Seconds as tables, where so much of each kind of window is exposed."""
+        if exposed not in self.bases:
+            self.bases = {exposed: self.counted.priced({}, exposed=exposed)}
+        return self.bases[exposed]
 
     def _fixed(self) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
         """Bytes at the priced time of what has no state."""
@@ -66,20 +94,22 @@ class JointTables:
     def fewest_bytes(self) -> float:
         """Bytes at the priced time that no sharding goes under, whatever it recomputes."""
         memo: dict[Any, np.ndarray] = {}
-        costs = [_for_nothing(memo, cost) for cost in self.base.costs]
-        factors = [_of(factor, _for_nothing(memo, factor.table)) for factor in self.base.factors]
+        base = self.base((0.0,) * self.counted.kinds)
+        costs = [_for_nothing(memo, cost) for cost in base.costs]
+        factors = [_of(factor, _for_nothing(memo, factor.table)) for factor in base.factors]
         for i, held in self.fixed_sites.items():
             costs[i] = _plus(memo, costs[i], held, 1.0)
         for k, held in self.fixed_edges.items():
             factors[k] = _of(factors[k], _plus(memo, factors[k].table, held, 1.0))
         return minimise(Problem(costs, factors, self.counted.regions), tries=1).bound
 
-    def problem(self, price: float, worth: Availability) -> Problem:
+    def problem(self, at: JointPrices, worth: Availability) -> Problem:
         """Seconds and priced bytes as tables."""
         memo: dict[Any, np.ndarray] = {}
-        alive: list[Any] = [self.base, worth]  # what ids are of
-        costs = list(self.base.costs)
-        factors = list(self.base.factors)
+        price, base = at.of_byte, self.base(at.exposed)
+        alive: list[Any] = [base, worth]  # what ids are of
+        costs = list(base.costs)
+        factors = list(base.factors)
         for i, held in self.fixed_sites.items():
             costs[i] = _plus(memo, costs[i], held, price)
         for k, held in self.fixed_edges.items():

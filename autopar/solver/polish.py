@@ -23,6 +23,7 @@ from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Outcome
 from autopar.solver.integer import IntegerProgram, backend_of
 from autopar.solver.points import Point
+from autopar.solver.tables import Problem
 from autopar.space.lookup import Tables, Taken
 from autopar.space.space import Edge, Site, Space
 from autopar.space.windows import Window
@@ -78,25 +79,13 @@ def alike(
 
     If memory has a price, for several heights of it, so that there are plans just over and just within the budget.
     """
-    backend, found = backend_of(solver, _GAP, _NODES, _PIVOTS), list[Point]()
+    found = list[Point]()
 
     def at(height: float) -> Point | None:
-        folded = _Folded.of(counted, points, {t: p * height for t, p in prices.items() if p > 0})
-        program = IntegerProgram(folded.space, backend, fold=False)
-        program.hide()
-        program.pose(program.terms)
-        try:
-            answer = program.solve()
-        except Infeasible:
-            return None
-        if not answer.ended:
-            stopped.append("the integer program of layers that do the same")
-        if answer.picked is None:
-            return None
-        point = counted.point(folded.unfold(answer.picked))
-        if not np.isfinite(point.seconds):  # of a search that was stopped: choices that do not go together
-            return None
-        found.append(point)
+        problem = counted.priced({t: p * height for t, p in prices.items() if p > 0})
+        point = with_equal_layers(counted, points, problem, solver, stopped)
+        if point is not None:
+            found.append(point)
         return point
 
     over, under, height = None, None, 1.0
@@ -116,6 +105,29 @@ def alike(
     return found
 
 
+def with_equal_layers(
+    counted: Budgeted, points: Sequence[Point], problem: Problem, solver: str, stopped: list[str]
+) -> Point | None:
+    """The plan of least cost whose layers are equal, of the choices that some points have taken.
+
+    Windows are as they are: the problem has all communication in line.
+    """
+    folded = _Folded.of(counted, points, problem)
+    program = IntegerProgram(folded.space, backend_of(solver, _GAP, _NODES, _PIVOTS), fold=False)
+    program.hide()
+    program.pose(program.terms)
+    try:
+        answer = program.solve()
+    except Infeasible:
+        return None
+    if not answer.ended:
+        stopped.append("the integer program of layers that do the same")
+    if answer.picked is None:
+        return None
+    point = counted.point(folded.unfold(answer.picked))
+    return point if np.isfinite(point.seconds) else None  # of a search that was stopped, choices may not go together
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Folded:
     """A space with one site for each kind of site, and of its choices those that plans which were met have taken."""
@@ -128,8 +140,8 @@ class _Folded:
         return [int(self.left[k][picked[k]]) for k in self.kind]
 
     @staticmethod
-    def of(counted: Budgeted, points: Sequence[Point], prices: Mapping[int, float]) -> _Folded:
-        space, problem = counted.space, counted.priced(prices)
+    def of(counted: Budgeted, points: Sequence[Point], problem: Problem) -> _Folded:
+        space = counted.space
         kind = numbered(space)
         first = [kind.index(k) for k in range(max(kind) + 1)]
         left = [np.array(sorted(taken)) for taken in _taken(space, kind, first, points)]

@@ -12,35 +12,35 @@ A policy by name, or a user's own, takes the place of `within`; its shardings ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autopar.solver.availability import Availability
-from autopar.solver.budget import Outcome
+from autopar.solver.budget import Outcome, prices_of
 from autopar.solver.eliminate import minimise
-from autopar.solver.joint import JointTables
+from autopar.solver.joint import JointPrices, JointTables
 from autopar.solver.points import Point
 from autopar.solver.policies import IN_ONE_LOOK, Policy, in_segments, named, repeated
-from autopar.solver.polish import polished
+from autopar.solver.polish import polished, with_equal_layers
 from autopar.solver.refine import refined
 from autopar.solver.searches import Findings, Task
 from autopar.solver.states import StateSearch, StepStates
 from autopar.space.timeline import Timeline
 
-_ROUNDS = 9  # of prices
+_ROUNDS = 12  # of prices
 _DEARER = 8.0  # times the last price, while all that was met is over the budget
 _LITTLE = 0.03  # of what is open: a bound that can rise by less is left as it is
 _ROUGHLY = 0.08  # the same where memory is nothing yet: the joint search goes on from there
-_IN_VAIN = 2  # rounds that lead nowhere, after which it is left too
+_IN_VAIN = 3  # rounds that lead nowhere, after which it is left too
 _CHEAP, _HALVINGS = 1e-24, 48  # seconds a byte, and how often the range of prices is halved
-_NEAR = 1.05  # of two prices: nothing is looked for between them
 _OPEN = 0.05  # a gap, beside that of the free plan, from which on shardings without recompute are looked at too
 _MOST = 8  # of those: so many
 _SEGMENTS = (1, 2, 3, 4, 6, 8)  # blocks in one
 _KNOWN = 3  # shardings of budgets before that are looked at first
 _MET = 1 + 1e-9  # of a budget, for rounding
+_MIXED, _AGAIN = 8, 6  # shardings whose choices are mixed, and how often
 
 Without = Callable[[], Findings]
 
@@ -81,6 +81,16 @@ class Lined:
         """The fastest plan found within a budget, from a price that may be near."""
         states = self.states.within(budget, price)
         return None if states is None else self.under(states)
+
+    def frontier(self, time: int) -> list[Point]:
+        """The plans of all states that are known which hold less at a time than every faster one."""
+        found: list[Point] = []
+        for states in sorted(self.states.known.values(), key=lambda s: (s.seconds, s.held[time])):
+            if not found or states.held[time] < found[-1].held[time]:
+                more, point = states.seconds, self.point
+                in_line = point.in_line + more
+                found.append(replace(point, seconds=point.seconds + more, in_line=in_line, held=states.held))
+        return found
 
     @property
     def lowest(self) -> float:
@@ -124,10 +134,10 @@ class JointSearch:
     tables: JointTables
     met: dict[tuple[int, ...], Lined]  # shardings by their choices; the first is the fastest
     stopped: list[str]
-    # at each price that was tried: a bound of seconds and priced bytes, or where a space is large what it is about
-    bounds: dict[float, float] = field(default_factory=dict)
-    rough: dict[float, float] = field(default_factory=dict)
-    worths: dict[float, Availability] = field(default_factory=dict)  # of availability, at each price
+    # at prices that were tried: bounds of seconds and priced bytes, and where a space is large what they are about
+    bounds: dict[JointPrices, float] = field(default_factory=dict)
+    rough: dict[JointPrices, float] = field(default_factory=dict)
+    worths: dict[JointPrices, Availability] = field(default_factory=dict)  # of availability
 
     @staticmethod
     def of(task: Task) -> JointSearch | None:
@@ -138,7 +148,7 @@ class JointSearch:
         first = Lined.of(task, fastest) if fastest is not None else None
         if first is None or not first.line.names:
             return None
-        tables = JointTables(task.counted, int(first.point.held.argmax()), free.prices.exposed)
+        tables = JointTables(task.counted, int(first.point.held.argmax()))
         return JointSearch(task, free, tables, {tuple(first.point.picked): first}, stopped)
 
     @property
@@ -154,25 +164,58 @@ class JointSearch:
     def bound(self, budget: float) -> float:
         """The seconds that no plan within a budget goes under."""
         free = 0.0 if self.free.is_rough else self.free.bound
-        return max([free, *(least - price * budget for price, least in self.bounds.items())])
+        return max([free, *(least - at.of_byte * budget for at, least in self.bounds.items())])
 
     def about(self, budget: float) -> float:
         """The bound to which the prices that were tried lead, where they are looked at closely."""
-        rough = (least - price * budget for price, least in self.rough.items())
+        rough = (least - at.of_byte * budget for at, least in self.rough.items())
         return max([self.bound(budget), self.free.bound, *rough])
 
-    def look(self, price: float, lined: Lined) -> Lined:
-        """The sharding to which a price leads, with availability worth what it is under a sharding at that price."""
+    def best_prices(self, budget: float) -> JointPrices:
+        """The prices of the best bound so far."""
+        tried = self.bounds | self.rough
+        best = max(tried, key=lambda at: tried[at] - at.of_byte * budget, default=None)
+        at_first = JointPrices(0.0, self.free.prices.exposed)
+        if best is None or tried[best] - best.of_byte * budget < self.free.bound:
+            return at_first
+        return best
+
+    def look(self, at: JointPrices, lined: Lined) -> Lined:
+        """The sharding to which prices lead, with availability worth what it is under a sharding at them."""
         is_large = self.task.counted.is_large
-        self.worths[price] = self.tables.prices.worth(lined.line, price)
-        least = minimise(self.tables.problem(price, self.worths[price]), tries=1, is_rough=is_large)
-        (self.rough if is_large else self.bounds)[price] = least.bound
+        self.worths[at] = self.tables.prices.worth(lined.line, at.of_byte)
+        least = minimise(self.tables.problem(at, self.worths[at]), tries=1, is_rough=is_large)
+        (self.rough if is_large else self.bounds)[at] = least.bound
         point = self.task.counted.point(least.picked)
         if not math.isfinite(point.seconds):
             return lined
         found = self.met.setdefault(tuple(point.picked), Lined.of(self.task, point))
-        found.states.of(self.tables.prices.cheapest(found.line, price))
+        found.states.of(self.tables.prices.cheapest(found.line, at.of_byte))
         return found
+
+    def ahead(self, budget: float) -> tuple[JointPrices, float]:
+        """The prices at which the plans that were met are worth most under a budget, and what they are then.
+
+        No bound is more than that. Where all plans are over the budget, bytes are dearer than they were.
+        """
+        time = self.tables.time
+        met = [plan for lined in self.met.values() for plan in lined.frontier(time)]
+        met += [point for point in self.free.points if tuple(point.picked) not in self.met]
+        if min(plan.held[time] for plan in met) <= budget:
+            prices, most = prices_of(met, [time], budget, self.task.counted.kinds)
+            return JointPrices(prices.of_bytes.get(time, 0.0), prices.exposed), most
+        dearest = max((at.of_byte for at in (*self.bounds, *self.rough)), default=0.0)
+        price = dearest * _DEARER or self.first.states.usual_price(time) / _DEARER
+        return JointPrices(price, self.best_prices(budget).exposed), math.inf
+
+    def best_at(self, price: float) -> Lined:
+        """The sharding that costs least at a price, with any states of it that are known."""
+
+        def cost(lined: Lined) -> float:
+            seconds, held = _seconds_and_bytes(lined, self.tables.time)
+            return float((seconds + price * held).min())
+
+        return min(self.met.values(), key=cost)
 
     def lowest(self) -> Point:
         """The plan of the lowest peak that was met; that of the smallest sharding is, too."""
@@ -187,10 +230,10 @@ class JointSearch:
         if self.about(budget) == self.free.bound:
             self.free = self.task.counted.proven(self.free, math.inf)
         else:
-            price = max(self.rough, key=lambda price: self.rough[price] - price * budget)
-            least = minimise(self.tables.problem(price, self.worths[price]), tries=1)
-            self.bounds[price] = least.bound
-            del self.rough[price]
+            at = max(self.rough, key=lambda at: self.rough[at] - at.of_byte * budget)
+            least = minimise(self.tables.problem(at, self.worths[at]), tries=1)
+            self.bounds[at] = least.bound
+            del self.rough[at]
 
     def promising(self, budget: float, all_: Iterable[Lined]) -> tuple[float, float]:
         """The price at which the plans of these shardings are worth most under a budget, and what they are then.
@@ -235,7 +278,9 @@ class Within:
 
     def run(self) -> None:
         """Look for the best plan and raise the bound, after `look_at_known`."""
+        self.look_at_equal_layers()
         self.look_for_prices()
+        self.look_at_equal_layers()
         if self.best is None:
             self.look_at_segments()
         self.polish()
@@ -283,33 +328,70 @@ class Within:
                 self.best, self.lined = plan, lined
 
     def look_for_prices(self) -> None:
-        """Let prices of a byte at the fullest time lead to shardings, and raise the bound."""
-        joint, budget, time, lined = self.joint, self.budget, self.joint.tables.time, self.lined
+        """Let prices of a byte at the fullest time, and of windows, lead to shardings, and raise the bound."""
+        joint, budget, lined = self.joint, self.budget, self.lined
         if lined is None:
             return
-        price = joint.promising(budget, joint.met.values())[0] or joint.first.states.usual_price(time) / _DEARER
-        over: dict[float, bool] = {}  # of each price: what it leads to does not fit
         in_vain, lowest = 0, math.inf  # rounds that led nowhere, one after the other; and the lowest peak
         for _ in range(_ROUNDS):
             seconds, highest = self.best.seconds if self.best is not None else math.inf, joint.about(budget)
-            if self.best is not None and seconds - highest <= joint.task.gap * seconds:
+            ahead, most = joint.ahead(budget)
+            little = _LITTLE * (seconds - highest) if self.best is not None else -math.inf
+            is_near = self.best is not None and seconds - highest <= joint.task.gap * seconds
+            at = self._next_prices(ahead)
+            if is_near or most - highest <= little or at is None or in_vain == _IN_VAIN:
                 break
-            lined = joint.look(price, lined)
-            self._take(lined, price)
-            over[price] = lined.states.of(joint.tables.prices.cheapest(lined.line, price)).held[time] > budget
-            about = joint.about(budget)
-            ahead, most = joint.promising(budget, joint.met.values())
+            lined = joint.look(at, lined)
+            self._take(lined, at.of_byte)
             if self.best is None:
-                little, has_led = -math.inf, lined.lowest < lowest
+                has_led = lined.lowest < lowest
             else:
-                little = _LITTLE * (self.best.seconds - about)
-                has_led = max(seconds - self.best.seconds, about - highest) > little
+                has_led = max(seconds - self.best.seconds, joint.about(budget) - highest) > max(0.0, little)
             in_vain, lowest = 0 if has_led else in_vain + 1, min(lowest, lined.lowest)
-            found = {p: least - p * budget for p, least in (joint.bounds | joint.rough).items()}
-            price = _next_price(found, over, ahead)
-            if not price or most - about <= little or in_vain == _IN_VAIN:
-                break
         joint.look_closely(budget)
+
+    def look_at_equal_layers(self) -> None:
+        """Look at shardings whose layers are equal, of the choices that were met, with windows as they are.
+
+        A byte has the price at which the plans that were met are worth most, as long as that leads to another one.
+        """
+        joint, task, tables = self.joint, self.joint.task, self.joint.tables
+        if not task.space.windows:
+            return
+        points = sorted(self._shardings(), key=lambda p: p.seconds)[:_MIXED]
+        dearest = 0.0
+        for _ in range(_AGAIN):
+            if self.gap <= task.gap:
+                return
+            price, _ = joint.promising(self.budget, joint.met.values())
+            price = price or dearest * _DEARER or joint.ahead(self.budget)[0].of_byte
+            dearest, near = max(dearest, price), joint.best_at(price)
+            problem = tables.problem(JointPrices(price, None), tables.prices.worth(near.line, price))
+            point = with_equal_layers(task.counted, points, problem, task.solver, joint.stopped)
+            if point is None or tuple(point.picked) in joint.met:
+                return
+            lined = joint.met[tuple(point.picked)] = Lined.of(task, point)
+            lined.states.of(tables.prices.cheapest(lined.line, price))
+            self._take(lined, price)
+
+    def _shardings(self) -> Iterator[Point]:
+        """Those that were met, and those of the search where memory is nothing."""
+        yield from (lined.point for lined in self.joint.met.values())
+        yield from (p for p in self.joint.free.points if tuple(p.picked) not in self.joint.met)
+
+    def _next_prices(self, ahead: JointPrices) -> JointPrices | None:
+        """The next prices to try: half the way from those of the best bound to those ahead, or these; None at the end.
+
+        Where all that was met is over the budget, it goes the whole way.
+        """
+        joint = self.joint
+        tried = (*joint.bounds, *joint.rough)
+        best = joint.best_prices(self.budget)
+        steps = (ahead.towards(best), ahead) if best.of_byte else (ahead,)
+        for step in steps:
+            if step.of_byte and not any(step.is_near(at) for at in tried):
+                return step
+        return None
 
 
 def _auto(task: Task, without: Without) -> Findings:
@@ -335,27 +417,6 @@ def _auto(task: Task, without: Without) -> Findings:
         return found
     lowest = joint.lowest()
     return replace(found, best=lowest) if lowest.peak <= task.budget else replace(found, lowest=lowest)
-
-
-def _next_price(bounds: Mapping[float, float], over: Mapping[float, bool], ahead: float) -> float:
-    """The next price to try, of those at which bounds are known, and whether what they lead to is over the budget.
-
-    That is the one `ahead`, at which the plans that were met are worth most, or else one between those that lead over
-    the budget and those that lead under it, or else one beside that of the best bound, on the wider side. It is 0 where
-    all of these were tried.
-    """
-    best = max(bounds, key=lambda price: bounds[price])
-    if not ahead:
-        return max(bounds) * _DEARER
-    dear = min((p for p in over if not over[p]), default=0.0)
-    cheap = max((p for p in over if over[p] and p < dear), default=0.0)
-    below, above = (p for p in bounds if p < best), (p for p in bounds if p > best)
-    low, high = max(below, default=best / _DEARER**2), min(above, default=best * _DEARER**2)
-    beside = math.sqrt(low * best) if best / low > high / best else math.sqrt(best * high)
-    for price in (ahead, math.sqrt(cheap * dear), beside):
-        if price and not any(1 / _NEAR < price / p < _NEAR for p in bounds):
-            return price
-    return 0.0
 
 
 def _seconds_and_bytes(lined: Lined, time: int) -> np.ndarray:

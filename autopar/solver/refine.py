@@ -4,6 +4,7 @@ parts        of what is repeated as the price rises, those that lower the peak e
 filled       runs that need not be repeated after all, and a faster run in the place of another
 lowered      where nothing fits: states next to those of the lowest peak, as long as one lowers it
 groups       where nothing fits still, or much is repeated: stages that are run twice more (`segments.py`)
+program      where much is repeated of a short line: an integer program (`state_program.py`)
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from autopar.solver.segments import in_groups
+from autopar.solver.state_program import by_program
 from autopar.solver.states import Again, StateSearch, StepStates
 
 _STEP, _BEYOND = 2.0, 2  # of a price: by which it is raised, and how often beyond the first that leads under the budget
@@ -25,6 +27,7 @@ _EXCHANGED, _PAIRED = 16, 32  # exchanges of two runs, and how many are tried fo
 _LOWERED, _NEXT = 24, 16  # steps to a lower peak, and states that are tried for each
 _WORK = 1 << 16  # runs that are gone through for either, in all: long lines are looked at less
 _MUCH = 0.5  # of all seconds of forward: where so much is repeated, some of it may better be repeated twice
+_FEW = 600  # runs that could be repeated, up to which an integer program is asked too
 _ROUNDING = 1e-12
 
 
@@ -48,6 +51,8 @@ def refined(search: StateSearch, budget: float) -> StepStates | None:
     found = search.fastest(budget) or best
     if found.seconds > _MUCH * sum(run.seconds for run in search.line.runs):
         in_groups(search, budget)
+        if len(search.line.names) <= _FEW:
+            by_program(search, budget)
         found = search.fastest(budget) or found
     return _filled(search, found, budget)
 
