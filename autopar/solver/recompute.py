@@ -29,11 +29,12 @@ from autopar.solver.searches import Findings, Task
 from autopar.solver.states import StateSearch, StepStates
 from autopar.space.timeline import Timeline
 
-_ROUNDS = 12  # of prices
+_ROUNDS, _FEWER = 12, 8  # of prices; and where tables are large
 _DEARER = 8.0  # times the last price, while all that was met is over the budget
-_LITTLE = 0.03  # of what is open: a bound that can rise by less is left as it is
+_STEP = 3.0  # times the price of the best bound: no price of a byte alone is further from it
+_LITTLE = 0.05  # of what is open: a bound that can rise by less is left as it is
 _ROUGHLY = 0.08  # the same where memory is nothing yet: the joint search goes on from there
-_IN_VAIN = 4  # rounds that lead nowhere, after which it is left too
+_IN_VAIN = 3  # rounds that lead nowhere, after which it is left too
 _CHEAP, _HALVINGS = 1e-24, 48  # seconds a byte, and how often the range of prices is halved
 _OPEN = 0.05  # a gap, beside that of the free plan, from which on shardings without recompute are looked at too
 _MOST = 8  # of those: so many
@@ -198,15 +199,31 @@ class JointSearch:
 
         No bound is more than that. Where all plans are over the budget, bytes are dearer than they were.
         """
-        time = self.tables.time
-        met = [plan for lined in self.met.values() for plan in lined.frontier(time)]
-        met += [point for point in self.free.points if tuple(point.picked) not in self.met]
+        time, met = self.tables.time, self._plans()
         if min(plan.held[time] for plan in met) <= budget:
             prices, most = prices_of(met, [time], budget, self.task.counted.kinds)
             return JointPrices(prices.of_bytes.get(time, 0.0), prices.exposed), most
         dearest = max((at.of_byte for at in (*self.bounds, *self.rough)), default=0.0)
         price = dearest * _DEARER or self.first.states.usual_price(time) / _DEARER
         return JointPrices(price, self.best_prices(budget).exposed), math.inf
+
+    def ahead_alone(self, budget: float) -> JointPrices:
+        """The same, where the prices of windows are those of the best bound, and that of a byte is not far from it.
+
+        Few plans lead too far.
+        """
+        best, time, met = self.best_prices(budget), self.tables.time, self._plans()
+        shares = np.array(best.exposed)
+        seconds = np.array([plan.in_line + shares @ np.array(plan.over) for plan in met])
+        price, _ = _dearest(seconds, np.array([plan.held[time] for plan in met]) - budget)
+        usual = self.first.states.usual_price(time) / _DEARER
+        near = min(max(price, best.of_byte / _STEP), best.of_byte * _STEP) if best.of_byte else min(price, usual)
+        return JointPrices(near, best.exposed)
+
+    def _plans(self) -> list[Point]:
+        """Plans that were met, with states, and those of the search where memory is nothing."""
+        met = [plan for lined in self.met.values() for plan in lined.frontier(self.tables.time)]
+        return met + [point for point in self.free.points if tuple(point.picked) not in self.met]
 
     def best_at(self, price: float) -> Lined:
         """The sharding that costs least at a price, with any states of it that are known."""
@@ -241,18 +258,8 @@ class JointSearch:
         No bound is more than that. The price is 0 where all plans are over the budget: none is dear enough.
         """
         met = [_seconds_and_bytes(lined, self.tables.time) for lined in all_]
-        seconds, over = np.concatenate(met, axis=1)
-        over = over - budget
-        if not (over <= 0).any():
-            return 0.0, math.inf
-        low, high = _CHEAP, max(_CHEAP, float(seconds.max()))
-        for _ in range(_HALVINGS):
-            price = math.sqrt(low * high)
-            if over[int((seconds + price * over).argmin())] > 0:
-                low = price
-            else:
-                high = price
-        return high, float((seconds + high * over).min())
+        seconds, held = np.concatenate(met, axis=1)
+        return _dearest(seconds, held - budget)
 
 
 @dataclass(slots=True, eq=False)
@@ -333,12 +340,13 @@ class Within:
         if lined is None:
             return
         in_vain, lowest = 0, math.inf  # rounds that led nowhere, one after the other; and the lowest peak
-        for _ in range(_ROUNDS):
+        moves = False  # do the prices of windows move, with that of a byte?
+        for _ in range(_FEWER if joint.task.counted.is_large else _ROUNDS):
             seconds, highest = self.best.seconds if self.best is not None else math.inf, joint.about(budget)
             ahead, most = joint.ahead(budget)
             little = _LITTLE * (seconds - highest) if self.best is not None else -math.inf
             is_near = self.best is not None and seconds - highest <= joint.task.gap * seconds
-            at = self._next_prices(ahead)
+            at = self._next_prices(ahead, moves)
             if is_near or most - highest <= little or at is None or in_vain == _IN_VAIN:
                 break
             lined = joint.look(at, lined)
@@ -348,6 +356,7 @@ class Within:
             else:
                 has_led = max(seconds - self.best.seconds, joint.about(budget) - highest) > max(0.0, little)
             in_vain, lowest = 0 if has_led else in_vain + 1, min(lowest, lined.lowest)
+            moves = moves == has_led
         joint.look_closely(budget)
 
     def look_at_equal_layers(self) -> None:
@@ -360,7 +369,7 @@ class Within:
             return
         points = sorted(self._shardings(), key=lambda p: p.seconds)[:_MIXED]
         dearest = 0.0
-        for _ in range(_AGAIN):
+        for _ in range(1 if task.counted.is_large else _AGAIN):
             if self.gap <= task.gap:
                 return
             price, _ = joint.promising(self.budget, joint.met.values())
@@ -379,16 +388,17 @@ class Within:
         yield from (lined.point for lined in self.joint.met.values())
         yield from (p for p in self.joint.free.points if tuple(p.picked) not in self.joint.met)
 
-    def _next_prices(self, ahead: JointPrices) -> JointPrices | None:
-        """The next prices to try: half the way from those of the best bound to those ahead, or these; None at the end.
+    def _next_prices(self, ahead: JointPrices, moves: bool) -> JointPrices | None:
+        """The next prices to try; None at the end.
 
-        Where all that was met is over the budget, it goes the whole way.
+        From those of the best bound the price of a byte goes the whole way to that ahead, with windows' prices as they
+        are; or all prices go half the way, or the whole.
         """
         joint = self.joint
         tried = (*joint.bounds, *joint.rough)
         best = joint.best_prices(self.budget)
-        steps = (ahead.towards(best), ahead) if best.of_byte else (ahead,)
-        for step in steps:
+        alone, half = joint.ahead_alone(self.budget), ahead.towards(best) if best.of_byte else ahead
+        for step in (half, ahead, alone) if moves else (alone, half, ahead):
             if step.of_byte and not any(step.is_near(at) for at in tried):
                 return step
         return None
@@ -417,6 +427,23 @@ def _auto(task: Task, without: Without) -> Findings:
         return found
     lowest = joint.lowest()
     return replace(found, best=lowest) if lowest.peak <= task.budget else replace(found, lowest=lowest)
+
+
+def _dearest(seconds: np.ndarray, over: np.ndarray) -> tuple[float, float]:
+    """The price at which plans are worth most, of their seconds and bytes over a budget, and what they are then.
+
+    The price is 0 where all of them are over it: none is dear enough.
+    """
+    if not (over <= 0).any():
+        return 0.0, math.inf
+    low, high = _CHEAP, max(_CHEAP, float(seconds.max()))
+    for _ in range(_HALVINGS):
+        price = math.sqrt(low * high)
+        if over[int((seconds + price * over).argmin())] > 0:
+            low = price
+        else:
+            high = price
+    return high, float((seconds + high * over).min())
 
 
 def _seconds_and_bytes(lined: Lined, time: int) -> np.ndarray:
