@@ -16,7 +16,7 @@ from autopar.solver.points import Point
 from autopar.solver.recompute import JointSearch, Within, frontier
 from autopar.solver.searches import Task
 
-_EVERY = 3  # budgets for one at which prices are looked for
+_EVERY, _ROUNDS = 3, 2  # budgets for one at which prices are looked for, and rounds of them
 _MET = 1 + 1e-9  # of a budget, for rounding
 
 
@@ -68,8 +68,9 @@ def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
         within = Within(joint, budget)
         within.look_at_known()
         if k in (*range(0, len(ordered), _EVERY), len(ordered) - 1) and within.best is not joint.first.point:
-            within.look_for_prices()
-            if within.is_wide:
+            within.look_at_equal_layers()
+            within.look_for_prices(_ROUNDS)
+            if within.is_wide and task.counted.is_small:
                 points = frontier(task.counted.fastest(budget, task.gap).points)
                 within.add(points)
                 met += points

@@ -334,14 +334,14 @@ class Within:
             if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
                 self.best, self.lined = plan, lined
 
-    def look_for_prices(self) -> None:
+    def look_for_prices(self, rounds: int = _ROUNDS) -> None:
         """Let prices of a byte at the fullest time, and of windows, lead to shardings, and raise the bound."""
         joint, budget, lined = self.joint, self.budget, self.lined
         if lined is None:
             return
         in_vain, lowest = 0, math.inf  # rounds that led nowhere, one after the other; and the lowest peak
         moves = False  # do the prices of windows move, with that of a byte?
-        for _ in range(_FEWER if joint.task.counted.is_large else _ROUNDS):
+        for _ in range(min(rounds, _FEWER) if joint.task.counted.is_large else rounds):
             seconds, highest = self.best.seconds if self.best is not None else math.inf, joint.about(budget)
             ahead, most = joint.ahead(budget)
             little = _LITTLE * (seconds - highest) if self.best is not None else -math.inf

@@ -129,11 +129,11 @@ class Memory:
         """Bytes that the conversion of a value holds beside it and what it makes."""
         return 0.0 if self.temporaries is None else self.temporaries.of_value(edge, *place)
 
-    def first(self, picked: Sequence[int], edges: Sequence[Edge]) -> float:
-        """The peak of the first step: the optimizer makes its states when it is called."""
-        held = self.held(picked, edges)
-        held["optimizer states"][: 2 * len(self.ops)] = 0
-        return float(np.sum(list(held.values()), axis=0).max())
+    def first(self, picked: Sequence[int], edges: Sequence[Edge], held: np.ndarray) -> float:
+        """The peak of the first step, of what a step holds: the optimizer makes its states when it is called."""
+        states = self.held(picked, edges)["optimizer states"]
+        states[2 * len(self.ops) :] = 0
+        return float((held - states).max())
 
     def row(self, time: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
         """Bytes at one time, by choice of each site and by flows of each edge."""
