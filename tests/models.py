@@ -204,3 +204,26 @@ class Plain(nn.Module):
             out.mul_(0.5)
         logits = self.head(out)
         return {"loss": F.cross_entropy(logits.flatten(0, 1), y.flatten()), "logits": logits}
+
+
+class LoRA(nn.Module):
+    """A frozen weight and a small correction that trains."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = (
+            nn.Parameter(torch.randn(rank, base.in_features, dtype=torch.float64) * 0.1),
+            nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float64)),
+        )
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+def lora_case():
+    model, batch = mlp_case()
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = LoRA(block.up), LoRA(block.down)
+    return model, batch

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.testing import Equality, Unequal
-from tests.models import mean_square
+from tests.models import eager_links, mean_square
 from tests.oracle import PermutedSums
 
 OPTIMIZERS = {
@@ -177,3 +177,28 @@ class Reference:
                     [p[i] for p in self.permuted] if part != "gradients" else (),
                 )
             ).check()
+
+
+def lora_steps(model, batch):
+    trains = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trains, lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(**batch).backward()
+        optimizer.step()
+    assert (
+        all((p.grad is not None) == p.requires_grad for p in model.parameters())
+        and len(optimizer.state) == len(trains) == 8
+    )
+    return {n: whole(p).detach().clone() for n, p in model.named_parameters()}
+
+
+def lora_on_ranks(rank, model, batch, how):
+    """Steps under a preset, or under a plan."""
+    how = dict(plan=how) if isinstance(how, autopar.Plan) else dict(mesh=2, parallel=how, cluster=eager_links())
+    mine = autopar.autoparallelize(model, batch, **how)
+    assert (
+        mine.plan.memory["optimizer states"]
+        <= 2 * 8 * sum(p.numel() for p in mine.parameters() if p.requires_grad) + 64
+    )
+    return lora_steps(mine, batch)

@@ -26,13 +26,15 @@ from autopar.letters import BadPlan
 from autopar.module import parallel
 from autopar.solver import archive, policies
 from autopar.space import timeline
+from autopar.testing import Equality, on_processes
 from autopar.tracer import ColoTracer
 from benchmarks.memory import Live
 from tests import language
 from tests.equality.gpt2 import check, gpt2, train_parallel
-from tests.models import eager_links, mean_square
+from tests.models import eager_links, lora_case, mean_square, mlp_case
 from tests.oracle import InFloat64
 from tests.random_plans import with_random_states
+from tests.training import lora_on_ranks, lora_steps
 
 
 class Pictures(nn.Module):
@@ -175,6 +177,53 @@ def test_four_ranks_train_what_one_device_trains(name, threads):
         states = replace(plan, recomputed=values)
         for rank, result in enumerate(threads(4, train_parallel, model, batch, states, "adamw", "float64")):
             check(f"{name}, rank {rank}", result, 0.1, "adamw", "float64")
+
+
+def everything(plan: Plan) -> Plan:
+    """The plan that recomputes all that it could, in segments."""
+    values = [n for n, d in plan.decisions.items() if d.kind == "op"] + [c.name for c in plan.conversions]
+    return replace(in_segments(plan, 3), recomputed=frozenset(values))
+
+
+def with_everything(rank, train, *arguments):
+    """A rank's training where all that it could is recomputed, whatever its size."""
+    with everything_counts():
+        return train(rank, *arguments)
+
+
+@pytest.mark.parametrize("name", ["tensors and sequence", "zero3"])
+def test_four_processes_train_what_one_device_trains(name):
+    """In segments, on gloo."""
+    with everything_counts():
+        plan = everything(planned(name))
+    model, batch = gpt2(0.1)
+    arguments = (train_parallel, model, batch, plan, "adamw", "float64")
+    for rank, result in enumerate(on_processes(4, with_everything, *arguments, timeout_s=150.0)):
+        check(f"{name}, rank {rank}", result, 0.1, "adamw", "float64")
+
+
+def compiled(rank, model, batch, plan):
+    """Gradients of a step whose halves are torch.compile's between collectives."""
+    mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan, compile="aot_eager")
+    mine(**batch).backward()
+    return {n: p.grad.full_tensor() for n, p in mine.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("case, train", [(mlp_case, compiled), (lora_case, lora_on_ranks)])
+def test_compiled_halves_and_frozen_parameters_recompute_too(case, train):
+    torch.manual_seed(1)
+    model, batch = case()
+    expected = lora_steps(copy.deepcopy(model), batch) if train is lora_on_ranks else gradients_of(model, batch)
+    with everything_counts():
+        plan = everything(autopar.plan(model, batch, mesh=2, parallel="zero3", cluster=eager_links()))
+    for found in on_processes(2, with_everything, train, model, batch, plan, timeout_s=150.0):
+        Equality.in_float64(train.__name__, found, expected, 1e-8).check()
+
+
+def gradients_of(model, batch):
+    own = copy.deepcopy(model)
+    own(**batch).backward()
+    return {n: p.grad for n, p in own.named_parameters()}
 
 
 def two_batches(rank, model, batch, plan):

@@ -8,13 +8,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 import autopar
 from autopar import DeviceMesh
 from autopar.testing import Equality, on_processes
-from tests.models import batch_of, eager_links, mlp_case
-from tests.training import whole
+from tests.models import batch_of, eager_links, lora_case, mlp_case
+from tests.training import lora_on_ranks, lora_steps, whole
 
 FORMS = {
     "adamw in a loop": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
@@ -79,52 +78,6 @@ def test_optimizers_clipping_schedules_and_loss_scaling(parallel, mesh):
             for rank in ours:
                 Equality.in_float64(f"{form}, scaled: {scaled}", rank[form, scaled], expected, 1e-8).check()
     assert ours[0]["adamw fused", True]["scale"] < 128
-
-
-class LoRA(nn.Module):
-    """A frozen weight and a small correction that trains."""
-
-    def __init__(self, base, rank=2):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a, self.b = (
-            nn.Parameter(torch.randn(rank, base.in_features, dtype=torch.float64) * 0.1),
-            nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float64)),
-        )
-
-    def forward(self, x):
-        return self.base(x) + x @ self.a.t() @ self.b.t()
-
-
-def lora_case():
-    model, batch = mlp_case()
-    model.requires_grad_(False)
-    for block in model.blocks:
-        block.up, block.down = LoRA(block.up), LoRA(block.down)
-    return model, batch
-
-
-def lora_steps(model, batch):
-    trains = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trains, lr=1e-2)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(**batch).backward()
-        optimizer.step()
-    assert (
-        all((p.grad is not None) == p.requires_grad for p in model.parameters())
-        and len(optimizer.state) == len(trains) == 8
-    )
-    return {n: whole(p).detach().clone() for n, p in model.named_parameters()}
-
-
-def lora_on_ranks(rank, model, batch, parallel):
-    mine = autopar.autoparallelize(model, batch, mesh=2, parallel=parallel, cluster=eager_links())
-    assert (
-        mine.plan.memory["optimizer states"]
-        <= 2 * 8 * sum(p.numel() for p in mine.parameters() if p.requires_grad) + 64
-    )
-    return lora_steps(mine, batch)
 
 
 @pytest.mark.parametrize("parallel", ["dp", "zero3"])
