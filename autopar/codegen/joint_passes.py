@@ -18,6 +18,9 @@ from autopar.sharding.convert import LocalStep
 from autopar.space.windows import BUCKET, buckets
 
 START = torch.ops.autopar.start.default
+_ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_ATTENTION_BACKWARD_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_TURN, _COPY = torch.ops.aten.transpose.int, torch.ops.aten.clone.default
 
 
 def write_out_conversions(joint: JointGraph) -> None:
@@ -243,6 +246,39 @@ def own_gradients(joint: JointGraph) -> None:
     joint.write_output()
 
 
+def turn_queries(joint: JointGraph) -> None:
+    """Let attention on a CPU be given queries in the order of rows, positions, heads, where its result is copied so.
+
+    Its result lies as they do. What arrives by a conversion lies with heads before positions, and the result would be
+    copied, and held twice, when it is turned.
+
+    before    o = attention(q, k, v);  y = clone(transpose(o, 1, 2))
+    after     r = transpose(clone(transpose(q, 1, 2)), 1, 2);  o = attention(r, k, v);  y = transpose(o, 1, 2)
+    """
+    for node in joint.graph.find_nodes(op="call_function", target=_ATTENTION_ON_CPU):
+        results = [part for part in node.users if part.args[1] == 0]
+        turned = [(o, t) for o in results for t in o.users if t.target is _TURN and set(t.args[1:]) == {1, 2}]
+        copies = [(o, t, y) for o, t in turned for y in t.users if y.target is _COPY]
+        if not copies or node.args[0].meta["val"].transpose(1, 2).is_contiguous():
+            continue
+        query, value = node.args[0], node.args[0]
+        for target, more in ((_TURN, (1, 2)), (_COPY, ()), (_TURN, (1, 2))):
+            how = {} if more else {"memory_format": torch.contiguous_format}
+            with joint.graph.inserting_before(node):
+                made = joint.graph.call_function(target, (value, *more), how)
+            made.meta.update({key: node.meta[key] for key in (OP, BACK) if key in node.meta})
+            made.meta["val"] = target(value.meta["val"], *more, **how)
+            value = made
+        for reader in (node, *(u for u in query.users if u.target is _ATTENTION_BACKWARD_ON_CPU)):
+            reader.replace_input_with(query, value)
+        for o, t, y in copies:
+            o.meta["val"] = _COPY(o.meta["val"].transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+            t.meta["val"] = o.meta["val"].transpose(1, 2)
+            y.replace_all_uses_with(t)
+            joint.graph.erase_node(y)
+    joint.read_output()
+
+
 def let_views_copy(joint: JointGraph) -> None:
     """Let a view of what cannot be viewed be a copy.
 
@@ -264,5 +300,6 @@ PASSES: tuple[Callable[[JointGraph], None], ...] = (
     mark_what_waits,
     bucket_gradient_reductions,
     own_gradients,
+    turn_queries,
     let_views_copy,
 )

@@ -175,13 +175,13 @@ def test_more_memory_is_never_slower(name):
         autopar.plan(model, batch, **how, memory_budget=1)
     least = int(letter.value.advice.split("=")[1].split(",")[0])
     plans = [
-        autopar.plan(model, batch, **how, memory_budget=int(least + (free.peak_bytes - least) * k / 10))
-        for k in range(11)
+        autopar.plan(model, batch, **how, memory_budget=int(least + (free.peak_bytes - least) * k / 6))
+        for k in range(7)
     ]
     assert all(p.peak_bytes <= p.budget for p in plans)
     # a search that stops within a gap may find a plan that is a little slower than one that needs less
     assert all(b.step_time_s <= a.step_time_s * 1.01 for a, b in itertools.pairwise(plans))
-    assert plans[-1].step_time_s == pytest.approx(free.step_time_s) and len({p.step_time_s for p in plans}) >= 5
+    assert plans[-1].step_time_s == pytest.approx(free.step_time_s) and len({p.step_time_s for p in plans}) >= 4
     bound = int(letter.value.seen.split(" bytes")[0].replace(",", ""))
     with pytest.raises(Infeasible):
         autopar.plan(model, batch, **how, memory_budget=bound - 1)
