@@ -51,8 +51,6 @@ def in_groups(search: StateSearch, budget: float, prices: int = _PRICES) -> Step
     A stage in no group has the states of one of so many prices; without prices, all of it is saved or none.
     """
     stages = _Stages(search.line)
-    if len(stages) < 2:
-        return None
     priced = sorted(search.priced)[-prices:] if prices else []
     offered = [search.priced[price].again for price in (*priced, 0.0)]
     ways = [list(_ways(offered, stages, s)) for s in range(len(stages))]
@@ -72,9 +70,11 @@ def in_groups(search: StateSearch, budget: float, prices: int = _PRICES) -> Step
         if room <= 0 or over - under < budget / _SLOTS:
             break
     fits = [states for states in found if states.peak <= budget]
-    if fits or not found:
-        return min(fits, key=lambda s: s.seconds, default=None)
-    return _in_finer(search, stages, min(found, key=lambda s: (s.peak, s.seconds)), budget)
+    if fits:
+        return min(fits, key=lambda s: s.seconds)
+    everything = search.of(frozenset(range(len(search.line.runs))))
+    lowest = min((*found, everything, *search.known.values()), key=lambda s: (s.peak, s.seconds))
+    return _in_finer(search, stages, lowest, budget) or _in_finer(search, stages, everything, budget)
 
 
 def _in_finer(search: StateSearch, stages: _Stages, states: StepStates, budget: float) -> StepStates | None:
