@@ -13,13 +13,11 @@ import torch.fx as fx
 from autopar.codegen.buffers import buffer_of, hands_on, numbers_of, own
 from autopar.codegen.joint_graph import BACK, CONVERT, CONVERTED, OP, JointGraph
 from autopar.runtime.collectives import STEPS, part_start
-from autopar.runtime.private import TO_COPY, UNSAFE_VIEW
+from autopar.runtime.private import ATTENTION_BACKWARD_ON_CPU, ATTENTION_ON_CPU, TO_COPY, UNSAFE_VIEW
 from autopar.sharding.convert import LocalStep
 from autopar.space.windows import BUCKET, buckets
 
 START = torch.ops.autopar.start.default
-_ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_ATTENTION_BACKWARD_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _TURN, _COPY = torch.ops.aten.transpose.int, torch.ops.aten.clone.default
 
 
@@ -255,7 +253,7 @@ def turn_queries(joint: JointGraph) -> None:
     before    o = attention(q, k, v);  y = clone(transpose(o, 1, 2))
     after     r = transpose(clone(transpose(q, 1, 2)), 1, 2);  o = attention(r, k, v);  y = transpose(o, 1, 2)
     """
-    for node in joint.graph.find_nodes(op="call_function", target=_ATTENTION_ON_CPU):
+    for node in joint.graph.find_nodes(op="call_function", target=ATTENTION_ON_CPU):
         results = [part for part in node.users if part.args[1] == 0]
         turned = [(o, t) for o in results for t in o.users if t.target is _TURN and set(t.args[1:]) == {1, 2}]
         copies = [(o, t, y) for o, t in turned for y in t.users if y.target is _COPY]
@@ -269,7 +267,7 @@ def turn_queries(joint: JointGraph) -> None:
             made.meta.update({key: node.meta[key] for key in (OP, BACK) if key in node.meta})
             made.meta["val"] = target(value.meta["val"], *more, **how)
             value = made
-        for reader in (node, *(u for u in query.users if u.target is _ATTENTION_BACKWARD_ON_CPU)):
+        for reader in (node, *(u for u in query.users if u.target is ATTENTION_BACKWARD_ON_CPU)):
             reader.replace_input_with(query, value)
         for o, t, y in copies:
             o.meta["val"] = _COPY(o.meta["val"].transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)

@@ -55,6 +55,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 StridedShard = _StridedShard
 TRACING = threading.RLock()  # one capture or joint trace at a time in a process
 
+ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION_BACKWARD_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 TO_COPY = torch.ops.aten._to_copy.default  # x.to(dtype), below autograd
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # its schema says fresh; it shows its operand's memory
 ctc_loss, ctc_loss_backward = torch.ops.aten._ctc_loss, torch.ops.aten._ctc_loss_backward

@@ -88,7 +88,6 @@ class Budgeted:
         entries = sum({id(e.seconds): e.seconds.size for e in self.space.edges}.values())
         self.rounds = max(ROUNDS, min(_MOST_ROUNDS, _WORK // max(1, entries)))
         self.is_large = entries > _LARGE
-        self.is_small = self.rounds > ROUNDS
 
     # -- a plan at prices
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.solver import text
+from autopar.solver.budget import ROUNDS
 from autopar.solver.joint import JointPrices
 from autopar.solver.points import Point
 from autopar.solver.recompute import JointSearch, Within, frontier
@@ -70,7 +71,7 @@ def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
         if k in (*range(0, len(ordered), _EVERY), len(ordered) - 1) and within.best is not joint.first.point:
             within.look_at_equal_layers()
             within.look_for_prices(_ROUNDS)
-            if within.is_wide and task.counted.is_small:
+            if within.is_wide and task.counted.rounds > ROUNDS:
                 points = frontier(task.counted.fastest(budget, task.gap).points)
                 within.add(points)
                 met += points

@@ -103,7 +103,7 @@ POLICIES: dict[str, Policy] = {**IN_ONE_LOOK, "rotor": rotor, "ilp": ilp}
 
 
 def named(policy: str | Policy, line: Timeline, budget: float) -> Repeated:
-    """What a policy returns, of runs that may be repeated; a letter where a name is of no run."""
+    """The answer of a policy, of runs that may be repeated; a letter where a name is of no run."""
     returned = (POLICIES[policy] if isinstance(policy, str) else policy)(line, budget)
     names, segments = set[str](), tuple[tuple[str, int], ...]()
     if isinstance(returned, Repeated):

@@ -151,11 +151,11 @@ class _Stages:
         return [i for i in runs if any(self.reach[v] >= end for v in self.line.runs[i].makes)]
 
     def made(self, runs: Iterable[int]) -> set[int]:
-        """What these runs make."""
+        """The values that these runs make."""
         return {v for i in runs for v in self.line.runs[i].makes}
 
     def needed(self, runs: Iterable[int]) -> set[int]:
-        """What these runs make and backward reads."""
+        """Those of them that backward reads."""
         return {v for v in self.made(runs) if v in self.line.needed}
 
     def bytes_of(self, values: Iterable[int]) -> float:

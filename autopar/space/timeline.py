@@ -253,7 +253,7 @@ class Timeline:
 
 
 def left_at(time: int, op: int, segments: Segments) -> int | None:
-    """Where the widest segment ends in which something of this time lies, and an op that comes later does not.
+    """The end of the widest segment in which something of this time lies, and a later op does not.
 
     None where both lie in one segment. What nothing from there on reads is made in passing for that op.
     """
