@@ -105,11 +105,16 @@ POLICIES: dict[str, Policy] = {**IN_ONE_LOOK, "rotor": rotor, "ilp": ilp}
 def named(policy: str | Policy, line: Timeline, budget: float) -> Repeated:
     """The answer of a policy, of runs that may be repeated; a letter where a name is of no run."""
     returned = (POLICIES[policy] if isinstance(policy, str) else policy)(line, budget)
-    names, segments = set[str](), tuple[tuple[str, int], ...]()
-    if isinstance(returned, Repeated):
-        names, segments = set(returned.names), returned.segments
-    else:
-        names = set(returned)
+    if not isinstance(returned, (Repeated, Iterable)) or isinstance(returned, str):
+        raise NotServed(f"recompute= returned {returned!r}", advice="names of line.runs, or a Repeated")
+    answer = returned if isinstance(returned, Repeated) else Repeated(frozenset(returned))
+    names, segments = set(answer.names), answer.segments
+    ops = {run.name for run in line.runs if run.is_op}
+    if wrong := [pair for pair in segments if pair[0] not in ops or pair[1] < 0]:
+        raise NotServed(
+            f"recompute= begins a segment at {wrong[0][0]!r}, level {wrong[0][1]}",
+            advice="the name of an op of line.runs, and a level from 0 on",
+        )
     if unknown := sorted(map(str, names - {run.name for run in line.runs})):
         raise NotServed(
             f"recompute= returned {unknown[0]!r}, which the line does not run",

@@ -22,7 +22,7 @@ from autopar.codegen import halves, joint, schedule
 from autopar.codegen.joint_graph import RECOMPUTED
 from autopar.codegen.lower import lower
 from autopar.graph.graph import write_buffer
-from autopar.letters import BadPlan
+from autopar.letters import BadPlan, NotServed
 from autopar.module import parallel
 from autopar.solver import archive, policies
 from autopar.space import timeline
@@ -571,3 +571,12 @@ def test_a_smaller_budget_is_never_faster(halved):
         plan = autopar.plan(model, batch, memory_budget=int(share * free.peak_bytes), **how)
         assert plan.step_time_s >= last * (1 - 1e-9), share
         last = plan.step_time_s
+
+
+@pytest.mark.parametrize(
+    "answer", [5, "mlp", policies.Repeated(frozenset(), (("nowhere", 0),)), policies.Repeated(frozenset(), (("", -1),))]
+)
+def test_what_no_policy_returns_is_a_letter(answer):
+    how = dict(mesh=(1,), loss=mean_square, recompute=lambda line, budget: answer)
+    with pytest.raises(NotServed, match="recompute="):
+        autopar.plan(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), (torch.randn(4, 8),), **how)
