@@ -66,6 +66,7 @@ def plan(
     time_limit: float | None = None,
     gap: float = 0.0,
     outputs: str | Sequence[str] = "auto",
+    compile: bool | str = False,
 ) -> Plan:
     """The fastest plan found for one training step of `model` on `mesh`, with a bound on any: `plan.gap`.
 
@@ -74,7 +75,8 @@ def plan(
     `meta_inputs` are example tensors (meta ones are enough) of the global shapes, as a dict or a tuple. `loss(outputs,
     inputs)` is planned with the model. `constraints` pin what they name. With `accumulation`, the inputs are one of so
     many micro-batches of a step. `outputs` names those beside the loss that gradients arrive at, as autoparallelize is
-    told. After `time_limit` seconds a plan that was found is not improved. The model is not modified.
+    told. With `compile` the seconds are those of code that torch.compile makes. After `time_limit` seconds a plan that
+    was found is not improved. The model is not modified.
     """
     started = time.monotonic()
     _refuse_parallel(model)
@@ -96,6 +98,7 @@ def plan(
         time_limit=time_limit,
         gap=gap,
         outputs=outputs,
+        compile=_is_fused(backend_name(compile, _backends)),
     )
     graph = request.trace(model, meta_inputs)
     _refuse_unknown_outputs(outputs, graph)
@@ -189,13 +192,14 @@ def _read(
     _refuse_parallel(model)
     if plan is not None and not isinstance(plan, Plan):
         raise BadPlan(f"plan={plan!r} is no Plan", advice='autopar.Plan.load("plan.json")')
-    backend = backend_name(own["compile"], lambda: torch.compiler.list_backends(exclude_tags=()))
+    backend = backend_name(own["compile"], _backends)
     check_timeout(timeout_s)
     _refuse_planning(plan, planning)
     outputs = own["outputs"]
     device = start_world(timeout_s)
     if plan is None:
-        request = Request(**{"mesh": world_size(), **planning, "outputs": outputs})
+        asked = {"mesh": world_size(), **planning, "outputs": outputs, "compile": _is_fused(backend)}
+        request = Request(**asked)
     else:
         request = Request.of(plan, **planning, outputs=outputs)
     with reads_of(model) as reads:
@@ -204,6 +208,16 @@ def _read(
     leave, whole = (outputs, ()) if isinstance(outputs, str) else ("auto", tuple(outputs))
     how = How(backend, leave, whole, own["inputs"] == "local", own["pad_to"])
     return _Read(device, request, graph, how, reads)
+
+
+def _backends() -> list[str]:
+    """The backends of torch.compile."""
+    return torch.compiler.list_backends(exclude_tags=())
+
+
+def _is_fused(backend: str | None) -> bool:
+    """Does a backend of torch.compile fuse what only reads and writes?"""
+    return backend == "inductor"
 
 
 def _refuse_planning(plan: Plan | None, planning: Mapping[str, Any]) -> None:

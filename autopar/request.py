@@ -69,6 +69,7 @@ class Request:
     assume: Assume | None = None
     strict: bool = False
     accumulation: int = 1
+    compile: bool = False  # does torch.compile make the code?
     kernels: bool = True
     solver: str = "cbc"
     time_limit: float | None = None
@@ -112,6 +113,7 @@ class Request:
             loss=loss,
             assume=assume,
             accumulation=plan.accumulation,
+            compile=plan.compiled,
             outputs=outputs,
         )
 
@@ -262,6 +264,7 @@ class _Planning:
             asked.accumulation,
             asked.precision.reduce if asked.precision else "",
             BUCKET if preset is None else window_of(asked.parallel, mesh),
+            compiled=asked.compile,
             strict=asked.strict,
         )
         space_in = functools.partial(

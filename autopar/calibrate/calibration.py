@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.calibrate.workloads import WORKLOADS, Workload, traced
 from autopar.runtime.collectives import STEPS, Axis, begin_all_reduce, bind_axes, finish, pack_all_reduce
-from autopar.sharding.cluster import Cluster, Device, Link, Measured, Timed
+from autopar.sharding.cluster import Cluster, Link, Measured, Timed
 from autopar.sharding.costs import seconds
+from autopar.sharding.device import Device
 from autopar.sharding.mesh import DeviceMesh
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

@@ -137,5 +137,6 @@ op(
     timed=timed,
     counts="q",
     flops=(4, "e|m"),  # two products, over the width of keys and over that of values
+    heads=True,
     reach="attention",
 )

@@ -12,40 +12,38 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from autopar.letters import BadCluster
+from autopar.sharding.device import Curve, Device, curve
 from autopar.sharding.mesh import DeviceMesh
 
 DEFAULT = "generic"
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    name: str
-    flops_per_s: tuple[tuple[str, float], ...]  # by dtype
-    memory_bytes: int
-    memory_bytes_per_s: float
-    launch_s: float
-    kernels: str = "cuda"  # whose kernels run there, "cuda" or "cpu": they keep other things for backward
-
-    def rate(self, dtype: str) -> float:
-        """FLOP/s for a dtype; one the table lacks runs at the slowest rate it has."""
-        rates = dict(self.flops_per_s)
-        return rates.get(dtype, min(rates.values()))
-
-
-Curve = tuple[tuple[float, float], ...]  # seconds by an amount, ascending
-
-
-@dataclass(frozen=True, slots=True)
 class Link:
+    """A kind of link between devices."""
+
     name: str
-    latency_s: float
+    latency_s: float  # of a call
     bytes_per_s: float
+    hop_s: float = 0.0  # from one device to the next, in a collective that goes around
+    # by kind of collective: bytes/s that a device moves, as it is counted in a bus bandwidth
+    reached: tuple[tuple[str, float], ...] = ()
+
+    def wire(self, kind: str) -> float:
+        """Bytes/s of a collective, as far as it is known."""
+        return dict(self.reached).get(kind, self.bytes_per_s)
+
+    @staticmethod
+    def read(data: Mapping[str, Any]) -> Link:
+        """A link from the JSON of a cluster file."""
+        return Link(**{**data, "reached": tuple(sorted(dict(data.get("reached", ())).items()))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,12 @@ class Measured:
     bytes_per_s: float
     # seconds by bytes of the whole tensor, as they were measured: they come before latency and bytes/s
     times: Curve = ()
+
+    hop_s = 0.0  # the latency is of all hops
+
+    def wire(self, kind: str) -> float:
+        """Bytes/s of the collective that was measured."""
+        return self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,8 @@ class Cluster:
     def save(self, path: str | Path) -> None:
         """Write it as the JSON that `Cluster.of(path)` reads."""
         data = asdict(self)
-        data["device"]["flops_per_s"], data["sources"] = dict(self.device.flops_per_s), dict(self.sources)
+        data["device"], data["sources"] = self.device.written(), dict(self.sources)
+        data["links"] = [{**asdict(link), "reached": dict(link.reached)} for link in self.links]
         Path(path).write_text(
             json.dumps({k: v for k, v in data.items() if k != "name"}, indent=2) + "\n", encoding="utf-8"
         )
@@ -174,22 +179,17 @@ def _by_name(timed: tuple[Timed, ...]) -> dict[tuple[str, str], Timed]:
     return {(t.op, t.dtype): t for t in timed}
 
 
-def _curve(points: Any) -> Curve:
-    return tuple((float(amount), float(seconds)) for amount, seconds in points)
-
-
 def _read(name: str, file: Any) -> Cluster:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-        device = Device(**{**data["device"], "flops_per_s": tuple(sorted(data["device"]["flops_per_s"].items()))})
-        measured = tuple(Measured(**{**m, "times": _curve(m.get("times", ()))}) for m in data.get("measured", ()))
+        measured = tuple(Measured(**{**m, "times": curve(m.get("times", ()))}) for m in data.get("measured", ()))
         timed = tuple(
-            Timed(t["op"], t["dtype"], _curve(t["forward"]), _curve(t["backward"])) for t in data.get("timed", ())
+            Timed(t["op"], t["dtype"], curve(t["forward"]), curve(t["backward"])) for t in data.get("timed", ())
         )
         return Cluster(
             name,
-            device,
-            tuple(Link(**link) for link in data["links"]),
+            Device.read(data["device"]),
+            tuple(map(Link.read, data["links"])),
             data["devices_per_node"],
             data["nodes"],
             tuple(sorted(data["sources"].items())),

@@ -4,7 +4,8 @@ Every quantity has its sources in one order, and the first that knows it answers
 
 1. a curve that `autopar calibrate` measured for it;
 2. for what only reads and writes, the measured curve of a sum of two of as many bytes;
-3. the formula of `costs`, on the rates and links of the cluster.
+3. a formula of `costs` on what kernels of its kind were measured to reach, where the cluster's file says so;
+4. a formula of `costs` on the peak rates and links of the cluster.
 
 What is priced is the same on every cluster. `space.op_seconds` says which kernels an op runs, `CostModel` how long they
 take.
@@ -21,9 +22,38 @@ import numpy as np
 
 from autopar.sharding.cluster import Cluster, Timed
 from autopar.sharding.costs import LOCAL, collective_seconds, is_measured, measured_seconds, optimizer_figures, seconds
+from autopar.sharding.device import on_curve
 
 SUM, TURNED, SUM_OVER_ROWS, COPY = "add", "copy turned", "sum over rows", "clone"  # kernels by the names of their times
+_HALF = 2  # bytes of a number of a product's result, where products were measured
+_HALVES = ("bfloat16", "float16")  # in which fused kernels of attention were measured
+_WORK = {"forward": 1.0, "backward": 2.5}  # of attention: backward makes the scores again, and four products
 _SUMMED = 12  # bytes that a sum of two moves for each element of its result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrices:
+    """The sizes of products of matrices, by choice."""
+
+    batch: np.ndarray
+    m: np.ndarray
+    n: np.ndarray
+    k: np.ndarray
+
+    @property
+    def gradients(self) -> tuple[Matrices, Matrices]:
+        """The products that give the gradient of the left matrix, and that of the right one."""
+        return Matrices(self.batch, self.m, self.k, self.n), Matrices(self.batch, self.n, self.k, self.m)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heads:
+    """The heads of an attention: their width, and by choice keys, and the share of the square that is computed."""
+
+    width: int
+    length: np.ndarray
+    share: np.ndarray
+    is_causal: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +64,11 @@ class Kernel:
     dtype: str
     amount: np.ndarray  # FLOPs of a product, elements of the largest tensor of any other
     bytes: np.ndarray  # read and written
+    back: np.ndarray  # the same, by the kernel that gives a gradient
+    starts: tuple[bool, bool] = (True, True)  # does a kernel start with it, in forward and in backward?
     is_product: bool = False
-    gradients: int = 1  # of how many operands its backward gives the gradients at once
+    matrices: Matrices | None = None
+    heads: Heads | None = None
     hands_on: bool = False  # the gradient that its backward gives is the one that it is given
     as_cut: tuple[str, np.ndarray] | None = None  # another name of its time, and the choices that have that
 
@@ -50,13 +83,15 @@ class CostModel:
         """Seconds of a kernel."""
         if timed := self._timed(kernel):
             return self._on_curve(kernel, timed, "forward")
-        return self._unmeasured(kernel, 1)
+        return self._unmeasured(kernel, "forward")
 
     def backward(self, kernel: Kernel) -> np.ndarray:
         """Seconds of the kernel that gives a gradient of this one."""
         if timed := self._timed(kernel):
             return self._on_curve(kernel, timed, "backward")
-        return np.zeros(len(kernel.bytes)) if kernel.hands_on else self._unmeasured(kernel, kernel.gradients)
+        if kernel.hands_on:
+            return np.zeros(len(kernel.bytes))
+        return self._unmeasured(kernel, "backward")
 
     def is_measured(self, kernel: Kernel) -> bool:
         return self._timed(kernel) is not None
@@ -72,27 +107,42 @@ class CostModel:
             return found
         return np.where(kernel.as_cut[1], measured_seconds(getattr(cut, way), kernel.amount), found)
 
-    def _unmeasured(self, kernel: Kernel, times: int) -> np.ndarray:
-        moved: np.ndarray = times * kernel.bytes
+    def _unmeasured(self, kernel: Kernel, way: str) -> np.ndarray:
+        """Seconds by a formula: of a sum of as many bytes, on what such kernels reach, or on peaks."""
+        moved = kernel.bytes if way == "forward" else kernel.back
         dtype = _timed_dtype(kernel)
         if not kernel.is_product and (summed := self.cluster.times_of(SUM, dtype)):
             return measured_seconds(summed.forward, moved / _SUMMED)
         device = self.cluster.device
-        return seconds(
-            "compute",
-            flops=times * kernel.amount,
-            bytes=moved,
-            rate=device.rate(kernel.dtype),
-            bandwidth=device.memory_bytes_per_s,
-            launch=device.launch_s,
-        )
+        starts = kernel.starts[0] if way == "forward" else kernel.starts[1]
+        known = {"bytes": moved, "bandwidth": device.bandwidth, "launch": device.launch_s * starts}
+        work = kernel.amount
+        if kernel.heads is not None:
+            work = work * kernel.heads.share * _WORK[way]
+            if (reached := self._attention(kernel, kernel.heads, way)) is not None:
+                return seconds("attention", flops=work, reached=reached, **known)
+        products = device.products
+        if kernel.matrices is not None and products is not None and kernel.dtype in dict(products.reached):
+            sizes = {name: getattr(kernel.matrices, name) for name in ("batch", "m", "n", "k")}
+            tile_m, tile_n = products.tile
+            about = {"units": products.units, "start": products.start_s, "tile_m": tile_m, "tile_n": tile_n}
+            about["itemsize"] = _HALF
+            return seconds("product", reached=dict(products.reached)[kernel.dtype], **sizes, **about, **known)
+        return seconds("compute", flops=work, rate=device.rate(kernel.dtype), **known)
+
+    def _attention(self, kernel: Kernel, heads: Heads, way: str) -> np.ndarray | None:
+        """FLOP/s that a fused kernel of attention reaches; None where nobody measured it."""
+        curves = self.cluster.device.attention_curves(heads.width, heads.is_causal)
+        if curves is None or kernel.dtype not in _HALVES:
+            return None
+        return on_curve(getattr(curves, way), heads.length)
 
     def copy(self, nbytes: float, name: str = COPY) -> float:
         """Seconds to copy so many bytes."""
         if timed := self.cluster.times_of(name, "float32"):
             return float(measured_seconds(timed.forward, nbytes / 4))
         device = self.cluster.device
-        return float(seconds("copy", bytes=nbytes, launch=device.launch_s, bandwidth=device.memory_bytes_per_s))
+        return float(seconds("copy", bytes=nbytes, launch=device.launch_s, bandwidth=device.bandwidth))
 
     def step(self, kind: str, dim: int, levels: Sequence[tuple[int, Any]], nbytes: float, bucket: float = 0.0) -> float:
         """Seconds of a step of a conversion.
@@ -118,7 +168,7 @@ class CostModel:
         if timed := self.cluster.times_of(f"optimizer {optimizer}", dtype):
             return measured_seconds(timed.forward, nbytes / itemsize)
         moved = optimizer_figures(optimizer, itemsize)["moved"]
-        return nbytes * moved / self.cluster.device.memory_bytes_per_s
+        return nbytes * moved / self.cluster.device.bandwidth
 
 
 def _timed_dtype(kernel: Kernel) -> str:

@@ -2,9 +2,13 @@
 
 flops, bytes        work of one op on one device, and what it reads and writes
 rate, bandwidth     FLOP/s for its dtype and memory bytes/s of the device
+batch, m, n, k      products of matrices, the rows and columns of their results, and what they sum over
+tile_m, tile_n      of a result, what one of the `units` of a device computes at a time
+itemsize            bytes of a number of a product's result
+reached             FLOP/s that kernels of this kind were measured to reach
 n, whole            devices of the axis on one link level, and bytes of the tensor as it is when they do not cut it
 latency, wire       seconds and bytes/s of that level's link
-launch              seconds to start a kernel
+launch, start       seconds to start a kernel, and a product
 """
 
 from __future__ import annotations
@@ -20,36 +24,47 @@ import sympy as sp
 flops, bytes_, rate, bandwidth, n, whole, latency, wire, launch = sp.symbols(
     "flops bytes rate bandwidth n whole latency wire launch", positive=True
 )
+batch, m, k, tile_m, tile_n, units, reached, start, itemsize = sp.symbols(
+    "batch m k tile_m tile_n units reached start itemsize", positive=True
+)
+_waves = sp.ceiling(batch * sp.ceiling(m / tile_m) * sp.ceiling(n / tile_n) / units)
 
 FORMULAS: dict[str, sp.Expr] = {
     "compute": launch + sp.Max(flops / rate, bytes_ / bandwidth),
+    # a wave computes its tiles, then writes them
+    "product": start
+    + sp.Max(_waves * tile_m * tile_n * units * (2 * k / reached + itemsize / bandwidth), bytes_ / bandwidth),
+    "attention": launch + sp.Max(flops / reached, bytes_ / bandwidth),
     "all_gather": latency + (n - 1) / n * whole / wire,
     "reduce_scatter": latency + (n - 1) / n * whole / wire,
-    "all_reduce": 2 * latency + 2 * (n - 1) / n * whole / wire,
+    "all_reduce": latency + 2 * (n - 1) / n * whole / wire,
     "all_to_all": latency + (n - 1) / n * whole / n / wire,  # each device holds whole / n and keeps 1 / n of it
     "copy": launch + 2 * bytes_ / bandwidth,
 }
 
 LOCAL = frozenset({"slice", "lodge"})  # steps that move nothing between devices
 
-# Per byte of parameter on a device: what the step reads and writes (parameter, gradient, states), what it keeps
-# (states), and what it makes for the while (torch's step over all parameters at once).
+# Per byte of parameter on a device: what the step reads and writes, what it keeps (states), and what it makes for the
+# while. Counted from torch's own steps over lists of tensors, op by op: AdamW decays (2), moves the average (3), scales
+# the squares and adds to them (2, 3), takes the root (2), divides it and adds to it (2, 2), and updates (4).
 OPTIMIZERS: dict[str, dict[str, float]] = {
-    "adamw": {"moved": 7, "kept": 2, "temporary": 1},
+    "adamw": {"moved": 20, "kept": 2, "temporary": 1},
     "sgd": {"moved": 3, "kept": 0, "temporary": 0},
-    "sgd-momentum": {"moved": 5, "kept": 1, "temporary": 0},
+    "sgd-momentum": {"moved": 8, "kept": 1, "temporary": 0},
 }
 
 
 def optimizer_figures(optimizer: str | float, itemsize: int) -> dict[str, float]:
     """The line of an optimizer, by its name or by the bytes of its states for each parameter.
 
-    The latter reads and writes them beside parameter and gradient, and makes one tensor for the while.
+    The latter goes over its states as AdamW goes over two of them, and makes one tensor for the while.
     """
     if isinstance(optimizer, str):
         return OPTIMIZERS[optimizer]
     kept = optimizer / itemsize
-    return {"moved": 3 + 2 * kept, "kept": kept, "temporary": 1}
+    sgd, adamw = OPTIMIZERS["sgd"], OPTIMIZERS["adamw"]
+    each = (adamw["moved"] - sgd["moved"]) / adamw["kept"]
+    return {"moved": sgd["moved"] + each * kept, "kept": kept, "temporary": 1}
 
 
 @functools.cache
@@ -84,16 +99,25 @@ def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: flo
 
     `bytes_` of the tensor as it is when the axis does not cut it.
 
-    A collective that spans nodes is one within each node and one between them: a gather brings each device its share
-    from the other nodes, then the shares are gathered inside.
+    A collective that spans nodes goes around within each node and between them at once, piece by piece: the slower
+    level says how long the pieces take. It starts once, and its first piece makes every hop.
     """
     if is_measured(levels):
         return float(measured_seconds(levels[0][1].times, bytes_))
     count = math.prod(n for n, _ in levels)
-    total, inside, outside = 0.0, 1, count
+    started, hops, moved, inside, outside = 0.0, 0.0, 0.0, 1, count
     for n, link in levels:
         outside //= n
-        moved = bytes_ / count * n / outside if kind == "all_to_all" else bytes_ / inside
-        total += float(seconds(kind, n=n, whole=moved, latency=link.latency_s, wire=link.bytes_per_s))
+        whole = bytes_ / count * n / outside if kind == "all_to_all" else bytes_ / inside
+        started = max(started, float(seconds(kind, n=n, whole=0.0, latency=link.latency_s, wire=1.0)))
+        hops += link.hop_s * _hops(kind, n, outside)
+        moved = max(moved, float(seconds(kind, n=n, whole=whole, latency=0.0, wire=link.wire(kind))))
         inside *= n
-    return total
+    return started + hops + moved
+
+
+def _hops(kind: str, n: int, outside: int) -> int:
+    """Hops over one level: of a ring through all devices, of a sum up and down a tree, or one of each pair."""
+    if kind == "all_to_all":
+        return 1
+    return 2 * math.ceil(math.log2(n)) if kind == "all_reduce" else (n - 1) * outside

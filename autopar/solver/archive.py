@@ -84,6 +84,7 @@ def written(plan: Plan) -> dict[str, Any]:
         "window_bytes": plan.window_bytes,
         "suspected": [list(pair) for pair in plan.suspected],
         "stopped": list(plan.stopped),
+        **({"compiled": True} if plan.compiled else {}),
         **({"needed": needed} if needed else {}),
         **({"segments": [list(pair) for pair in plan.segments]} if plan.segments else {}),
     }
@@ -152,6 +153,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "beside_s": _number(data["beside_s"]),
         "hidden_s": _number(data["hidden_s"]),
         "accumulation": _whole(data["accumulation"], least=1),
+        "compiled": _truth(data.get("compiled", False)),
         "precision": None if data["precision"] is None else _pair(data["precision"], _text),
         "scattered": _names(data["scattered"]),
         "recompute_s": 0.0 if data["version"] < VERSION else _number(data["recompute_s"]),
@@ -162,6 +164,12 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "suspected": _each(data.get("suspected", []), lambda pair: _pair(pair, _text)),
         "stopped": _each(data.get("stopped", []), _text),
     }
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
 
 
 def _name_and_level(pair: Any) -> tuple[str, int]:

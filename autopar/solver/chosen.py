@@ -51,6 +51,7 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         beside_s=beside,
         hidden_s=hidden,
         accumulation=space.setting.accumulation,
+        compiled=space.setting.compiled,
         scattered=frozenset(name for name, (s, i) in zip(names, chosen, strict=True) if s.scattered and s.scattered[i]),
         first_peak_bytes=round(space.memory.first(picked, space.edges, point.held)) if space.memory else 0,
         recomputed=point.recomputed,

@@ -80,6 +80,7 @@ class Plan:
     beside_s: float = 0.0  # communication that may move beside compute: of parameters and their gradients
     hidden_s: float = 0.0  # and the part of it that compute hides
     accumulation: int = 1  # micro-batches in a step
+    compiled: bool = False  # are the seconds those of code that torch.compile makes?
     precision: tuple[str, str] | None = None  # dtypes of compute and of the reduction of gradients
     # parameters whose gradients are reduced in each micro-batch, not once at the end
     scattered: frozenset[str] = frozenset()

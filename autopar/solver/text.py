@@ -129,13 +129,14 @@ def _head(plan: Plan) -> list[str]:
     moved = sum(c.seconds for c in plan.conversions)
     exposed = _time(plan.beside_s - plan.hidden_s)
     dtypes = f", computes in {plan.precision[0]}, reduces in {plan.precision[1]}" if plan.precision else ""
+    made = ", compiled" if plan.compiled else ""
     batches = f" ({plan.accumulation} micro-batches)" if plan.accumulation > 1 else ""
     has_budget = math.isfinite(plan.budget)
     within, of_budget = (" within the budget", f", of {_size(plan.budget)}") if has_budget else ("", "")
     kinds = sorted(plan.memory.items(), key=lambda pair: -pair[1])
     held = ", ".join(f"{kind} {_size(n)}" for kind, n in kinds if n)
     return [
-        f"plan for {plan.mesh.size} devices, mesh {plan.mesh}, cluster {plan.cluster}{dtypes}",
+        f"plan for {plan.mesh.size} devices, mesh {plan.mesh}, cluster {plan.cluster}{dtypes}{made}",
         f"step      {_time(plan.step_time_s)} a step: {_time(compute)} compute and optimizer{batches}, "
         f"{_time(moved - plan.beside_s)} communication in line, {exposed} exposed of {_time(plan.beside_s)} beside "
         f"compute, {_recomputing(plan)}",

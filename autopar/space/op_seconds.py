@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import Graph, TensorType, info, op_name
+from autopar.graph.graph import Graph, TensorType, info, op_name, type_of
 from autopar.ops.entry import Line, facts_of, timed_name
-from autopar.sharding.cost_model import SUM, SUM_OVER_ROWS, TURNED, CostModel, Kernel
+from autopar.sharding.cost_model import SUM, SUM_OVER_ROWS, TURNED, CostModel, Heads, Kernel, Matrices
 from autopar.sharding.costs import collective_seconds
 from autopar.sharding.notation import Binding
 from autopar.sharding.placement import largest_local_shape, part
 from autopar.sharding.strategies import Choice, values
 from autopar.space.saved import memories
 from autopar.space.setting import Setting
+from autopar.space.traffic import Chains, Traffic, alone
 
 Ways = tuple[np.ndarray, ...]  # seconds in forward and in backward, by choice; none of what is free
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Chosen:
     """An op's call, and the choices that it has."""
 
     node: fx.Node
     binding: Binding | None
     choices: Sequence[Choice]
-    operands: Sequence[TensorType]
+    given: Sequence[fx.Node]  # its operands
 
     @property
     def op(self) -> str:
         return op_name(self.node)
+
+    @functools.cached_property
+    def operands(self) -> tuple[TensorType, ...]:
+        return tuple(type_of(n) for n in self.given)
 
     @property
     def outputs(self) -> tuple[TensorType, ...]:
@@ -54,6 +60,16 @@ class Kernels(NamedTuple):
     beside: Sequence[tuple[int, Kernel]] = ()  # other kernels of the backward, and how often they run
 
 
+class Amounts(NamedTuple):
+    """How much a kernel does, by choice."""
+
+    work: np.ndarray  # FLOPs of a product, elements of the largest tensor of any other
+    moved: np.ndarray  # bytes, in forward
+    moved_back: np.ndarray  # and by a kernel of its backward
+    starts: tuple[bool, bool]  # does a kernel start, in forward and in backward?
+    matrices: Matrices | None  # of a product of two
+
+
 class OpSeconds:
     """Prices of ops on a machine."""
 
@@ -62,6 +78,7 @@ class OpSeconds:
         self.cluster = setting.cluster
         self.costs = CostModel(setting.cluster)
         self.copied = _copies(graph)
+        self.chains = Chains.of(graph, self.cluster.device.kernels) if setting.compiled else None
 
     def compute(self, chosen: Chosen) -> Ways:
         """Seconds of computing."""
@@ -89,39 +106,75 @@ class OpSeconds:
         if facts.free and not self.costs.is_measured(kernel):
             return Kernels()
         if facts.joint or not (facts.flops or facts.spreads):
-            return Kernels([kernel], [(min(trained, 1), kernel)])
+            return Kernels([kernel], [(min(trained, 1), kernel)], self._weights_of(chosen))
         if facts.flops:  # a product gives the gradient of each matrix, a sum that of a bias
             summed = sum(len(t.shape) <= 1 for t in chosen.trained)
-            given = trained - summed
+            given = self._gradients(chosen, kernel, trained - summed)
         else:  # the gradient of an operand that was broadcast is a sum of its own
             whole = math.prod(chosen.outputs[0].shape)
             summed = sum(math.prod(t.shape) < whole for t in chosen.trained)
-            given = trained
+            given = [(trained, kernel)]
         sums = [(summed, self._beside(chosen, SUM_OVER_ROWS, 1))] if summed else []
-        return Kernels([kernel], [(given, kernel)], sums)
+        return Kernels([kernel], given, sums)
+
+    def _weights_of(self, chosen: Chosen) -> Sequence[tuple[int, Kernel]]:
+        """The pass in which a norm's backward sums the gradients of its weights: over what it was given, and its input.
+
+        Where the kernel was measured its time holds that.
+        """
+        rank = len(chosen.outputs[0].shape)
+        weights = sum(len(t.shape) < rank for t in chosen.trained)
+        is_norm = isinstance(facts_of(chosen.op).keeps, Line) and weights and len(chosen.trained) > weights
+        if not is_norm or facts_of(chosen.op).flops or self.costs.is_measured(self._own(chosen)):
+            return []
+        return [(1, self._beside(chosen, SUM_OVER_ROWS, 2))]
+
+    def _gradients(self, chosen: Chosen, kernel: Kernel, count: int) -> Sequence[tuple[int, Kernel]]:
+        """The products of a product's backward, one for each trained matrix."""
+        if kernel.matrices is None:
+            return [(count, kernel)]
+        left, right = _matrices(chosen)
+        ways = zip((left, right), kernel.matrices.gradients, strict=True)
+        return [(1, replace(kernel, matrices=way)) for k, way in ways if chosen.operands[k].requires_grad]
 
     def _own(self, chosen: Chosen) -> Kernel:
         """The kernel that computes the op."""
         op, facts = chosen.op, facts_of(chosen.op)
-        per_point, points, moved = self._amounts(chosen)
         name = timed_name(op, chosen.node.kwargs)
         keeps_nothing = isinstance(facts.keeps, Line) and not facts.keeps.values
+        as_cut = self._where_cut(chosen, name)
+        amounts = self._amounts(chosen)
         return Kernel(
             (name, op),
             chosen.outputs[0].dtype,
-            per_point * points,
-            moved,
+            amounts.work,
+            amounts.moved,
+            amounts.moved_back,
+            starts=amounts.starts,
             is_product=facts.flops is not None,
-            gradients=len(chosen.trained) if facts.joint else 1,
+            matrices=amounts.matrices,
+            heads=self._heads(chosen, name, as_cut),
             hands_on=facts.spreads and keeps_nothing,
-            as_cut=self._where_cut(chosen, name),
+            as_cut=as_cut,
         )
+
+    def _heads(self, chosen: Chosen, name: str, as_cut: tuple[str, np.ndarray] | None) -> Heads | None:
+        """The heads of an attention; None where the op is none."""
+        if not facts_of(chosen.op).heads:
+            return None
+        query, key = chosen.operands[:2]
+        is_causal = name.endswith(" causal")
+        cut = as_cut[1] if as_cut is not None else np.zeros(len(chosen.choices), bool)
+        # the last part of causal attention sees nearly all keys
+        share = np.where(cut | (not is_causal), 1.0, 0.5)
+        return Heads(query.shape[-1], np.full(len(cut), float(key.shape[-2])), share, is_causal)
 
     def _beside(self, chosen: Chosen, name: str, tensors: int) -> Kernel:
         """A kernel on numbers of the result's size, which reads and writes so many tensors."""
         made = self._made(chosen)
         result = chosen.outputs[0]
-        return Kernel((name,), result.dtype, made, tensors * made * result.itemsize)
+        moved: np.ndarray = tensors * made * result.itemsize
+        return Kernel((name,), result.dtype, made, moved, moved)
 
     def _where_cut(self, chosen: Chosen, name: str) -> tuple[str, np.ndarray] | None:
         """The name of the time where an op that counts positions is cut, and which choices cut it so."""
@@ -132,25 +185,40 @@ class OpSeconds:
         as_cut = op if name == f"{op} causal" else f"{op} cut"
         return as_cut, np.array([_is_counted(op, c) for c in chosen.choices])
 
-    def _amounts(self, chosen: Chosen) -> tuple[float, np.ndarray, np.ndarray]:
-        """FLOPs for each point of the loops; points and bytes by choice."""
+    def _amounts(self, chosen: Chosen) -> Amounts:
+        """How much the op does under each choice."""
         sizes = chosen.binding.sizes if chosen.binding else {}
         product = facts_of(chosen.op).flops
         per_point, unlooped = product or (1.0, "")
         loops = [f for f in sizes if not re.fullmatch(unlooped, f)]
         is_product = product is not None and chosen.binding is not None
-        points, moved = np.empty(len(chosen.choices)), np.empty(len(chosen.choices))
+        roles = _roles(chosen, loops) if is_product else None
+        traffic = self.traffic(chosen.node, chosen.given)
+        count = len(chosen.choices)
+        points, moved, back, matrices = np.empty(count), np.empty(count), np.empty(count), np.empty((4, count))
         for i, choice in enumerate(chosen.choices):
             ends = [(t, choice.operand(k)) for k, t in enumerate(chosen.operands)]
             ends += [(t, choice.output(k)) for k, t in enumerate(chosen.outputs)]
             held = [math.prod(largest_local_shape(t.shape, values(flows), self.mesh)) for t, flows in ends]
-            moved[i] = sum(n * t.itemsize for n, (t, _) in zip(held, ends, strict=True))
+            nbytes = [n * t.itemsize for n, (t, _) in zip(held, ends, strict=True)]
+            moved[i] = sum(share * nbytes[k] for k, share in traffic.forward)
+            back[i] = sum(share * nbytes[k] for k, share in traffic.backward) / traffic.gradients
             if is_product:
                 local = self._local_sizes(choice, sizes)
                 points[i] = math.prod(local[f] for f in loops)
+                back[i] = moved[i]
+                if roles is not None:
+                    matrices[:, i] = [math.prod(local[f] for f in factors) for factors in roles]
             else:
                 points[i] = max(held, default=0)
-        return per_point, points, moved
+        starts = traffic.starts, traffic.starts_back
+        return Amounts(per_point * points, moved, back, starts, None if roles is None else Matrices(*matrices))
+
+    def traffic(self, node: fx.Node, given: Sequence[fx.Node]) -> Traffic:
+        """The tensors that an op's kernels read and write."""
+        return (
+            alone(node, given, self.cluster.device.kernels) if self.chains is None else self.chains.traffic(node, given)
+        )
 
     def _local_sizes(self, choice: Choice, sizes: Mapping[str, int]) -> dict[str, int]:
         """The factors' sizes on the fullest device."""
@@ -189,6 +257,36 @@ def _is_counted(op: str, choice: Choice) -> bool:
     """Does an axis cut a factor along which the op counts positions?"""
     factors = [f for s in choice.strategies if s.cut for f in s.cut.factors]
     return any(re.fullmatch(facts_of(op).counts, f) for f in factors)
+
+
+def _matrices(chosen: Chosen) -> tuple[int, ...]:
+    """The operands of a product that are multiplied with one another: those which share a factor that is summed."""
+    assert chosen.binding is not None
+    left = {f for row in chosen.binding.outputs for d in row for f in d.factors}
+    rows = [frozenset[str]() if row is None else frozenset(f for d in row for f in d.factors) for row in _rows(chosen)]
+    summed = {f for row in rows for f in row if f not in left and sum(f in other for other in rows) > 1}
+    return tuple(k for k, row in enumerate(rows) if row & summed)
+
+
+def _rows(chosen: Chosen) -> list[Any]:
+    """The dims of each operand that is a tensor."""
+    assert chosen.binding is not None
+    return [row for row in chosen.binding.operands if row is not None]
+
+
+def _roles(chosen: Chosen, loops: Sequence[str]) -> tuple[list[str], ...] | None:
+    """The factors of a product of two matrices: of its batch, rows, columns, and sums; None where it is no such."""
+    two = _matrices(chosen)
+    if len(two) != 2 or facts_of(chosen.op).heads:
+        return None
+    rows, made = _rows(chosen), [d for row in chosen.binding.outputs for d in row] if chosen.binding else []
+    left, right = ({f for d in rows[k] for f in d.factors} for k in two)
+    out = {f for d in made for f in d.factors}
+    roles: tuple[list[str], ...] = [], [], [], []
+    for f in loops:
+        role = 3 if f not in out else 0 if f in left and f in right else 2 if f in right else 1
+        roles[role].append(f)
+    return roles
 
 
 def _copies(graph: Graph) -> frozenset[fx.Node]:

@@ -20,4 +20,5 @@ class Setting:
     reduce: str = ""  # the one dtype in which gradients of parameters are reduced; "": each in its own
     window_bytes: int = BUCKET  # of parameters that a window reads at least, but for the last
     regather: bool = False  # may gathered parameters be dropped and gathered again in backward?
+    compiled: bool = False  # does torch.compile make the code?
     strict: bool = False  # is an op without a rule an error?

@@ -171,7 +171,8 @@ class SiteBuilder:
         about, operands = info(node), self.bindings.tensors[node]
         blocks = self.blocks.of_factors(node)
         uses = len(node.users) if op_name(node) == "identity" else 0
-        key = ("op", self.bindings.kinds[node], blocks, node in self.seconds.copied, uses)
+        traffic = self.seconds.traffic(node, self.bindings.tensors[node]) if self.setting.compiled else None
+        key = ("op", self.bindings.kinds[node], blocks, node in self.seconds.copied, uses, traffic)
         if key not in self._known:
             self._known[key] = self._new_op(node, dict(blocks))
         site = replace(self._known[key], name=about.key, source=about.source)
@@ -188,7 +189,7 @@ class SiteBuilder:
             choices = self._cross(strategies_on_one_axis(binding, wants, gives, blocks), binding.sizes)
         else:  # nobody has proven anything of it: every device computes the whole
             choices = self._cross(replicated(len(types), [t.requires_grad for t in types], gives), {})
-        chosen = Chosen(node, binding, choices, types)
+        chosen = Chosen(node, binding, choices, self.bindings.tensors[node])
         compute = self.seconds.compute(chosen)
         seconds = np.zeros(len(choices))
         if compute:

@@ -72,7 +72,7 @@ def test_a_cluster_file_says_where_its_figures_are_from(name):
     cluster = Cluster.of(f"{name}-4x2")
     assert (cluster.devices_per_node, cluster.nodes, len(cluster.links)) == (4, 2, 2) and {
         n for n, _ in cluster.sources
-    } == {"device", "links"}
+    } >= {"device", "links"}
     assert cluster.links[0].bytes_per_s > cluster.links[1].bytes_per_s and cluster.device.rate(
         "bfloat16"
     ) > cluster.device.rate("float32") >= cluster.device.rate("float64")

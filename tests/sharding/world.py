@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 
 import numpy as np
 
@@ -94,72 +95,78 @@ class World:
         contents = {d: np.frombuffer(b, dtype=np.int64).reshape(s) for d, (s, b) in zip(self.devices, raw, strict=True)}
         device, itemsize = CLUSTER.device, 4
         for axis, n in enumerate(self.mesh.shape):
-            gather_s, exchange_s = self.prices(axis, n)
+            price = self.prices(axis, n)
 
             def group(d, axis=axis, n=n):
                 return [(*d[:axis], i, *d[axis + 1 :]) for i in range(n)]
 
             def turned_s(dim, whole, n):  # what is packed by another dim than the first is copied
-                return device.launch_s + 2 * whole * (1 + 1 / n) / device.memory_bytes_per_s if dim else 0.0
+                return device.launch_s + 2 * whole * (1 + 1 / n) / device.bandwidth if dim else 0.0
 
             def result(made, new, seconds):
                 return self.key([made[d] for d in self.devices], new), seconds
 
             whole = max(c.size for c in contents.values()) * itemsize
             if axis in partial:
-                yield result(contents, partial - {axis}, 2 * gather_s(whole))
+                yield result(contents, partial - {axis}, price("all_reduce", whole))
                 for dim, blocks in self.runs(contents):
                     if (made := self.cut(contents, axis, n, dim, blocks)) is not None:
-                        yield result(made, partial - {axis}, gather_s(whole) + turned_s(dim, whole, n))
+                        yield result(made, partial - {axis}, price("reduce_scatter", whole) + turned_s(dim, whole, n))
                 continue
             same = all(np.array_equal(contents[d], contents[group(d)[0]]) for d in self.devices)
             if same:
-                yield result(contents, partial | {axis}, device.launch_s + 2 * whole / device.memory_bytes_per_s)
+                yield result(contents, partial | {axis}, device.launch_s + 2 * whole / device.bandwidth)
                 for dim, blocks in self.runs(contents):
                     if (made := self.cut(contents, axis, n, dim, blocks)) is not None:
-                        yield result(made, partial, device.launch_s + 2 * whole / n / device.memory_bytes_per_s)
+                        yield result(made, partial, device.launch_s + 2 * whole / n / device.bandwidth)
                 continue
             for dim, blocks in self.runs(contents, n):
                 gathered = self.gather(contents, group, n, dim, blocks)
                 if gathered is None:
                     continue
                 total = max(c.size for c in gathered.values()) * itemsize
-                yield result(gathered, partial, gather_s(total) + turned_s(dim, total, n))
+                yield result(gathered, partial, price("all_gather", total) + turned_s(dim, total, n))
                 for to, to_blocks in self.runs(gathered):
                     if to != dim and (made := self.cut(gathered, axis, n, to, to_blocks)) is not None:
-                        copies_s = 2 * (device.launch_s + 2 * total / n / device.memory_bytes_per_s)
-                        yield result(made, partial, exchange_s(total / n) + copies_s)
+                        copies_s = 2 * (device.launch_s + 2 * total / n / device.bandwidth)
+                        yield result(made, partial, price("all_to_all", total) + copies_s)
 
     def prices(self, axis, n):
-        """Seconds of a gather to so many bytes, and of an exchange of so many held.
+        """Seconds of a collective on so many whole bytes: its start, the hops of one piece, and the slower level.
 
-        First between nodes, then inside; all between them where groups lie unlike in nodes.
+        All is between nodes where groups lie unlike in nodes.
         """
         stride = int(np.prod(self.mesh.shape[axis + 1 :]))
-        counts = [
-            np.unique([(first + i * stride) // CLUSTER.devices_per_node for i in range(n)], return_counts=True)[1]
+        node_of = [
+            [(first + i * stride) // CLUSTER.devices_per_node for i in range(n)]
             for first in range(self.mesh.size)
             if first // stride % n == 0
         ]
-        alike = len({c for count in counts for c in count}) == 1
-        here = int(counts[0][0]) if alike else 1
-        levels = [(k, link) for k, link in ((here, CLUSTER.links[0]), (n // here, CLUSTER.links[1])) if k > 1]
+        sizes = {nodes.count(node) for nodes in node_of for node in nodes}
+        nodes = node_of[0] if len(sizes) == 1 else list(range(n))
+        inner, outer = CLUSTER.links
+        count, here = len(set(nodes)), nodes.count(nodes[0])
 
-        def gather_s(total):
-            shares = [total, total / here] if here > 1 else [total]
-            return sum(
-                link.latency_s + (k - 1) / k * share / link.bytes_per_s
-                for (k, link), share in zip(levels, shares, strict=False)
-            )
+        def wire(link, kind):
+            return dict(link.reached).get(kind, link.bytes_per_s)
 
-        def exchange_s(held):
-            return sum(
-                link.latency_s
-                + (k - 1) / k * (held / (n // here) if link is CLUSTER.links[0] else held) / link.bytes_per_s
-                for k, link in levels
-            )
+        def price(kind, total):
+            leaves = total / n  # of each device, to each other one: by an exchange a share of what it holds
+            crossing = sum(a != b for a, b in itertools.pairwise(nodes))
+            hops = (n - 1 - crossing) * inner.hop_s + crossing * outer.hop_s
+            inside, between = (here - 1) / here * total, (count - 1) / count * total / here
+            used = [link for link, k in ((inner, here), (outer, count)) if k > 1]
+            start = max(link.latency_s for link in used)
+            if kind == "all_reduce":
+                inside, between = 2 * inside, 2 * between
+                up = [math.ceil(math.log2(k)) * link.hop_s for link, k in ((inner, here), (outer, count))]
+                hops = 2 * sum(up)
+            if kind == "all_to_all":
+                hops = sum(link.hop_s for link in used)
+                inside, between = (here - 1) / here * leaves / count, (count - 1) / count * leaves
+            return start + hops + max(inside / wire(inner, kind), between / wire(outer, kind))
 
-        return gather_s, exchange_s
+        return price
 
     def runs(self, contents, n=1):
         """Every dim, and the runs that a collective could put in order by itself on one device.

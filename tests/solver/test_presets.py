@@ -24,7 +24,7 @@ from autopar.space.shardings import shardings
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from tests.language import CASES, NO_PADDING, meta_gpt2, meta_llama_8b
-from tests.models import mlp_case, still
+from tests.models import mlp_case, peaks, still
 from tests.training import whole
 
 
@@ -172,8 +172,8 @@ def test_a_preset_trains_as_one_device_does(name, parallel, threads):
             f"{name}, {parallel}",
             result,
             {n: g for n, g in expected.items() if n != "loss"},
-            1e-9 if name == "gpt2" else 1e-6,
-        ).check()  # LLaMA's norms are computed in float32
+            1e-7 if name == "gpt2" else 1e-6,
+        ).check()  # the loss is a sum of float32 parts where the vocabulary is cut, LLaMA's norms are float32 too
 
 
 @pytest.mark.parametrize("parallel", ["dp", "zero3", dict(tensor=2, data=dict(size=2, zero=3))], ids=str)
@@ -391,7 +391,7 @@ def test_between_the_plans_that_prices_lead_to_lie_better_ones(monkeypatch):
     """LLaMA-8B's layers in bfloat16, where communication and compute of a window are about equal."""
     model, batch = meta_llama_8b(6, rows=16, dtype=torch.bfloat16)
     graph = ColoTracer().trace(model, batch, assume=NO_PADDING)
-    space = shardings(graph, Setting(DeviceMesh((8, 8)), Cluster.of("h100-8x8")))
+    space = shardings(graph, Setting(DeviceMesh((8, 8)), peaks("h100-8x8")))
     ours = solve(space, gap=0.001)
     monkeypatch.setattr(polish, "alike", lambda *_: [])
     monkeypatch.setattr(program, "settled", lambda counted, best, budget: best)

@@ -29,7 +29,7 @@ from autopar.space.shardings import shardings
 from autopar.tracer import ColoTracer
 from benchmarks.hard_plans import causal_masks
 from tests.language import NO_PADDING, meta_gpt2, meta_llama_8b, zeros
-from tests.models import eager_links, mlp_case
+from tests.models import eager_links, mlp_case, peaks
 from tests.solver.random_spaces import layered, problems, spaces
 
 WHOLE = (WholeProgram(always=True),)
@@ -234,7 +234,7 @@ def layers_of_linears():
             torch.empty(512, 4096),
         )
     graph = ColoTracer().trace(model, (x,), loss=lambda out, inputs: out.square().mean())
-    return shardings(graph, Setting(DeviceMesh((2, 2)), Cluster.of("h100-8x1")))
+    return shardings(graph, Setting(DeviceMesh((2, 2)), peaks("h100-8x1")))
 
 
 def test_a_backend_is_stopped_by_work_that_it_counts_and_claims_no_bound_then(monkeypatch):
@@ -283,7 +283,7 @@ def test_a_hopeless_budget_is_known_after_a_few_eliminations(monkeypatch):
     model, batch = two_layers()
     with pytest.raises(Infeasible, match="no plan of"):
         autopar.plan(model, batch, mesh=(2, 2), memory_budget=1 << 20)
-    assert len(asked) <= 30
+    assert len(asked) <= 50
 
 
 def test_what_a_site_needs_to_be_explained_serves_the_next(monkeypatch):

@@ -1,0 +1,113 @@
+"""What one device can do, as data: peak rates, and what kernels reach of them.
+
+Peaks are those of a data sheet. What is reached comes from microbenchmarks of single kernels: each has its source in
+the cluster file, and what nobody measured is not there. `costs.py` holds the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Curve = tuple[tuple[float, float], ...]  # seconds, or a rate, by an amount, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """What products of matrices reach: tiles of the result, one on each unit at a time, in waves."""
+
+    units: int
+    tile: tuple[int, int]
+    start_s: float  # of a call
+    reached: tuple[tuple[str, float], ...]  # FLOP/s of full waves, by dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What a fused kernel of attention reaches: FLOP/s by the length of the sequence, forward and backward.
+
+    Under a causal mask half of the square is counted. Backward does 2.5 times the work of forward.
+    """
+
+    width: int  # of a head
+    causal: bool
+    forward: Curve
+    backward: Curve
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Rates, memory, and the time to start a kernel."""
+
+    name: str
+    flops_per_s: tuple[tuple[str, float], ...]  # by dtype
+    memory_bytes: int
+    memory_bytes_per_s: float
+    launch_s: float
+    kernels: str = "cuda"  # whose kernels run there, "cuda" or "cpu": they keep other things for backward
+    reached_bytes_per_s: float = 0.0  # by kernels that only read and write; 0: nobody measured it
+    products: Products | None = None
+    attention: tuple[Attention, ...] = ()
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s for a dtype; one the table lacks runs at the slowest rate it has."""
+        rates = dict(self.flops_per_s)
+        return rates.get(dtype, min(rates.values()))
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s that kernels reach, as far as it is known."""
+        return self.reached_bytes_per_s or self.memory_bytes_per_s
+
+    def attention_curves(self, width: int, causal: bool) -> Attention | None:
+        """The curves of the nearest width, by powers of two; None where nobody measured any."""
+        known = [a for a in self.attention if a.causal == causal]
+        return min(known, key=lambda a: (abs(math.log2(a.width / width)), a.width), default=None)
+
+    @staticmethod
+    def read(data: Mapping[str, Any]) -> Device:
+        """A device from the JSON of a cluster file."""
+        products = data.get("products")
+        return Device(
+            **{
+                **data,
+                "flops_per_s": _pairs(data["flops_per_s"]),
+                "products": products
+                and Products(**{**products, "tile": tuple(products["tile"]), "reached": _pairs(products["reached"])}),
+                "attention": tuple(_attention(a) for a in data.get("attention", ())),
+            }
+        )
+
+    def written(self) -> dict[str, Any]:
+        """The JSON that `read` reads."""
+        data: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if name != "attention"}
+        data["flops_per_s"] = dict(self.flops_per_s)
+        if self.products is not None:
+            about = {name: getattr(self.products, name) for name in self.products.__slots__}
+            data["products"] = {**about, "reached": dict(self.products.reached)}
+        data["attention"] = [{name: getattr(a, name) for name in a.__slots__} for a in self.attention]
+        return data
+
+
+def curve(points: Any) -> Curve:
+    """A curve from the JSON of a cluster file."""
+    return tuple((float(amount), float(value)) for amount, value in points)
+
+
+def on_curve(points: Curve, amount: Any) -> Any:
+    """A rate between two that were measured, by powers of the amount; outside of them that of the nearest."""
+    x, y = np.array(points, float).T
+    return np.interp(np.log(np.maximum(amount, 1e-300)), np.log(x), y)
+
+
+def _attention(data: Mapping[str, Any]) -> Attention:
+    ways = {way: curve(data[way]) for way in ("forward", "backward")}
+    return Attention(int(data["width"]), bool(data["causal"]), **ways)
+
+
+def _pairs(data: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(data.items()))

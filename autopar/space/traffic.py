@@ -1,0 +1,104 @@
+"""What kernels read and write: of an op that runs by itself, and of one in a chain that is compiled into one kernel.
+
+Where torch.compile makes the code, ops that only read and write are fused: a chain of them reads what enters it, writes
+what leaves it, and starts once. An end of a chain is a product, an op that torch.compile does not know, an input, an
+output, and what is kept for backward. Conversions between ops are not seen: they end chains too, where a plan has any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.fx as fx
+
+from autopar.graph.graph import Graph, info, op_name, type_of
+from autopar.ops.entry import Line, facts_of
+from autopar.space.saved import kept_by
+
+
+class Traffic(NamedTuple):
+    """Tensors that an op's kernels move, by operand and, behind them, output."""
+
+    forward: tuple[tuple[int, float], ...]
+    backward: tuple[tuple[int, float], ...]  # of all of its kernels together
+    gradients: int  # how many kernels those are
+    starts: bool = True  # does a kernel start with it in forward, and in backward?
+    starts_back: bool = True
+
+
+def alone(node: fx.Node, given: Sequence[fx.Node], kernels: str) -> Traffic:
+    """The traffic of an op that runs by itself.
+
+    Its backward reads the gradients of outputs and what was kept, and writes the gradient of each operand. An op whose
+    gradients are kernels of their own reads the former for each.
+    """
+    outputs, count = info(node).outputs, len(given)
+    forward = [(k, 1.0) for k in range(count + len(outputs))]
+    trained = [k for k, n in enumerate(given) if type_of(n).requires_grad]
+    if not trained:
+        return Traffic(tuple(forward), (), 1)
+    many = len(trained) if facts_of(op_name(node)).spreads else 1
+    kept = kept_by(node, kernels)[0]
+    back = [(k, 1.0) for k in trained]
+    back += [(count + k, float(many)) for k, t in enumerate(outputs) if t.requires_grad]
+    back += [(k, 1.0) for k, n in enumerate(given) if n in kept]
+    back += [(count, 1.0)] if node in kept else []
+    return Traffic(tuple(forward), tuple(back), many)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chains:
+    """The chains of a graph whose code torch.compile makes."""
+
+    kernels: str
+    kept: frozenset[fx.Node]  # for backward
+
+    @staticmethod
+    def of(graph: Graph, kernels: str) -> Chains:
+        return Chains(kernels, frozenset(n for node in graph.nodes for n in kept_by(node, kernels)[0]))
+
+    def traffic(self, node: fx.Node, given: Sequence[fx.Node]) -> Traffic:
+        """The traffic of an op, less what stays inside of a chain."""
+        eager = alone(node, given, self.kernels)
+        if not is_fused(node):
+            return eager
+        count = len(given)
+        enters = [not is_fused(_shown(n)) for n in given]
+        leaves = node in self.kept or any(not is_fused(u) for u in _users(node))
+        ends = any(not is_fused(u) for u in _users(node))
+
+        def moves(end: int, stays: bool) -> bool:
+            return enters[end] if end < count else stays
+
+        forward = tuple((k, n) for k, n in eager.forward if moves(k, leaves))
+        kept = {k for k, n in enumerate(given) if n in kept_by(node, self.kernels)[0]}
+        back = tuple((k, n) for k, n in eager.backward if k in kept or moves(k, ends))
+        return Traffic(forward, back, eager.gradients, leaves, any(enters))
+
+
+def is_fused(node: fx.Node) -> bool:
+    """Is it an op that torch.compile fuses with its neighbours?"""
+    if info(node).kind != "op":
+        return False
+    facts = facts_of(op_name(node))
+    return facts.rule is not None and facts.flops is None and info(node).random < 0 and isinstance(facts.keeps, Line)
+
+
+def _shown(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows."""
+    while info(node).kind in ("op", "part") and node._input_nodes:
+        if info(node).kind == "op" and not facts_of(op_name(node)).free:
+            break
+        node = next(iter(node._input_nodes))
+    return node
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    """The ops that read a value, through views too."""
+    for user in node.users:
+        if info(user).kind == "part" or (info(user).kind == "op" and facts_of(op_name(user)).free):
+            yield from _users(user)
+        else:
+            yield user

@@ -1,0 +1,249 @@
+"""Predicted steps beside published ones: rows of training runs, planned as they were run.
+
+    python -m benchmarks.published rows.json [--without SOURCE] [part of an id ...]
+
+A row names a model's shape, devices and mesh, the strategy, sequences of a device in a micro-batch, micro-batches of a
+step, what was recomputed, and the tokens that a device passed in a second. The same strategy is planned as a preset, no
+device is used, and nothing is fitted to a row. Two ways, each with its table:
+
+    named      the cluster file that the row names
+    as run     that of the part that it ran on, where it is another, with the attention kernel of its time (`RAN`)
+
+SOURCE (products, attention, memory, links, hidden) is switched off: peaks take its place.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A row, and its step as it was predicted."""
+
+    row: dict[str, Any]
+    step_s: float
+    took_s: float
+
+    @property
+    def published_s(self) -> float:
+        return _tokens(self.row) / self.row["tps"]
+
+    @property
+    def ratio(self) -> float:
+        """Predicted by published seconds."""
+        return self.step_s / self.published_s
+
+    @property
+    def error(self) -> float:
+        return abs(self.ratio - 1)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        row = self.row
+        device = row["cluster"].partition("-")[0]
+        recompute = {"": "saved", "op": "by op", "full": "recomputed"}[row["ac"]]
+        kind = "compiled" if row["compile"] else "eager"
+        length = "long" if row["seq"] > 8192 else "short" if row["seq"] < 2048 else "middle"
+        return "all", device, recompute, kind, f"{length} sequences", "tensor" if _is_tensor(row) else "fsdp"
+
+
+def _is_tensor(row: dict[str, Any]) -> bool:
+    return isinstance(row["parallel"], dict) and "tensor" in row["parallel"]
+
+
+def _data_ranks(row: dict[str, Any]) -> int:
+    return row["parallel"]["data"]["size"] if isinstance(row["parallel"], dict) else row["gpus"]
+
+
+def _tokens(row: dict[str, Any]) -> float:
+    """Tokens of a device in a step."""
+    return float(row["mb"] * row["seq"] * row["acc"] * _data_ranks(row) / row["gpus"])
+
+
+def flops(row: dict[str, Any]) -> float:
+    """FLOPs of the model for a token, causal attention counted as half of the square."""
+    import torch
+
+    with torch.device("meta"):
+        model = _model(row)
+    embedding = model.get_input_embeddings().weight
+    weights = sum(p.numel() for p in model.parameters()) - embedding.numel() * (not row["model"].get("tied", True))
+    shape = row["model"]
+    width, layers = shape.get("hidden_size") or shape["n_embd"], shape.get("num_hidden_layers") or shape["n_layer"]
+    return 6.0 * weights + 6.0 * layers * width * row["seq"]
+
+
+def _model(row: dict[str, Any]) -> Any:
+    import transformers
+
+    shape = {name: value for name, value in row["model"].items() if name != "kind"}
+    if row["model"]["kind"] == "llama":
+        config: Any = transformers.LlamaConfig(**shape, use_cache=False)
+        return transformers.LlamaForCausalLM(config).train()
+    config = transformers.GPT2Config(**shape, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def by_op(line: Any, budget: float) -> list[str]:
+    """torchtitan's selective recompute by op: attention, what is reduced, and every second product are saved."""
+    from autopar.ops.entry import facts_of
+
+    products, found = 0, []
+    for run in line.runs:
+        op = run.name.rpartition("/")[2].partition(":")[0].partition(".")[0]
+        if not run.is_op or "layers." not in run.name:
+            continue
+        if facts_of(op).flops is None:
+            found.append(run.name)
+        elif op != "scaled_dot_product_attention":
+            products += 1
+            if products % 2 == 0:
+                found.append(run.name)
+    return found
+
+
+RECOMPUTED = {"": "none", "full": "full", "op": by_op}
+
+# Of what was published, and the device class that a row names: the file of the part, and how much slower its kernel of
+# attention was. torchtitan's page names the 96 GB part; llm-foundry's benchmarks took attn_impl "triton" by default,
+# the first FlashAttention, which the paper of the second finds 1.3 to 2.5 times slower: the geometric mean.
+RAN = {("titan", "h100"): ("h100w500", 1.0), ("mosaic", "a100"): ("a100", math.sqrt(1.3 * 2.5))}
+
+
+def cluster_of(row: dict[str, Any], as_run: bool, without: str) -> Any:
+    """The cluster on which a row is planned."""
+    import autopar
+
+    name, slower = row["cluster"], 1.0
+    device, _, shape = name.partition("-")
+    if as_run and (row["src"], device) in RAN:
+        device, slower = RAN[row["src"], device]
+        name = f"{device}-{shape}"
+    cluster = autopar.Cluster.of(name)
+    about = cluster.device
+    attention = [
+        replace(a, **{way: tuple((n, rate / slower) for n, rate in getattr(a, way)) for way in ("forward", "backward")})
+        for a in about.attention
+    ]
+    about = replace(about, attention=tuple(attention))
+    none: dict[str, Any] = {"products": None, "attention": (), "reached_bytes_per_s": 0.0}
+    field = {"memory": "reached_bytes_per_s"}.get(without, without)
+    if field in none:
+        about = replace(about, **{field: none[field]})
+    links = tuple(replace(link, hop_s=0.0, reached=()) for link in cluster.links)
+    return replace(
+        cluster,
+        device=about,
+        links=links if without == "links" else cluster.links,
+        hidden=1.0 if without == "hidden" else cluster.hidden,
+    )
+
+
+def planned(row: dict[str, Any], as_run: bool, without: str) -> float:
+    """Seconds of a row's step, as they are predicted."""
+    import torch
+
+    import autopar
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.ERROR)
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        model = _model(row)
+        ids = torch.zeros(row["mb"] * _data_ranks(row), row["seq"], dtype=torch.long)
+    plan = autopar.plan(
+        model,
+        {"input_ids": ids, "labels": ids.clone()},
+        mesh=tuple(row["mesh"]),
+        cluster=cluster_of(row, as_run, without),
+        precision=autopar.Precision(*row["prec"]),
+        parallel=row["parallel"],
+        accumulation=row["acc"],
+        assume=autopar.Assume(no_padding=True),
+        memory_budget=math.inf,
+        recompute=RECOMPUTED[row["ac"]],
+        compile=row["compile"],
+    )
+    return float(plan.step_time_s)
+
+
+def predicted(row: dict[str, Any], as_run: bool = False, without: str = "") -> Predicted:
+    began = time.process_time()
+    step_s = planned(row, as_run, without)
+    return Predicted(row, step_s, time.process_time() - began)
+
+
+# -- the tables
+
+
+def kendall(found: Sequence[tuple[float, float]]) -> float:
+    """The rank correlation of pairs."""
+    agree = [
+        math.copysign(1, (a - c) * (b - d)) for i, (a, b) in enumerate(found) for c, d in found[:i] if a != c and b != d
+    ]
+    return sum(agree) / len(agree) if agree else math.nan
+
+
+def table(results: Iterable[Predicted]) -> None:
+    """Errors by group, and by device class the ranks of efficiency."""
+    rows = list(results)
+    print("\n| rows | count | median error | within 10 % | within 20 % | median predicted / published |")
+    print("|---|---|---|---|---|---|")
+    for group in dict.fromkeys(g for r in rows for g in r.groups):
+        of = [r for r in rows if group in r.groups]
+        errors = [r.error for r in of]
+        within = [sum(e <= bar for e in errors) / len(errors) for bar in (0.1, 0.2)]
+        print(
+            f"| {group} | {len(of)} | {statistics.median(errors):.1%} | {within[0]:.0%} | {within[1]:.0%} | "
+            f"{statistics.median(r.ratio for r in of):.3f} |"
+        )
+    print("\nRanks of efficiency within a device class (Kendall):")
+    for device in dict.fromkeys(r.groups[1] for r in rows):
+        of = [r for r in rows if r.groups[1] == device]
+        work = [flops(r.row) * _tokens(r.row) for r in of]
+        pairs = [(w / r.step_s, w / r.published_s) for w, r in zip(work, of, strict=True)]
+        if len(pairs) > 1:
+            print(f"  {device}: {kendall(pairs):.2f} over {len(pairs)} rows")
+
+
+def main(file: str, without: str, parts: Sequence[str]) -> None:
+    with open(file, encoding="utf-8") as opened:
+        rows = [row for row in json.load(opened) if not parts or any(part in row["id"] for part in parts)]
+    print("| row | published ms | as named | as run | CPU s |\n|---|---|---|---|---|")
+    named, run = list[Predicted](), list[Predicted]()
+    with ProcessPoolExecutor(WORKERS) as pool:
+        both = [[pool.submit(predicted, row, as_run, without) for as_run in (False, True)] for row in rows]
+        for pair in both:
+            one, other = (future.result() for future in pair)
+            named.append(one)
+            run.append(other)
+            print(
+                f"| {one.row['id']} | {one.published_s * 1e3:,.0f} | {one.ratio:.3f} | {other.ratio:.3f} | "
+                f"{one.took_s:.1f} |",
+                flush=True,
+            )
+    for what, results in (("named", named), ("as run", run)):
+        print(f"\n{what}{', without ' + without if without else ''}:")
+        table(results)
+
+
+if __name__ == "__main__":
+    left_out, arguments = "", sys.argv[1:]
+    if "--without" in arguments:
+        k = arguments.index("--without")
+        left_out = arguments[k + 1]
+        del arguments[k : k + 2]
+    main(arguments[0], left_out, arguments[1:])
