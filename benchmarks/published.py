@@ -9,7 +9,7 @@ device is used, and nothing is fitted to a row. Two ways, each with its table:
     named      the cluster file that the row names
     as run     that of the part that it ran on, where it is another, with the attention kernel of its time (`RAN`)
 
-SOURCE (products, attention, memory, links, hidden) is switched off: peaks take its place.
+SOURCE (products, attention, memory, links, hidden) is switched off, on what ran: peaks take its place.
 """
 
 from __future__ import annotations
@@ -222,21 +222,20 @@ def table(results: Iterable[Predicted]) -> None:
 def main(file: str, without: str, parts: Sequence[str]) -> None:
     with open(file, encoding="utf-8") as opened:
         rows = [row for row in json.load(opened) if not parts or any(part in row["id"] for part in parts)]
-    print("| row | published ms | as named | as run | CPU s |\n|---|---|---|---|---|")
-    named, run = list[Predicted](), list[Predicted]()
+    ways = {"as run": True} if without else {"named": False, "as run": True}
+    print(f"| row | published ms | {' | '.join(ways)} | CPU s |\n|---{'|---' * (len(ways) + 2)}|")
+    found: dict[str, list[Predicted]] = {way: [] for way in ways}
     with ProcessPoolExecutor(WORKERS) as pool:
-        both = [[pool.submit(predicted, row, as_run, without) for as_run in (False, True)] for row in rows]
-        for pair in both:
-            one, other = (future.result() for future in pair)
-            named.append(one)
-            run.append(other)
-            print(
-                f"| {one.row['id']} | {one.published_s * 1e3:,.0f} | {one.ratio:.3f} | {other.ratio:.3f} | "
-                f"{one.took_s:.1f} |",
-                flush=True,
-            )
-    for what, results in (("named", named), ("as run", run)):
-        print(f"\n{what}{', without ' + without if without else ''}:")
+        pending = [[pool.submit(predicted, row, as_run, without) for as_run in ways.values()] for row in rows]
+        for of_row in pending:
+            results = [future.result() for future in of_row]
+            for way, result in zip(ways, results, strict=True):
+                found[way].append(result)
+            cells = " | ".join(f"{r.ratio:.3f}" for r in results)
+            one = results[0]
+            print(f"| {one.row['id']} | {one.published_s * 1e3:,.0f} | {cells} | {one.took_s:.1f} |", flush=True)
+    for way, results in found.items():
+        print(f"\n{way}{', without ' + without if without else ''}:")
         table(results)
 
 

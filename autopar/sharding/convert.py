@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,9 +104,9 @@ class Path:
 class ShapeConsistencyManager:
     """Cheapest conversions on one mesh of one cluster.
 
-    With `most_bytes`, no device holds more of the tensor than that on the way; at the ends it may. Reductions that
-    travel in a `bucket` of so many bytes pay a share of it. What can be done is found once for managers that are `like`
-    one another, of one mesh.
+    With `most_bytes`, no device holds more of the tensor than that on the way; at the ends it may. Collectives that
+    travel with others, in `messages` of so many bytes by kind, pay a share of it. What can be done is found once for
+    managers that are `like` one another, of one mesh.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class ShapeConsistencyManager:
         mesh: DeviceMesh,
         cluster: Cluster,
         most_bytes: float = math.inf,
-        bucket: float = 0.0,
+        messages: Mapping[str, float] | None = None,
         like: ShapeConsistencyManager | None = None,
     ) -> None:
         self.mesh = mesh
         self.costs = CostModel(cluster)
         self.most_bytes = most_bytes
-        self.bucket = bucket
+        self.messages = messages or {}
         axes = range(len(mesh.shape))
         self._levels = {kind: [cluster.levels(mesh, a, kind) for a in axes] for kind in KINDS}
         # found once for a shape, and kept as long as the manager: one planning or lowering
@@ -238,7 +238,9 @@ class ShapeConsistencyManager:
         )
         assert gathered is not None, (step, before)
         levels = self._levels[step.kind][step.axis]
-        return self.costs.step(step.kind, step.dim, levels, self._bytes(gathered, itemsize), self.bucket)
+        return self.costs.step(
+            step.kind, step.dim, levels, self._bytes(gathered, itemsize), self.messages.get(step.kind, 0.0)
+        )
 
     def _bytes(self, layout: Layout, itemsize: int) -> int:
         """Bytes on the fullest device, the one at coordinate 0."""

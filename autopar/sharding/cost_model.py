@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.sharding.certainty import MEASURED, PEAK, REACHED
 from autopar.sharding.cluster import Cluster, Timed
 from autopar.sharding.costs import LOCAL, collective_seconds, is_measured, measured_seconds, optimizer_figures, seconds
 from autopar.sharding.device import on_curve
@@ -96,6 +97,26 @@ class CostModel:
     def is_measured(self, kernel: Kernel) -> bool:
         return self._timed(kernel) is not None
 
+    def source(self, kernel: Kernel) -> str:
+        """Where the seconds of a kernel are from: a name of `certainty`."""
+        device = self.cluster.device
+        if self._timed(kernel) is not None or (
+            not kernel.is_product and self.cluster.times_of(SUM, _timed_dtype(kernel))
+        ):
+            return MEASURED
+        if kernel.heads is not None:
+            return PEAK if self._attention(kernel, kernel.heads, "forward") is None else REACHED
+        if kernel.is_product:
+            is_known = device.products is not None and kernel.dtype in dict(device.products.reached)
+            return REACHED if is_known and kernel.matrices is not None else PEAK
+        return REACHED if device.reached_bytes_per_s else PEAK
+
+    def source_of_optimizer(self, optimizer: str | float, dtype: str) -> str:
+        """Where the seconds of an optimizer's step are from."""
+        if self.cluster.times_of(f"optimizer {optimizer}", dtype):
+            return MEASURED
+        return REACHED if self.cluster.device.reached_bytes_per_s else PEAK
+
     def _timed(self, kernel: Kernel) -> Timed | None:
         dtype = _timed_dtype(kernel)
         found = (self.cluster.times_of(name, dtype) for name in kernel.names)
@@ -144,19 +165,19 @@ class CostModel:
         device = self.cluster.device
         return float(seconds("copy", bytes=nbytes, launch=device.launch_s, bandwidth=device.bandwidth))
 
-    def step(self, kind: str, dim: int, levels: Sequence[tuple[int, Any]], nbytes: float, bucket: float = 0.0) -> float:
+    def step(
+        self, kind: str, dim: int, levels: Sequence[tuple[int, Any]], nbytes: float, message: float = 0.0
+    ) -> float:
         """Seconds of a step of a conversion.
 
-        `nbytes` are those of the tensor as it is when the axis does not cut it. A reduction that travels in a `bucket`
-        of so many bytes pays a share of it.
+        `nbytes` are those of the tensor as it is when the axis does not cut it. A collective that travels with others
+        in a `message` of so many bytes pays a share of it.
         """
         n = math.prod(size for size, _ in levels)
         if kind in LOCAL:
             return self.copy(nbytes / (n if kind == "slice" else 1))
-        if bucket and kind in ("all_reduce", "reduce_scatter"):
-            moved = collective_seconds(kind, levels, bucket) * nbytes / bucket
-        else:
-            moved = collective_seconds(kind, levels, nbytes)
+        whole = max(message, nbytes)
+        moved = collective_seconds(kind, levels, whole) * (nbytes / whole if whole else 1.0)
         if kind == "all_to_all" and not is_measured(levels):  # packed for those who receive, put together from all
             return moved + 2 * self.copy(nbytes / n)
         # a collective packs by the first dim: what is gathered or scattered along another is turned on the way

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autopar.letters import BadPlan, Letter
+from autopar.sharding.certainty import SPREADS
 from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
@@ -84,6 +85,7 @@ def written(plan: Plan) -> dict[str, Any]:
         "window_bytes": plan.window_bytes,
         "suspected": [list(pair) for pair in plan.suspected],
         "stopped": list(plan.stopped),
+        "sources": dict(plan.sources),
         **({"compiled": True} if plan.compiled else {}),
         **({"needed": needed} if needed else {}),
         **({"segments": [list(pair) for pair in plan.segments]} if plan.segments else {}),
@@ -153,6 +155,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "beside_s": _number(data["beside_s"]),
         "hidden_s": _number(data["hidden_s"]),
         "accumulation": _whole(data["accumulation"], least=1),
+        "sources": {_source(name): _number(seconds) for name, seconds in data.get("sources", {}).items()},
         "compiled": _truth(data.get("compiled", False)),
         "precision": None if data["precision"] is None else _pair(data["precision"], _text),
         "scattered": _names(data["scattered"]),
@@ -164,6 +167,12 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "suspected": _each(data.get("suspected", []), lambda pair: _pair(pair, _text)),
         "stopped": _each(data.get("stopped", []), _text),
     }
+
+
+def _source(value: Any) -> str:
+    if value not in SPREADS:
+        raise ValueError(f"{_shown(value)} is no source of seconds")
+    return str(value)
 
 
 def _truth(value: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.sharding.certainty import source_of_links
 from autopar.sharding.convert import Step
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import gradients, values
@@ -52,6 +53,7 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         hidden_s=hidden,
         accumulation=space.setting.accumulation,
         compiled=space.setting.compiled,
+        sources=_sources(space, point, sum(moved) - hidden),
         scattered=frozenset(name for name, (s, i) in zip(names, chosen, strict=True) if s.scattered and s.scattered[i]),
         first_peak_bytes=round(space.memory.first(picked, space.edges, point.held)) if space.memory else 0,
         recomputed=point.recomputed,
@@ -60,6 +62,20 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         needed=_needed(space, point) if point.recomputed else {},
         suspected=tuple(sorted({(s.op, s.suspected) for s in space.sites if s.suspected})),
     )
+
+
+def _sources(space: Space, point: Point, exposed: float) -> dict[str, float]:
+    """Seconds of the step by where they are from; what is recomputed is as the ops are."""
+    found: dict[str, float] = {}
+    for site, i in zip(space.sites, point.picked, strict=True):
+        if site.priced_by and site.seconds[i]:
+            found[site.priced_by] = found.get(site.priced_by, 0.0) + float(site.seconds[i])
+    computed = sum(found.values())
+    found = {source: s * (1 + point.recompute_s / computed) for source, s in found.items()}
+    if exposed > 0:
+        links = source_of_links(space.setting.cluster)
+        found[links] = found.get(links, 0.0) + exposed
+    return dict(sorted(found.items()))
 
 
 def _needed(space: Space, point: Point) -> dict[str, tuple[int, float]]:
@@ -90,7 +106,7 @@ def _conversions(space: Space, picked: Sequence[int]) -> tuple[tuple[Conversion,
 def _conversion(space: Space, e: Edge, given: Flows, taken: Flows, seconds: float) -> Conversion:
     value = values(given), values(taken)
     gradient = (gradients(taken), gradients(given)) if e.has_gradient else None
-    forward = space.conversions.path(e.shape, e.itemsize, *value).steps
+    forward = (e.ahead or space.conversions).path(e.shape, e.itemsize, *value).steps
     backward = _backward(space, e, given, taken, gradient) if gradient else ()
     source, target = space.sites[e.source].name, space.sites[e.target].name
     return Conversion(source, target, e.operand, value, gradient, forward, backward, seconds)

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from autopar.letters import BadBudget, BadPlan
+from autopar.sharding.certainty import spread
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
@@ -80,6 +81,7 @@ class Plan:
     beside_s: float = 0.0  # communication that may move beside compute: of parameters and their gradients
     hidden_s: float = 0.0  # and the part of it that compute hides
     accumulation: int = 1  # micro-batches in a step
+    sources: Mapping[str, float] = field(default_factory=dict)  # seconds of the step by where they are from
     compiled: bool = False  # are the seconds those of code that torch.compile makes?
     precision: tuple[str, str] | None = None  # dtypes of compute and of the reduction of gradients
     # parameters whose gradients are reduced in each micro-batch, not once at the end
@@ -118,6 +120,12 @@ class Plan:
     def gap(self) -> float:
         """The share of the step time by which a better plan may be faster."""
         return (self.step_time_s - self.lower_bound_s) / self.step_time_s if self.step_time_s else 0.0
+
+    @property
+    def step_interval_s(self) -> tuple[float, float]:
+        """Seconds between which nine measured steps of ten lie, by where the predicted ones are from."""
+        low, high = spread(self.sources)
+        return self.step_time_s * low, self.step_time_s * high
 
     @property
     def parameters(self) -> dict[str, Sharding]:

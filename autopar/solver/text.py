@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopar.graph.layers import folded
 from autopar.letters import BadPlan
+from autopar.sharding.certainty import MEASURED, PEAK, REACHED, resolution
 from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
@@ -75,7 +76,19 @@ def difference(one: Plan, other: Plan) -> str:
         lines.append(f"{value}: {_state(one, value)} | {_state(other, value)}")
     if one.segments != other.segments:
         lines.append(f"segments: {_segments(one)} | {_segments(other)}")
-    return "\n".join(lines) or "the plans are the same"
+    if not lines:
+        return "the plans are the same"
+    return "\n".join([*lines, *_told_apart(one, other)])
+
+
+def _told_apart(one: Plan, other: Plan) -> list[str]:
+    """A line on the step times of two plans: whether their difference is more than the model can tell."""
+    if not one.step_time_s or not other.step_time_s:
+        return []
+    differ = abs(one.step_time_s - other.step_time_s) / max(one.step_time_s, other.step_time_s)
+    least = max(resolution(plan.sources) for plan in (one, other))
+    said = f"step: {_time(one.step_time_s)} | {_time(other.step_time_s)}, {differ:.1%} apart"
+    return [said if differ > least else f"{said}: less than the {least:.0%} from which on steps can be told apart"]
 
 
 def _segments(plan: Plan) -> str:
@@ -140,10 +153,28 @@ def _head(plan: Plan) -> list[str]:
         f"step      {_time(plan.step_time_s)} a step: {_time(compute)} compute and optimizer{batches}, "
         f"{_time(moved - plan.beside_s)} communication in line, {exposed} exposed of {_time(plan.beside_s)} beside "
         f"compute, {_recomputing(plan)}",
+        *_certainty(plan),
         f"bound     {_time(plan.lower_bound_s)} at least for any plan of this model on this mesh{within}: gap "
         f"{plan.gap:.2%}",
         f"memory    {_size(plan.peak_bytes)} at the {plan.peak_at}{of_budget}: {held}",
     ]
+
+
+_FROM = {
+    MEASURED: "measured on the machine",
+    REACHED: "from what its class was measured to reach",
+    PEAK: "from data sheets",
+}
+
+
+def _certainty(plan: Plan) -> list[str]:
+    """Between which seconds a measured step is expected, and why."""
+    total = sum(plan.sources.values())
+    if not total:
+        return []
+    low, high = plan.step_interval_s
+    parts = [f"{s / total:.0%} {_FROM[source]}" for source, s in plan.sources.items() if s >= 0.005 * total]
+    return [f"expected  {_time(low)} to {_time(high)} in nine of ten: seconds are {', '.join(parts)}"]
 
 
 def _recomputing(plan: Plan) -> str:

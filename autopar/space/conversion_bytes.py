@@ -114,7 +114,7 @@ class Temporaries:
         self.parts = (
             _OfValues(conversions, lifetimes.clock, passages),
             _OfGradients(conversions, wiring, lifetimes.clock, pieces, bytes_),
-            _OfGathers(wiring, lifetimes, schedule, self.found, manager, bytes_),
+            _OfGathers(wiring, lifetimes, schedule, self.found, bytes_),
         )
 
     def of_value(self, edge: int, given: int, taken: int) -> float:
@@ -244,10 +244,9 @@ class _OfGathers:
         lifetimes: Lifetimes,
         schedule: Schedule,
         found: Sequence[_Found],
-        manager: ShapeConsistencyManager,
         bytes_: LocalBytes,
     ) -> None:
-        self.manager = manager
+        self.edges = wiring.edges
         self.times = lifetimes.clock.last + 1
         self.gathers: list[_Gather] = []
         owners, clock = lifetimes.parameters.owners, lifetimes.clock
@@ -276,7 +275,9 @@ class _OfGathers:
         for gather in self.gathers:
             k = gather.edge
             if gather.made[leaves[k], arrives[k]] and (not gather.under or gather.under[choices[gather.source]]):
-                over[gather.time] += gather.beside(self.manager, leaves[k], arrives[k])
+                manager = self.edges[k].ahead
+                assert manager is not None, "a parameter is gathered by a manager of its own"
+                over[gather.time] += gather.beside(manager, leaves[k], arrives[k])
         return over
 
 

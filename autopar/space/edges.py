@@ -70,7 +70,7 @@ class EdgeBuilder:
         self.parameters = parameters
         self.schedule = schedule
         self.habits = habits
-        self.conversions, self.reductions = shared.values, shared.gradients
+        self.conversions, self.gathers, self.reductions = shared.values, shared.gathers, shared.gradients
         self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = shared.ends
         self._tables: dict[Any, _Table] = shared.tables
         self._edges: dict[Any, Edge] = shared.edges
@@ -130,6 +130,7 @@ class EdgeBuilder:
             like.shape,
             like.itemsize,
             like.has_gradient,
+            like.ahead,
             like.back,
             like.forward,
             like.reduced_in,
@@ -156,6 +157,7 @@ class EdgeBuilder:
             cargo.type.shape,
             cargo.type.itemsize,
             cargo.type.requires_grad,
+            self.gathers if cargo.is_parameter else None,
             self.reductions if cargo.is_parameter else None,
             self._tables[key].forward,
             cargo.reduced_in,
@@ -204,7 +206,7 @@ class EdgeBuilder:
     def _forward(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo) -> np.ndarray:
         """Seconds of converting a value once."""
         type_ = cargo.type
-        table = self.conversions.table(
+        table = (self.gathers if cargo.is_parameter else self.conversions).table(
             type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken]
         )
         return table if cargo.is_parameter else np.where(self._against_habit(given, taken), np.inf, table)

@@ -94,6 +94,12 @@ class OpSeconds:
             backward += count * self.costs.forward(kernel)
         return forward, backward
 
+    def source(self, chosen: Chosen) -> str:
+        """Where the seconds of computing are from: those of the op's own kernel, or of the first beside it."""
+        kernels = self.kernels(chosen)
+        ran = [*kernels.forward, *(kernel for _, kernel in kernels.beside)]
+        return self.costs.source(ran[0]) if ran else ""
+
     def kernels(self, chosen: Chosen) -> Kernels:
         """The kernels of an op, forward and back, as the fullest device runs them."""
         facts, trained = facts_of(chosen.op), len(chosen.trained)

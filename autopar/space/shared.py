@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.graph.graph import Graph, type_of
+from autopar.graph.graph import Graph, info, type_of
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.space.local_bytes import LocalBytes
+from autopar.space.parameter_values import casts_of_parameters
+from autopar.space.schedule import schedule_of
 from autopar.space.setting import Setting
 from autopar.space.windows import BUCKET
 
@@ -18,11 +21,12 @@ Made = dict[Any, Any]
 class Shared:
     """Sites, edges, bytes and conversions that were found once.
 
-    The reductions of parameters' gradients travel in buckets: they are conversions of their own. Keys hold identities;
-    what they are of is held beside them.
+    Parameters are gathered in one message a window, and the reductions of their gradients travel in buckets: both are
+    conversions of their own. Keys hold identities; what they are of is held beside them.
     """
 
     values: ShapeConsistencyManager
+    gathers: ShapeConsistencyManager
     gradients: ShapeConsistencyManager
     bytes: LocalBytes
     choices: Made = field(default_factory=dict)
@@ -35,5 +39,21 @@ class Shared:
     def of(graph: Graph, setting: Setting) -> Shared:
         trained = sum(t.nbytes for t in map(type_of, graph.parameters.values()) if t.requires_grad)
         values = ShapeConsistencyManager(setting.mesh, setting.cluster)
-        in_buckets = ShapeConsistencyManager(setting.mesh, setting.cluster, bucket=min(BUCKET, trained), like=values)
-        return Shared(values, in_buckets, LocalBytes(setting.mesh))
+        bucket = min(BUCKET, trained)
+        together = {"all_gather": _gathered_together(graph, setting)}, {"all_reduce": bucket, "reduce_scatter": bucket}
+        gathers, gradients = (
+            ShapeConsistencyManager(setting.mesh, setting.cluster, messages=messages, like=values)
+            for messages in together
+        )
+        return Shared(values, gathers, gradients, LocalBytes(setting.mesh))
+
+
+def _gathered_together(graph: Graph, setting: Setting) -> float:
+    """Bytes of the parameters that the middle one of the windows gathers in one message, as they are gathered."""
+    casts = {parameter: cast for cast, parameter in casts_of_parameters(graph).items()}
+    schedule = schedule_of([n for n in graph.nodes if info(n).kind == "op"], setting.window_bytes)
+    found: dict[int, int] = {}
+    for parameter, (first, _) in schedule.buckets.items():
+        window = schedule.of[first]
+        found[window] = found.get(window, 0) + type_of(casts.get(parameter, parameter)).nbytes
+    return statistics.median(found.values()) if found else 0.0

@@ -119,7 +119,8 @@ class SiteBuilder:
         step = np.zeros(len(choices))
         if type_.requires_grad:
             step = self.seconds.costs.optimizer(self.setting.optimizer, type_.dtype, type_.itemsize, local)
-        return Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes)
+        source = self.seconds.costs.source_of_optimizer(self.setting.optimizer, type_.dtype)
+        return Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes, priced_by=source)
 
     def _with_policies(self, site: Site, type_: TensorType) -> Site:
         """A parameter, or its one cast: what is cut stands once for each policy."""
@@ -199,7 +200,19 @@ class SiteBuilder:
         line = ""
         if not has_rule and about.random < 0 and is_users:
             line = suspected(node.target, typed(node.kwargs), types, about.outputs)
-        return Site(about.key, name, "op", choices, seconds, about.source, has_rule, suspected=line, compute=compute)
+        source = self.seconds.source(chosen) if compute else ""
+        return Site(
+            about.key,
+            name,
+            "op",
+            choices,
+            seconds,
+            about.source,
+            has_rule,
+            suspected=line,
+            compute=compute,
+            priced_by=source,
+        )
 
 
 def torch_can_state(sharding: Sharding) -> bool:

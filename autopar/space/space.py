@@ -38,6 +38,7 @@ class Site:
     regathered: tuple[bool, ...] = ()  # by choice of a parameter: is the gathered copy made again in backward?
     # by choice of a parameter: is its gradient reduced in each of several micro-batches, not once at their end?
     scattered: tuple[bool, ...] = ()
+    priced_by: str = ""  # where its seconds are from: a name of `sharding/certainty.py`
     suspected: str = ""  # of an op without a rule: a line under which it ran right when it was tried
     compute: tuple[np.ndarray, ...] = ()  # of an op: the parts of its seconds that are compute, forward and backward
 
@@ -61,7 +62,9 @@ class Edge:
     shape: tuple[int, ...]  # of the whole tensor
     itemsize: int
     has_gradient: bool
-    # by which its gradient is converted, where that is not the space's: reductions of parameters travel in buckets
+    # by which it and its gradient are converted, where that is not the space's: parameters are gathered in one message
+    # a window, and reduced in buckets
+    ahead: ShapeConsistencyManager | None = None
     back: ShapeConsistencyManager | None = None
     # seconds of converting the value once, by [given, taken]
     forward: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar import Cluster, DeviceMesh, Plan
+from autopar import DeviceMesh, Plan
 from autopar.letters import BadPlan, Infeasible, NotServed
 from autopar.solver import elimination, integer, polish, program, solve
 from autopar.solver.budget import Budgeted

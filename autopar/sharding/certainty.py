@@ -1,0 +1,42 @@
+"""How sure predicted seconds are, by where they are from.
+
+    measured   curves that `autopar calibrate` measured on the machine itself
+    reached    what kernels and collectives of the device class were measured to reach
+    peak       the rates of a data sheet
+
+A source's spread are the ratios of a measured step to a predicted one, between which nine steps of ten were
+(`benchmarks/published.md` and `benchmarks/times.md`). A step whose seconds are of several sources has the mean of their
+spreads, by seconds: errors of one step are taken to go the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.sharding.cluster import Cluster
+
+MEASURED, REACHED, PEAK = "measured", "reached", "peak"
+SPREADS = {MEASURED: (0.75, 1.25), REACHED: (0.98, 1.19), PEAK: (1.32, 1.82)}
+ALIKE = {MEASURED: 0.1, REACHED: 0.05, PEAK: 0.31}  # the median error: two steps that differ by less may be either way
+
+
+def spread(seconds: Mapping[str, float]) -> tuple[float, float]:
+    """The least and the most ratio of a measured step to one that is predicted with these seconds by source."""
+    total = sum(seconds.values())
+    if not total:
+        return 1.0, 1.0
+    low, high = (sum(SPREADS[source][k] * s for source, s in seconds.items()) / total for k in range(2))
+    return low, high
+
+
+def resolution(seconds: Mapping[str, float]) -> float:
+    """The share of a step by which another one has to differ to be told apart from it."""
+    total = sum(seconds.values())
+    return sum(ALIKE[source] * s for source, s in seconds.items()) / total if total else 0.0
+
+
+def source_of_links(cluster: Cluster) -> str:
+    """Where the seconds of collectives on a cluster are from."""
+    if cluster.measured:
+        return MEASURED
+    return REACHED if any(link.reached for link in cluster.links) else PEAK

@@ -1,0 +1,98 @@
+"""Seconds of single kernels and collectives beside microbenchmarks that others published.
+
+No figure here is one from which a cluster file was made, but for the products of cuBLAS by size, which two figures of
+the file (a rate and a start) must meet at five sizes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autopar import Cluster, DeviceMesh
+from autopar.sharding.cost_model import CostModel, Heads, Kernel, Matrices
+from autopar.sharding.costs import collective_seconds
+
+
+def product(m, n, k, dtype="bfloat16"):
+    one, moved = np.ones(1), np.array([2.0 * (m * k + n * k + m * n)])
+    sizes = Matrices(one, m * one, n * one, k * one)
+    return Kernel(("mm",), dtype, np.array([2.0 * m * n * k]), moved, moved, is_product=True, matrices=sizes)
+
+
+@pytest.mark.parametrize("n, published", [(512, 103), (1024, 243), (2048, 515), (4096, 614), (8192, 722)])
+def test_products_take_as_long_as_cublas_by_size(n, published):
+    """2048 x N x N on an H100, in TFLOP/s: triton-lang/triton#2339."""
+    (seconds,) = CostModel(Cluster.of("h100")).forward(product(2048, n, n))
+    assert 2 * 2048 * n * n / seconds / 1e12 == pytest.approx(published, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    "name, best", [("a100", 271.2), ("h100", 794.5), ("h200", 794.5), ("l4", 91.4), ("rtx4090", 178.8)]
+)
+def test_no_product_is_faster_than_the_best_that_a_search_over_shapes_found(name, best):
+    model = CostModel(Cluster.of(name))
+    for m, n, k in ((8192, 8192, 8192), (1024, 10240, 5120), (2048, 2048, 13312), (16384, 16384, 1024)):
+        assert 2 * m * n * k / model.forward(product(m, n, k))[0] / 1e12 <= best * 1.001
+
+
+def test_a_product_of_one_tile_more_than_there_are_units_takes_two_waves():
+    model = CostModel(Cluster.of("h100"))
+    full, more = (model.forward(product(128 * tiles, 256, 8192))[0] for tiles in (132, 133))
+    assert 1.9 < more / full < 2.0
+
+
+def attention(length, width, is_causal):
+    rows, heads = 16384, 2048 // width
+    pairs = np.array([4.0 * rows * length * heads * width])
+    moved = np.array([4.0 * 2 * rows * 2048])
+    share = np.full(1, 0.5 if is_causal else 1.0)
+    about = Heads(width, np.full(1, float(length)), share, is_causal)
+    return Kernel(("attention",), "bfloat16", pairs, moved, 2 * moved, is_product=True, heads=about)
+
+
+@pytest.mark.parametrize(
+    "length, published", [(512, 215), (1024, 254), (2048, 274), (4096, 288), (8192, 294), (16384, 295)]
+)
+def test_attention_takes_as_long_as_in_the_paper_of_its_kernel(length, published):
+    """Forward and backward, width 64, no mask, H100: arXiv 2307.08691, figure 7; the file has another source."""
+    model, kernel = CostModel(Cluster.of("h100")), attention(length, 64, False)
+    seconds = model.forward(kernel)[0] + model.backward(kernel)[0]
+    assert 3.5 * kernel.amount[0] / seconds / 1e12 == pytest.approx(published, rel=0.15)
+
+
+def test_a_causal_mask_halves_the_work_but_not_the_time_of_short_sequences():
+    model = CostModel(Cluster.of("a100"))
+    ratio = [
+        model.forward(attention(n, 128, True))[0] / model.forward(attention(n, 128, False))[0] for n in (512, 16384)
+    ]
+    assert ratio[0] > 0.7 > 0.56 > ratio[1] > 0.5
+
+
+@pytest.mark.parametrize(
+    "name, mesh, kind, nbytes, published",
+    [
+        ("h100-8x1", 8, "all_gather", 16e9, 360),  # NVIDIA/nccl-tests#326
+        ("h100-8x1", 8, "all_reduce", 8e9, 476),  # NVIDIA/nccl-tests#290
+        ("h100-8x32", 256, "all_gather", 2e9, 340),  # NVIDIA/nccl#1218
+    ],
+)
+def test_collectives_reach_the_bus_bandwidth_that_nccl_tests_print(name, mesh, kind, nbytes, published):
+    cluster = Cluster.of(name)
+    seconds = collective_seconds(kind, cluster.levels(DeviceMesh(mesh), 0, kind), nbytes)
+    factor = (2 if kind == "all_reduce" else 1) * (mesh - 1) / mesh
+    assert factor * nbytes / seconds / 1e9 == pytest.approx(published, rel=0.15)
+
+
+def test_a_file_names_a_source_for_each_kind_of_figure_and_what_it_writes_is_what_it_reads(tmp_path):
+    for name in ("a100", "h100", "h100w500", "h200", "l4", "rtx4090", "generic"):
+        cluster = Cluster.of(name)
+        figures = {"products": cluster.device.products, "attention": cluster.device.attention}
+        figures |= {"memory": cluster.device.reached_bytes_per_s, "hidden": cluster.hidden < 1}
+        assert dict(cluster.sources).keys() >= {"device", "links", *(n for n, figure in figures.items() if figure)}
+        cluster.save(tmp_path / f"{name}.json")
+        assert Cluster.of(tmp_path / f"{name}.json") == cluster
+
+
+def test_an_h200_has_the_memory_that_devices_report():
+    assert Cluster.of("h200").device.memory_bytes / 2**30 == pytest.approx(139, abs=1)

@@ -1,0 +1,114 @@
+"""What the predicted seconds of a plan are made of, and how sure they are."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import Cluster
+from autopar.sharding.certainty import MEASURED, PEAK, REACHED, SPREADS
+from autopar.sharding.cluster import Measured
+from tests.language import NO_PADDING, meta_gpt2, meta_llama_8b
+from tests.models import peaks
+
+
+def linear(bias, **how):
+    with torch.device("meta"):
+        model, x = nn.Linear(4096, 4096, bias=bias, dtype=torch.bfloat16), torch.empty(8192, 4096, dtype=torch.bfloat16)
+    x.requires_grad_()
+    return autopar.plan(model, (x,), mesh=1, cluster="h100-8x1", optimizer="sgd", memory_budget="inf", **how)
+
+
+def seconds_of(plan, part):
+    return sum(d.seconds for name, d in plan.decisions.items() if part in name and d.kind == "op")
+
+
+def test_the_gradient_of_a_bias_is_a_sum_and_no_product():
+    """It reads what a linear layer was given once: two thirds of a product more would show."""
+    ratio = seconds_of(linear(True), "linear") / seconds_of(linear(False), "linear")
+    assert 1.0 < ratio < 1.1
+
+
+def test_zero3_reduces_no_gradient_whole_to_take_a_slice():
+    """Communication that hides costs nothing, and yet no gradient takes the longer way."""
+    model, batch = meta_gpt2(6, batch=32, n_embd=768, n_head=12)
+    plan = autopar.plan(model, batch, mesh=8, cluster="h100-8x1", parallel="zero3", memory_budget="inf")
+    cut = [
+        c for c in plan.conversions if c.source in plan.parameters and c.gradient and "S(" in c.gradient[1].text(("0",))
+    ]
+    kinds = {s.kind for c in cut for s in c.backward}
+    assert len(cut) > 50 and "reduce_scatter" in kinds and "all_reduce" not in kinds
+
+
+def test_parameters_of_a_window_are_gathered_in_one_message():
+    """A slow start of a gather is paid once a block, however many tensors the block has."""
+    model, batch = meta_gpt2(4, batch=32, n_embd=512, n_head=8)
+    cluster, start = replace(peaks("h100-8x1"), hidden=0.0), 1e-3
+    curve = tuple((float(4**k), start + 4**k / 3e11) for k in range(2, 16))
+    slow = replace(cluster, measured=(Measured("all_gather", 8, 1, start, 3e11, curve),))
+    plans = [
+        autopar.plan(model, batch, mesh=(8,), cluster=c, parallel="zero3", memory_budget="inf") for c in (cluster, slow)
+    ]
+    more = plans[1].step_time_s - plans[0].step_time_s
+    tensors = sum(any(s.kind == "all_gather" for s in c.forward) for c in plans[1].conversions)
+    assert tensors > 40 and 4 * start < more < 20 * start  # two gathers of four blocks, and what stands around them
+
+
+def test_compiled_chains_read_and_write_their_ends_alone():
+    model, batch = meta_llama_8b(2, rows=16, dtype=torch.bfloat16)
+    plans = [
+        autopar.plan(
+            model,
+            batch,
+            mesh=8,
+            cluster="h100-8x1",
+            assume=NO_PADDING,
+            parallel="dp",
+            memory_budget="inf",
+            compile=compile,
+        )
+        for compile in (False, True)
+    ]
+    eager, compiled = plans
+    assert 0.75 < compiled.step_time_s / eager.step_time_s < 0.97
+    assert seconds_of(compiled, "linear") == pytest.approx(seconds_of(eager, "linear"), rel=0.02)
+    assert seconds_of(compiled, "layernorm/") < 0.6 * seconds_of(eager, "layernorm/")
+    assert compiled.peak_bytes == eager.peak_bytes and "compiled" in str(compiled)
+    assert autopar.Plan.from_dict(compiled.to_dict()).compiled
+
+
+def test_an_interval_is_that_of_the_sources_of_its_seconds():
+    model, batch = meta_gpt2(2, batch=32, n_embd=1024, n_head=16)
+    model = model.bfloat16()
+    known, unknown = (
+        autopar.plan(model, batch, mesh=8, cluster=c, parallel="dp", memory_budget="inf")
+        for c in ("h100-8x1", peaks("h100-8x1"))
+    )
+    assert set(unknown.sources) == {PEAK} and set(known.sources) == {REACHED}
+    for plan, source in ((known, REACHED), (unknown, PEAK)):
+        assert sum(plan.sources.values()) == pytest.approx(plan.step_time_s, rel=1e-6)
+        assert plan.step_interval_s == pytest.approx([plan.step_time_s * k for k in SPREADS[source]])
+        assert "nine of ten" in str(plan)
+    again = autopar.Plan.from_dict(copy.deepcopy(known.to_dict()))
+    assert again.step_interval_s == known.step_interval_s
+
+
+def test_two_plans_are_told_apart_only_where_their_steps_differ_enough():
+    model, batch = meta_gpt2(2, batch=32, n_embd=1024, n_head=16)
+    one, other = (
+        autopar.plan(model, batch, mesh=8, cluster="h100-8x1", parallel=p, memory_budget="inf") for p in ("zero1", "dp")
+    )
+    near, far = (replace(other, step_time_s=one.step_time_s * times) for times in (1.02, 1.2))
+    assert "can be told apart" in one.diff(near).splitlines()[-1]
+    assert "told apart" not in one.diff(far).splitlines()[-1]
+
+
+def test_measured_curves_are_a_source_of_their_own():
+    assert SPREADS.keys() == {MEASURED, REACHED, PEAK}
+    assert all(low < high for low, high in SPREADS.values())
+    assert Cluster.of("generic").device.products is None
