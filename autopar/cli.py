@@ -42,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "device's rates"
         ),
     )
+    calibrate.add_argument(
+        "--into", default="", help="a cluster, by name or path, into which what is measured is put: h100-8x4"
+    )
     calibrate.add_argument("-o", "--out", default="profile.json", help="where the profile goes")
     asked = parser.parse_args(arguments)
     try:
@@ -61,7 +64,7 @@ def _calibrate(asked: argparse.Namespace) -> int:
     from autopar.runtime.world import start_world
     from autopar.testing.ranks import on_processes
 
-    given = (asked.mesh, asked.largest, asked.pairs, asked.out, not asked.without_ops)
+    given = (asked.mesh, asked.largest, asked.pairs, asked.out, not asked.without_ops, asked.into)
     if asked.ranks is not None and "RANK" not in os.environ:
         text = on_processes(asked.ranks, measure, *given, timeout_s=1800.0)[0]
     else:

@@ -11,11 +11,13 @@ turns.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar.calibrate.stages import Stages
 from autopar.calibrate.workloads import WORKLOADS, Workload, traced
 from autopar.runtime.collectives import STEPS, Axis, begin_all_reduce, bind_axes, finish, pack_all_reduce
 from autopar.sharding.cluster import Cluster, Link, Measured, Timed
@@ -43,11 +46,13 @@ def calibrate(
     sizes: Sequence[int] = SIZES,
     repetitions: int = 9,
     workloads: Sequence[Workload] = WORKLOADS,
+    stages: Stages | None = None,
 ) -> Cluster:
     """A profile of this machine, for meshes whose axes are as long and as far apart as those of `mesh`.
 
-    The same on every rank.
+    The same on every rank. `stages` say how far it is, and keep what was measured until the whole is.
     """
+    stages = stages or Stages(out=io.StringIO())
     axes = bind_axes(mesh.to_torch(device))
     asked = [
         (a, kind, *_collective(kind, axis, size, device))
@@ -57,7 +62,12 @@ def calibrate(
         for size in sizes
     ]
     times: dict[tuple[int, str], dict[int, float]] = {}
-    for (a, kind, nbytes, _), taken in zip(asked, _timed([run for *_, run in asked], device, repetitions), strict=True):
+    seconds_of = stages.run(
+        "collectives",
+        repetitions,
+        lambda tick: _timed([run for *_, run in asked], device, repetitions, tick),
+    )
+    for (a, kind, nbytes, _), taken in zip(asked, seconds_of, strict=True):
         times.setdefault((a, kind), {})[nbytes] = taken
     measured = [
         Measured(
@@ -76,12 +86,13 @@ def calibrate(
         else Link("nobody else", 1e-6, 1e12)
     )
     local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
-    timed, figures = _alone(mesh, device, min(5, repetitions), workloads)
-    hidden = (
-        _hidden(next(a for a in axes.values() if a.size > 1), device, repetitions, figures[DTYPES.index("float32")])
-        if mesh.size > 1
-        else 1.0
-    )
+    timed, figures = _alone(mesh, device, min(5, repetitions), workloads, stages)
+    hidden = 1.0
+    if mesh.size > 1:
+        axis, product_s = next(a for a in axes.values() if a.size > 1), figures[DTYPES.index("float32")]
+        (hidden,) = stages.run(
+            "compute beside a collective", 0, lambda _: [_hidden(axis, device, repetitions, product_s)]
+        )
     how = (
         f"torch {torch.__version__}, {mesh.size} ranks on mesh {mesh}, {dist.get_backend()}; medians of "
         f"{repetitions}, of ops and optimizers of {min(5, repetitions)}, all ranks running"
@@ -100,6 +111,22 @@ def calibrate(
     box = [cluster]
     dist.broadcast_object_list(box, 0)
     return box[0]
+
+
+def merged(base: Cluster, found: Cluster) -> Cluster:
+    """A cluster file with what was measured put into it, in the place of what it had measured of the same.
+
+    What its device class reaches stays, for what nobody measured here.
+    """
+    collectives = {(m.kind, m.size, m.stride) for m in found.measured}
+    ops = {(t.op, t.dtype) for t in found.timed}
+    return replace(
+        base,
+        measured=(*(m for m in base.measured if (m.kind, m.size, m.stride) not in collectives), *found.measured),
+        timed=(*(t for t in base.timed if (t.op, t.dtype) not in ops), *found.timed),
+        hidden=found.hidden,
+        sources=tuple(sorted({**dict(base.sources), **dict(found.sources)}.items())),
+    )
 
 
 def fit(kind: str, n: int, times: dict[int, float]) -> tuple[float, float]:
@@ -137,7 +164,9 @@ def _collective(kind: str, axis: Axis, size: int, device: str) -> tuple[int, Cal
     return math.prod(whole) * 4, lambda: STEPS[kind](x, axis, *arguments)
 
 
-def _timed(runs: Sequence[Callable[[], Any]], device: str, repetitions: int) -> list[float]:
+def _timed(
+    runs: Sequence[Callable[[], Any]], device: str, repetitions: int, tick: Callable[[], None] = lambda: None
+) -> list[float]:
     """Seconds of one call of each, of what ranks do together, on the slowest rank.
 
     Medians of rounds, so that what else happens on the machine meets all of them alike.
@@ -159,7 +188,10 @@ def _timed(runs: Sequence[Callable[[], Any]], device: str, repetitions: int) -> 
     for run in runs:  # the first warms up
         once(run, 1)
     calls = [max(1, min(1000, round(LASTS / once(run, 1)))) for run in runs]
-    rounds = [[once(run, n) for run, n in zip(runs, calls, strict=True)] for _ in range(repetitions)]
+    rounds = list[list[float]]()
+    for _ in range(repetitions):
+        rounds.append([once(run, n) for run, n in zip(runs, calls, strict=True)])
+        tick()
     return [statistics.median(taken) for taken in zip(*rounds, strict=True)]
 
 
@@ -215,21 +247,28 @@ def _agreed(times: Sequence[float], crowding: float) -> list[float]:
 
 
 def _alone(
-    mesh: DeviceMesh, device: str, repetitions: int, workloads: Sequence[Workload]
+    mesh: DeviceMesh, device: str, repetitions: int, workloads: Sequence[Workload], stages: Stages
 ) -> tuple[tuple[Timed, ...], list[float]]:
     """Every op and optimizer by size, and the figures of the device.
 
     Seconds of a product in each dtype, of a copy, of a small op.
     """
-    timer = Alone(device, repetitions)
-    times = [timer(run) for run in _of_device(device)[0]]
     ops = [(w, size) for w in workloads for size in w.sizes]
-    for w, size in ops:
-        call = w.call(size)
-        times += [timer(traced(call, gradients, device)) for gradients in (False, True)]
     steps = list(_optimizer_steps(mesh, device)) if workloads else []
-    times += [timer(step) / count for _, _, count, step in steps]
-    agreed = iter(_agreed(times, timer.crowding))
+
+    def measure(tick: Callable[[], None]) -> list[float]:
+        timer = Alone(device, repetitions)
+        times = [timer(run) for run in _of_device(device)[0]]
+        for w, size in ops:
+            call = w.call(size)
+            times += [timer(traced(call, gradients, device)) for gradients in (False, True)]
+            tick()
+        for _, _, count, step in steps:
+            times.append(timer(step) / count)
+            tick()
+        return _agreed(times, timer.crowding)
+
+    agreed = iter(stages.run("ops and optimizers", len(ops) + len(steps), measure))
     figures = [next(agreed) for _ in range(len(DTYPES) + 2)]
     found: dict[str, tuple[list[tuple[float, float]], list[tuple[float, float]]]] = {}
     for w, size in ops:

@@ -4,33 +4,47 @@ from __future__ import annotations
 
 import os
 
+import torch
 import torch.distributed as dist
 
-from autopar.calibrate.calibration import SIZES, calibrate, pairs
+from autopar.calibrate.calibration import SIZES, calibrate, merged, pairs
+from autopar.calibrate.stages import Stages
 from autopar.calibrate.workloads import WORKLOADS
 from autopar.letters import BadSharding
+from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.topology import logical_mesh
 
 
-def measure(rank: int, shape: str | None, largest: int, with_pairs: bool, out: str, with_ops: bool = True) -> str:
-    """Calibrate as one rank, and return the text that rank 0 prints."""
+def measure(
+    rank: int, shape: str | None, largest: int, with_pairs: bool, out: str, with_ops: bool = True, into: str = ""
+) -> str:
+    """Calibrate as one rank, and return the text that rank 0 prints.
+
+    With `into`, a cluster by name or path, what is measured is put into it.
+    """
+    base = Cluster.of(into) if into else None
     try:
         mesh = DeviceMesh(tuple(map(int, shape.split(","))) if shape else dist.get_world_size())
     except ValueError:
         raise BadSharding(f"--mesh {shape} is not a shape", advice="--mesh 2,4") from None
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    sizes = [s for s in SIZES if s <= largest] or SIZES[:2]
+    about = f"torch {torch.__version__}, {dist.get_world_size()} ranks, mesh {mesh}, {device}, {sizes}, ops {with_ops}"
+    stages = Stages(f"{out}.part", about)
     cluster = calibrate(
         mesh,
         device,
         os.path.splitext(os.path.basename(out))[0],
-        [s for s in SIZES if s <= largest] or SIZES[:2],
+        sizes,
         workloads=WORKLOADS if with_ops else (),
+        stages=stages,
     )
     tables = pairs(device) if with_pairs and mesh.size > 1 else None
     if rank:
         return ""
-    cluster.save(out)
+    (cluster if base is None else merged(base, cluster)).save(out)
+    stages.end()
     lines = [
         f"{cluster.device.name}: "
         + ", ".join(f"{dtype} {rate:.3g} FLOP/s" for dtype, rate in cluster.device.flops_per_s)

@@ -16,6 +16,11 @@ from collections.abc import Mapping
 from autopar.sharding.cluster import Cluster
 
 MEASURED, REACHED, PEAK = "measured", "reached", "peak"
+FROM = {
+    MEASURED: "measured on the machine",
+    REACHED: "from what its class was measured to reach",
+    PEAK: "from data sheets",
+}
 SPREADS = {MEASURED: (0.75, 1.25), REACHED: (0.98, 1.19), PEAK: (1.32, 1.82)}
 ALIKE = {MEASURED: 0.1, REACHED: 0.05, PEAK: 0.31}  # the median error: two steps that differ by less may be either way
 

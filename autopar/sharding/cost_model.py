@@ -22,7 +22,15 @@ import numpy as np
 
 from autopar.sharding.certainty import MEASURED, PEAK, REACHED
 from autopar.sharding.cluster import Cluster, Timed
-from autopar.sharding.costs import LOCAL, collective_seconds, is_measured, measured_seconds, optimizer_figures, seconds
+from autopar.sharding.costs import (
+    FORMULAS,
+    LOCAL,
+    collective_seconds,
+    is_measured,
+    measured_seconds,
+    optimizer_figures,
+    seconds,
+)
 from autopar.sharding.device import on_curve
 
 SUM, TURNED, SUM_OVER_ROWS, COPY = "add", "copy turned", "sum over rows", "clone"  # kernels by the names of their times
@@ -100,9 +108,7 @@ class CostModel:
     def source(self, kernel: Kernel) -> str:
         """Where the seconds of a kernel are from: a name of `certainty`."""
         device = self.cluster.device
-        if self._timed(kernel) is not None or (
-            not kernel.is_product and self.cluster.times_of(SUM, _timed_dtype(kernel))
-        ):
+        if self._timed(kernel) is not None or self._as_a_sum(kernel) is not None:
             return MEASURED
         if kernel.heads is not None:
             return PEAK if self._attention(kernel, kernel.heads, "forward") is None else REACHED
@@ -129,27 +135,47 @@ class CostModel:
         return np.where(kernel.as_cut[1], measured_seconds(getattr(cut, way), kernel.amount), found)
 
     def _unmeasured(self, kernel: Kernel, way: str) -> np.ndarray:
-        """Seconds by a formula: of a sum of as many bytes, on what such kernels reach, or on peaks."""
-        moved = kernel.bytes if way == "forward" else kernel.back
-        dtype = _timed_dtype(kernel)
-        if not kernel.is_product and (summed := self.cluster.times_of(SUM, dtype)):
-            return measured_seconds(summed.forward, moved / _SUMMED)
+        """Seconds as of a sum of as many bytes, or by a formula on what such kernels reach, or on peaks."""
+        if (summed := self._as_a_sum(kernel)) is not None:
+            return measured_seconds(summed.forward, _moved(kernel, way) / _SUMMED)
+        formula, quantities = self._formula(kernel, way)
+        return seconds(formula, **quantities)
+
+    def _as_a_sum(self, kernel: Kernel) -> Timed | None:
+        """The curve of a sum of two, for what only reads and writes."""
+        return None if kernel.is_product else self.cluster.times_of(SUM, _timed_dtype(kernel))
+
+    def _formula(self, kernel: Kernel, way: str) -> tuple[str, dict[str, Any]]:
+        """The formula of a kernel that nobody measured, and its quantities."""
         device = self.cluster.device
         starts = kernel.starts[0] if way == "forward" else kernel.starts[1]
-        known = {"bytes": moved, "bandwidth": device.bandwidth, "launch": device.launch_s * starts}
+        known: dict[str, Any] = {"bytes": _moved(kernel, way), "bandwidth": device.bandwidth}
+        known["launch"] = device.launch_s * starts
         work = kernel.amount
         if kernel.heads is not None:
             work = work * kernel.heads.share * _WORK[way]
             if (reached := self._attention(kernel, kernel.heads, way)) is not None:
-                return seconds("attention", flops=work, reached=reached, **known)
+                return "attention", {"flops": work, "reached": reached, **known}
         products = device.products
         if kernel.matrices is not None and products is not None and kernel.dtype in dict(products.reached):
             sizes = {name: getattr(kernel.matrices, name) for name in ("batch", "m", "n", "k")}
             tile_m, tile_n = products.tile
             about = {"units": products.units, "start": products.start_s, "tile_m": tile_m, "tile_n": tile_n}
-            about["itemsize"] = _HALF
-            return seconds("product", reached=dict(products.reached)[kernel.dtype], **sizes, **about, **known)
-        return seconds("compute", flops=work, rate=device.rate(kernel.dtype), **known)
+            about |= {"itemsize": _HALF, "reached": dict(products.reached)[kernel.dtype]}
+            return "product", {**sizes, **about, **known}
+        return "compute", {"flops": work, "rate": device.rate(kernel.dtype), **known}
+
+    def told(self, kernel: Kernel, way: str) -> str:
+        """How the seconds of a kernel came to be, under its first choice: a curve, or a formula with its numbers."""
+        curve = self._timed(kernel) or self._as_a_sum(kernel)
+        if curve is not None:
+            return f"on the curve that was measured of {curve.op} in {curve.dtype}"
+        if way == "backward" and kernel.hands_on:
+            return "nothing: it hands on the gradient that it is given"
+        formula, quantities = self._formula(kernel, way)
+        names = (str(symbol) for symbol in FORMULAS[formula].free_symbols)
+        numbers = {name: float(np.ravel(quantities[name])[0]) for name in sorted(names)}
+        return f"{FORMULAS[formula]} with {', '.join(f'{name} = {value:.4g}' for name, value in numbers.items())}"
 
     def _attention(self, kernel: Kernel, heads: Heads, way: str) -> np.ndarray | None:
         """FLOP/s that a fused kernel of attention reaches; None where nobody measured it."""
@@ -190,6 +216,10 @@ class CostModel:
             return measured_seconds(timed.forward, nbytes / itemsize)
         moved = optimizer_figures(optimizer, itemsize)["moved"]
         return nbytes * moved / self.cluster.device.bandwidth
+
+
+def _moved(kernel: Kernel, way: str) -> np.ndarray:
+    return kernel.bytes if way == "forward" else kernel.back
 
 
 def _timed_dtype(kernel: Kernel) -> str:

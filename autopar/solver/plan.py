@@ -41,6 +41,9 @@ class SearchedSpace(Protocol):
     def is_over(self) -> bool:
         """Has it been let go?"""
 
+    def told(self, name: str) -> list[str]:
+        """How the seconds of an op's kernels came to be, a line each."""
+
     def rivals(self, name: str, most: int = 3) -> list[tuple[Choice, float, float]]:
         """The best other choices of a site: of each the seconds that the plan, and that the op, takes more."""
 

@@ -49,6 +49,13 @@ class PricedSpace:
         assert self._curve is not None
         return self._curve(budgets)
 
+    def told(self, name: str) -> list[str]:
+        """How the seconds of an op's kernels came to be, a line each."""
+        assert self.counted is not None
+        space = self.counted.space
+        k = next(i for i, site in enumerate(space.sites) if site.name == name)
+        return space.told(name, space.sites[k].choices[self.picked[k]]) if space.told is not None else []
+
     def rivals(self, name: str, most: int = 3) -> list[tuple[Choice, float, float]]:
         """The best other choices of a site.
 

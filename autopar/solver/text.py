@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopar.graph.layers import folded
 from autopar.letters import BadPlan
-from autopar.sharding.certainty import MEASURED, PEAK, REACHED, resolution
+from autopar.sharding.certainty import FROM, resolution
 from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
@@ -59,6 +59,7 @@ def explained(plan: Plan, pattern: str) -> str:
     for name in names:
         lines += _site_lines(plan, name)
         if knows_rivals and plan.decisions[name].kind in ("op", "parameter"):
+            lines += _price_lines(plan, name)
             lines += _rival_lines(plan, name)
     if not knows_rivals:
         lines.append("(the rivals of a choice are known where it was planned: plan again to see them)")
@@ -160,20 +161,13 @@ def _head(plan: Plan) -> list[str]:
     ]
 
 
-_FROM = {
-    MEASURED: "measured on the machine",
-    REACHED: "from what its class was measured to reach",
-    PEAK: "from data sheets",
-}
-
-
 def _certainty(plan: Plan) -> list[str]:
     """Between which seconds a measured step is expected, and why."""
     total = sum(plan.sources.values())
     if not total:
         return []
     low, high = plan.step_interval_s
-    parts = [f"{s / total:.0%} {_FROM[source]}" for source, s in plan.sources.items() if s >= 0.005 * total]
+    parts = [f"{s / total:.0%} {FROM[source]}" for source, s in plan.sources.items() if s >= 0.005 * total]
     return [f"expected  {_time(low)} to {_time(high)} in nine of ten: seconds are {', '.join(parts)}"]
 
 
@@ -256,6 +250,12 @@ def _site_lines(plan: Plan, name: str) -> list[str]:
 def _conversion(c: Conversion, name: str, axes: Sequence[str]) -> str:
     way = f"to {c.target}" if name == c.source else f"from {c.source}"
     return f"{way}: forward {_steps(c.forward, axes)}; backward {_steps(c.backward, axes)}; {_time(c.seconds)}"
+
+
+def _price_lines(plan: Plan, name: str) -> list[str]:
+    """How the seconds of an op's kernels came to be."""
+    assert plan.search is not None
+    return [f"    {line}" for line in plan.search.told(name)]
 
 
 def _rival_lines(plan: Plan, name: str) -> list[str]:

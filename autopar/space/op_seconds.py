@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, info, op_name, type_of
 from autopar.ops.entry import Line, facts_of, timed_name
+from autopar.sharding.certainty import FROM
 from autopar.sharding.cost_model import SUM, SUM_OVER_ROWS, TURNED, CostModel, Heads, Kernel, Matrices
 from autopar.sharding.costs import collective_seconds
 from autopar.sharding.notation import Binding
@@ -99,6 +100,25 @@ class OpSeconds:
         kernels = self.kernels(chosen)
         ran = [*kernels.forward, *(kernel for _, kernel in kernels.beside)]
         return self.costs.source(ran[0]) if ran else ""
+
+    def told(self, chosen: Chosen) -> list[str]:
+        """A line for each kernel that an op runs under its first choice: its seconds, and how they came to be."""
+        kernels, lines = self.kernels(chosen), list[str]()
+
+        def tell(what: str, count: int, kernel: Kernel, way: str) -> None:
+            seconds = float((self.costs.forward if way == "forward" else self.costs.backward)(kernel)[0])
+            if count and seconds:
+                times = f"{count} x " if count > 1 else ""
+                source = FROM[self.costs.source(kernel)]
+                lines.append(f"{what}: {times}{seconds * 1e6:.1f} us, {source}: {self.costs.told(kernel, way)}")
+
+        for kernel in kernels.forward:
+            tell("forward", 1, kernel, "forward")
+        for count, kernel in kernels.backward:
+            tell("backward", count, kernel, "backward")
+        for count, kernel in kernels.beside:
+            tell(f"backward, {kernel.names[0]}", count, kernel, "forward")
+        return lines
 
     def kernels(self, chosen: Chosen) -> Kernels:
         """The kernels of an op, forward and back, as the fullest device runs them."""

@@ -15,12 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.graph.graph import Graph, TensorType
+from autopar.graph.graph import Graph, TensorType, info
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.strategies import Choice
 from autopar.space.bindings import Bindings
 from autopar.space.constraints import Constraints, Preset
 from autopar.space.edges import EdgeBuilder
+from autopar.space.op_seconds import Chosen, OpSeconds
 from autopar.space.overlap import windows_of
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.pieces import memory_of
@@ -80,7 +82,25 @@ def shardings(
         graph.digest,
         memory_of(graph, setting, wiring, schedule, parameters, shared.bytes, shared.values),
         windows,
+        _Told(graph, setting, bindings),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Told:
+    """Tells how the seconds of an op came to be."""
+
+    graph: Graph
+    setting: Setting
+    bindings: Bindings
+
+    def __call__(self, name: str, choice: Choice) -> list[str]:
+        """A line for each kernel of the op of this name, under a choice; none of what is no op."""
+        for node, binding in self.bindings.rules.items():
+            if info(node).key == name:
+                chosen = Chosen(node, binding, (choice,), self.bindings.tensors[node])
+                return OpSeconds(self.graph, self.setting).told(chosen)
+        return []
 
 
 def _check_against(known: float, sites: Sequence[Site]) -> None:

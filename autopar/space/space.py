@@ -7,7 +7,7 @@ Window  communication that moves while some ops compute: the shorter of both tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,8 @@ class Space:
     digest: str  # of the graph
     memory: Memory | None = None
     windows: tuple[Window, ...] = ()  # of communication beside compute
+    # how the seconds of a site came to be under a choice, a line for each kernel
+    told: Callable[[str, Choice], list[str]] | None = None
 
     def __str__(self) -> str:
         lines = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from dataclasses import replace
@@ -14,7 +15,8 @@ from torch import nn
 import autopar
 from autopar import Cluster, DeviceMesh
 from autopar.calibrate import calibration
-from autopar.calibrate.calibration import COLLECTIVES, calibrate, fit
+from autopar.calibrate.calibration import COLLECTIVES, calibrate, fit, merged
+from autopar.calibrate.stages import Stages
 from autopar.calibrate.workloads import WORKLOADS, traced
 from autopar.cli import main
 from autopar.runtime.collectives import STEPS
@@ -49,6 +51,38 @@ def test_a_fit_finds_what_the_times_were_made_of(kind):
 def test_latency_that_does_not_show_is_not_negative():
     assert all(v > 0 for v in fit("all_gather", 2, {1000: 1e-6, 4000: 9e-6, 16000: 50e-6}))
     assert all(v > 0 for v in fit("all_gather", 2, {1000: 9e-6, 4000: 8e-6, 16000: 7e-6}))
+
+
+def stopped_and_asked_again(rank, path):
+    said = io.StringIO()
+
+    def none(tick):
+        raise AssertionError("it was measured before")
+
+    first = Stages(path, "as asked", said).run("one", 2, lambda tick: [tick() or 1.0, 2.0])
+    again = Stages(path, "as asked", said).run("one", 2, none)
+    other = Stages(path, "otherwise", said).run("one", 1, lambda tick: [3.0])
+    Stages(path, "otherwise", said).end()
+    return first, again, other, said.getvalue()
+
+
+def test_a_calibration_goes_on_behind_the_stage_that_had_ended(processes, tmp_path):
+    path = tmp_path / "here.json.part"
+    everyone = processes(2, stopped_and_asked_again, path)
+    assert all(result[:3] == ([1.0, 2.0], [1.0, 2.0], [3.0]) for result in everyone)
+    assert "measured before" in everyone[0][3] and not everyone[1][3] and not path.exists()
+
+
+def test_what_was_measured_takes_the_place_of_what_a_file_had_of_the_same_and_leaves_the_rest():
+    base, curve = Cluster.of("h100-8x4"), ((1.0, 1e-6), (2.0, 2e-6))
+    one, other = (Measured(kind, 8, 1, 1e-5, 1e11, curve) for kind in ("all_gather", "all_reduce"))
+    before = replace(
+        base, measured=(one, replace(other, latency_s=1.0)), timed=(Timed("relu", "float32", curve, curve),)
+    )
+    found = replace(base, measured=(other,), timed=(), hidden=0.5, sources=(("measured", "here"),))
+    both = merged(before, found)
+    assert both.measured == (one, other) and both.timed == before.timed and both.hidden == 0.5
+    assert both.device == base.device and dict(both.sources).keys() == {*dict(base.sources), "measured"}
 
 
 def measured(rank):

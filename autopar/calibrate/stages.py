@@ -1,0 +1,80 @@
+"""The stages of a calibration: each is said while it goes on, and kept in a file until the whole has ended.
+
+A calibration that was stopped goes on behind the last stage that had ended, where it is asked for the same again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+
+Figures = list[float]
+Tick = Callable[[], None]
+_WIDTH = 30  # of a bar
+
+
+class Stages:
+    """Runs stages on all ranks; the first keeps their figures in a file, if it has one, and says how far they are."""
+
+    def __init__(self, path: str | Path | None = None, about: str = "", out: IO[str] | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self.about = about  # what is asked for: figures of anything else are not taken
+        self.out = out if out is not None else sys.stderr
+        self.is_first = dist.get_rank() == 0
+        box = [self._read() if self.is_first else {}]
+        dist.broadcast_object_list(box, 0)
+        self.known: dict[str, Figures] = box[0]
+
+    def run(self, name: str, count: int, measure: Callable[[Tick], Figures]) -> Figures:
+        """The figures of a stage of so many steps, measured or known."""
+        if name in self.known:
+            self._say(f"{name}: measured before\n")
+            return self.known[name]
+        with self._bar(name, count) as tick:
+            self.known[name] = measure(tick)
+        if self.is_first and self.path is not None:
+            text = json.dumps({"about": self.about, "stages": self.known})
+            self.path.write_text(text, encoding="utf-8")
+        return self.known[name]
+
+    def end(self) -> None:
+        """Remove the file: the whole is written elsewhere."""
+        if self.is_first and self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _bar(self, name: str, count: int) -> Iterator[Tick]:
+        """A function to call behind every step; a line is drawn anew where people look at it."""
+        done, is_seen = 0, self.out.isatty()
+
+        def tick() -> None:
+            nonlocal done
+            done = min(done + 1, count)
+            if is_seen:
+                full = _WIDTH * done // max(count, 1)
+                self._say(f"\r{name}: [{'#' * full}{'.' * (_WIDTH - full)}] {done} of {count}")
+
+        yield tick
+        self._say("\n" if is_seen and count else f"{name}: {count} measured\n")
+
+    def _say(self, text: str) -> None:
+        if self.is_first:
+            self.out.write(text)
+            self.out.flush()
+
+    def _read(self) -> dict[str, Figures]:
+        """The stages that the file keeps, where they are of what is asked for."""
+        if self.path is None or not self.path.exists():
+            return {}
+        try:
+            kept: Any = json.loads(self.path.read_text(encoding="utf-8"))
+            is_same = kept["about"] == self.about
+            return {name: [float(f) for f in figures] for name, figures in kept["stages"].items()} if is_same else {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
