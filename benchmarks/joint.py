@@ -96,9 +96,10 @@ def call(name: str, budget: float | str, how: str) -> None:
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
         ids = torch.zeros(case.batch, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids.clone()}
+    planning = autopar.plan  # it is imported by its first use
     before = cpu_s()
     try:
-        plan = autopar.plan(
+        plan = planning(
             model,
             batch,
             mesh=case.mesh,

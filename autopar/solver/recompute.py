@@ -29,12 +29,12 @@ from autopar.solver.searches import Findings, Task
 from autopar.solver.states import StateSearch, StepStates
 from autopar.space.timeline import Timeline
 
-_ROUNDS, _FEWER = 12, 8  # of prices; and where tables are large
+_ROUNDS = 12  # of prices
 _DEARER = 8.0  # times the last price, while all that was met is over the budget
 _STEP = 3.0  # times the price of the best bound: no price of a byte alone is further from it
 _LITTLE = 0.05  # of what is open: a bound that can rise by less is left as it is
 _ROUGHLY = 0.08  # the same where memory is nothing yet: the joint search goes on from there
-_IN_VAIN = 3  # rounds that lead nowhere, after which it is left too
+_IN_VAIN = 5  # rounds that lead nowhere, after which it is left too
 _CHEAP, _HALVINGS = 1e-24, 48  # seconds a byte, and how often the range of prices is halved
 _OPEN = 0.05  # a gap, beside that of the free plan, from which on shardings without recompute are looked at too
 _MOST = 8  # of those: so many
@@ -341,7 +341,7 @@ class Within:
             return
         in_vain, lowest = 0, math.inf  # rounds that led nowhere, one after the other; and the lowest peak
         moves = False  # do the prices of windows move, with that of a byte?
-        for _ in range(min(rounds, _FEWER) if joint.task.counted.is_large else rounds):
+        for _ in range(rounds):
             seconds, highest = self.best.seconds if self.best is not None else math.inf, joint.about(budget)
             ahead, most = joint.ahead(budget)
             little = _LITTLE * (seconds - highest) if self.best is not None else -math.inf
