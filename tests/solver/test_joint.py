@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from autopar.space.shardings import shardings
 from autopar.space.timeline import Timeline
 from autopar.tracer import ColoTracer
 from tests.models import eager_links
+from tests.solver.whole import WholeProgram
 
 
 class Chain(nn.Module):
@@ -68,7 +70,7 @@ def test_the_bound_is_under_the_best_and_the_plan_is_the_best(name, monkeypatch)
     space = shardings(graph, Setting(DeviceMesh((2,)), eager_links(), 0.0, regather=True), constraints=constraints)
     count = math.prod(len(site.choices) for site in space.sites)
     assert count < 20_000, count
-    free = solve(space)
+    free = solve(space, recompute="auto")
     plans = np.array(list(every(space, Budgeted(space), 1.3 * free.step_time_s)))
     lowest = plans[:, 1].min()
     assert lowest < 0.95 * free.peak_bytes
@@ -121,7 +123,7 @@ def test_of_three_hundred_drawn_spaces_nearly_all_have_their_best_plan(monkeypat
         space = shardings(graph, Setting(DeviceMesh((2,)), eager_links(), 0.0, regather=True), constraints=pins)
         if math.prod(len(site.choices) for site in space.sites) > 3_000:
             continue
-        free = solve(space)
+        free = solve(space, recompute="auto")
         plans = np.array(list(every(space, Budgeted(space), 1.3 * free.step_time_s, in_segments=True)))
         lowest = plans[:, 1].min()
         for share in rng.random(3):
@@ -136,3 +138,53 @@ def test_of_three_hundred_drawn_spaces_nearly_all_have_their_best_plan(monkeypat
             assert plan.segments or plan.step_time_s >= truth * (1 - 1e-9), seed  # longer lines have untried segments
             equal += plan.step_time_s <= truth * (1 + 1e-9)
     assert equal >= 0.95 * asked, (equal, asked)
+
+
+def mixed():
+    layers = [nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32), nn.Tanh(), nn.LayerNorm(32)]
+    return nn.Sequential(*layers, nn.Linear(32, 96), nn.SiLU(), nn.Linear(96, 32))
+
+
+def attended():
+    return nn.Sequential(Attended(), Attended())
+
+
+class Attended(nn.Module):
+    """One head of attention and what stands around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + self.out((q @ k.transpose(-1, -2)).softmax(-1) @ v)
+
+
+@pytest.mark.parametrize(
+    "build, shape, mesh, shares",
+    [
+        (mixed, (512, 32), (2,), (0.95, 0.9, 0.8)),
+        pytest.param(mixed, (4096, 32), (2, 2), (0.9, 0.8, 0.7), marks=pytest.mark.nightly),
+        (attended, (16, 64, 32), (2,), (0.95, 0.9, 0.87)),
+    ],
+    ids=["mlp", "mlp on two axes", "attention"],
+)
+def test_no_bound_is_over_the_whole_integer_program_and_no_plan_under_it(build, shape, mesh, shares, monkeypatch):
+    """Every choice and every state at the fullest time, by HiGHS."""
+    torch.manual_seed(0)
+    graph = ColoTracer().trace(build(), (torch.randn(shape),), loss=lambda out, inputs: out.square().mean())
+    space = replace(shardings(graph, Setting(DeviceMesh(mesh), eager_links())), windows=())
+    times = []
+    start = joint.JointTables.__init__
+    monkeypatch.setattr(
+        joint.JointTables, "__init__", lambda self, counted, time: times.append(time) or start(self, counted, time)
+    )
+    free, gaps = solve(space), []
+    for share in shares:
+        budget = share * free.peak_bytes
+        plan = solve(space, budget=budget, recompute="auto")
+        least = WholeProgram(space, times[-1], budget).least()
+        assert plan.lower_bound_s <= least * (1 + 1e-5) and least <= plan.step_time_s * (1 + 1e-5)
+        gaps.append(plan.step_time_s / least - 1)
+    assert plan.recomputed and min(gaps) < 0.03
