@@ -213,7 +213,8 @@ def all_to_all(
     """S(dim) -> S(to_dim)"""
     step, to_step = -(-size // axis.size), -(-to_size // axis.size)
     padded = _padded(_padded(_by_parts(x, to_dim, axis.size, to_blocks), dim, step), to_dim, to_step * axis.size)
-    sent = torch.stack(padded.split(to_step, to_dim))  # [receiver, ..., step, ..., to_step, ...]
+    # [receiver, ..., step, ..., to_step, ...]; a stack of pictures whose channels lie last would lie so too
+    sent = torch.stack(padded.split(to_step, to_dim)).contiguous()
     del padded
     y = torch.empty_like(sent)
     wait_for(dist.all_to_all_single(y, sent, group=axis.group, async_op=True))

@@ -10,10 +10,13 @@ windows       communication beside compute                        schedule.py, o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, info
 from autopar.sharding.cluster import Cluster
@@ -86,7 +89,7 @@ def shardings(
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Told:
     """Tells how the seconds of an op came to be."""
 
@@ -94,13 +97,20 @@ class _Told:
     setting: Setting
     bindings: Bindings
 
+    @functools.cached_property
+    def seconds(self) -> OpSeconds:
+        return OpSeconds(self.graph, self.setting)
+
+    @functools.cached_property
+    def ops(self) -> dict[str, fx.Node]:
+        return {info(node).key: node for node in self.bindings.rules}
+
     def __call__(self, name: str, choice: Choice) -> list[str]:
         """A line for each kernel of the op of this name, under a choice; none of what is no op."""
-        for node, binding in self.bindings.rules.items():
-            if info(node).key == name:
-                chosen = Chosen(node, binding, (choice,), self.bindings.tensors[node])
-                return OpSeconds(self.graph, self.setting).told(chosen)
-        return []
+        node = self.ops.get(name)
+        if node is None:
+            return []
+        return self.seconds.told(Chosen(node, self.bindings.rules[node], (choice,), self.bindings.tensors[node]))
 
 
 def _check_against(known: float, sites: Sequence[Site]) -> None:

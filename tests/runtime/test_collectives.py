@@ -41,3 +41,26 @@ def there_and_back(rank, values):
 @pytest.mark.parametrize("ranks", [on_threads, on_processes])
 def test_what_is_lodged_or_cut_comes_back(ranks):
     assert all(ranks(2, there_and_back, VALUES))
+
+
+def pictures_there_and_back(rank, x):
+    """A picture whose channels lie last in memory: torch stacks, cuts and joins such so again."""
+    axis = bind_axes(DeviceMesh((2,), ("a",)).to_torch("cpu"))["a"]
+    for dim in range(4):
+        size = x.shape[dim]
+        part = x.narrow(dim, rank * size // 2, size // 2)
+        assert torch.equal(c.all_gather(part, axis, dim, size), x)
+        lodged = x if rank == 0 else torch.zeros_like(x)
+        assert torch.equal(c.all_gather(c.reduce_scatter(lodged, axis, dim, size), axis, dim, size), x)
+        assert torch.equal(c.all_reduce(lodged, axis), x)
+        for to_dim in set(range(4)) - {dim}:
+            to_size = x.shape[to_dim]
+            moved = c.all_to_all(part, axis, dim, size, (), to_dim, to_size, ())
+            assert torch.equal(c.all_gather(moved, axis, to_dim, to_size), x), (dim, to_dim)
+    return True
+
+
+@pytest.mark.parametrize("ranks", [on_threads, on_processes])
+def test_pictures_whose_channels_lie_last_are_exchanged(ranks):
+    x = torch.randn(8, 16, 8, 8).contiguous(memory_format=torch.channels_last)
+    assert all(ranks(2, pictures_there_and_back, x))

@@ -112,3 +112,14 @@ def test_measured_curves_are_a_source_of_their_own():
     assert SPREADS.keys() == {MEASURED, REACHED, PEAK}
     assert all(low < high for low, high in SPREADS.values())
     assert Cluster.of("generic").device.products is None
+
+
+def test_explain_tells_the_formula_of_each_kernel_its_numbers_and_their_source():
+    """What it prints is what is added up: the kernels of an op take as long as the op."""
+    plan = linear(True)
+    lines = plan.explain(next(name for name in plan.decisions if name.endswith("linear"))).splitlines()
+    kernels = [line for line in lines if line.strip().startswith(("forward:", "backward"))]
+    assert len(kernels) == 4 and all("measured to reach" in line for line in kernels)
+    assert sum("ceiling" in line and "reached = 7.12e+14" in line for line in kernels) == 3
+    seconds = sum(float(line.split(" us")[0].rpartition(" ")[2]) * 1e-6 for line in kernels)
+    assert seconds == pytest.approx(seconds_of(plan, "linear"), rel=0.01)
