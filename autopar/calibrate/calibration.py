@@ -69,16 +69,7 @@ def calibrate(
     )
     for (a, kind, nbytes, _), taken in zip(asked, seconds_of, strict=True):
         times.setdefault((a, kind), {})[nbytes] = taken
-    measured = [
-        Measured(
-            kind,
-            mesh.shape[a],
-            math.prod(mesh.shape[a + 1 :]),
-            *fit(kind, mesh.shape[a], of),
-            tuple(sorted(of.items())),
-        )
-        for (a, kind), of in times.items()
-    ]
+    measured = [_measured(mesh, a, kind, of) for (a, kind), of in times.items()]
     slowest = min((m for m in measured if m.kind == "all_gather"), key=lambda m: m.bytes_per_s, default=None)
     link = (
         Link("the slowest measured axis", slowest.latency_s, slowest.bytes_per_s)
@@ -111,6 +102,12 @@ def calibrate(
     box = [cluster]
     dist.broadcast_object_list(box, 0)
     return box[0]
+
+
+def _measured(mesh: DeviceMesh, axis: int, kind: str, times: dict[int, float]) -> Measured:
+    """A collective on one axis, from its seconds by bytes."""
+    size, stride = mesh.shape[axis], math.prod(mesh.shape[axis + 1 :])
+    return Measured(kind, size, stride, *fit(kind, size, times), tuple(sorted(times.items())))
 
 
 def merged(base: Cluster, found: Cluster) -> Cluster:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 
-import torch
 import torch.distributed as dist
 
 from autopar.calibrate.calibration import SIZES, calibrate, merged, pairs
@@ -30,7 +30,7 @@ def measure(
         raise BadSharding(f"--mesh {shape} is not a shape", advice="--mesh 2,4") from None
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     sizes = [s for s in SIZES if s <= largest] or SIZES[:2]
-    about = f"torch {torch.__version__}, {dist.get_world_size()} ranks, mesh {mesh}, {device}, {sizes}, ops {with_ops}"
+    about = f"torch {version('torch')}, {dist.get_world_size()} ranks, mesh {mesh}, {device}, {sizes}, ops {with_ops}"
     stages = Stages(f"{out}.part", about)
     cluster = calibrate(
         mesh,

@@ -74,7 +74,8 @@ class Stages:
             return {}
         try:
             kept: Any = json.loads(self.path.read_text(encoding="utf-8"))
-            is_same = kept["about"] == self.about
-            return {name: [float(f) for f in figures] for name, figures in kept["stages"].items()} if is_same else {}
+            if kept["about"] != self.about:
+                return {}
+            return {name: list(map(float, figures)) for name, figures in kept["stages"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}

@@ -30,7 +30,8 @@ def spread(seconds: Mapping[str, float]) -> tuple[float, float]:
     total = sum(seconds.values())
     if not total:
         return 1.0, 1.0
-    low, high = (sum(SPREADS[source][k] * s for source, s in seconds.items()) / total for k in range(2))
+    low = sum(SPREADS[source][0] * s for source, s in seconds.items()) / total
+    high = sum(SPREADS[source][1] * s for source, s in seconds.items()) / total
     return low, high
 
 
@@ -41,7 +42,7 @@ def resolution(seconds: Mapping[str, float]) -> float:
 
 
 def source_of_links(cluster: Cluster) -> str:
-    """Where the seconds of collectives on a cluster are from."""
+    """The source of the seconds of collectives on a cluster."""
     if cluster.measured:
         return MEASURED
     return REACHED if any(link.reached for link in cluster.links) else PEAK

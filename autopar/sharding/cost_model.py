@@ -106,7 +106,7 @@ class CostModel:
         return self._timed(kernel) is not None
 
     def source(self, kernel: Kernel) -> str:
-        """Where the seconds of a kernel are from: a name of `certainty`."""
+        """The source of the seconds of a kernel: a name of `certainty`."""
         device = self.cluster.device
         if self._timed(kernel) is not None or self._as_a_sum(kernel) is not None:
             return MEASURED
@@ -118,7 +118,7 @@ class CostModel:
         return REACHED if device.reached_bytes_per_s else PEAK
 
     def source_of_optimizer(self, optimizer: str | float, dtype: str) -> str:
-        """Where the seconds of an optimizer's step are from."""
+        """The source of the seconds of an optimizer's step."""
         if self.cluster.times_of(f"optimizer {optimizer}", dtype):
             return MEASURED
         return REACHED if self.cluster.device.reached_bytes_per_s else PEAK
@@ -166,7 +166,7 @@ class CostModel:
         return "compute", {"flops": work, "rate": device.rate(kernel.dtype), **known}
 
     def told(self, kernel: Kernel, way: str) -> str:
-        """How the seconds of a kernel came to be, under its first choice: a curve, or a formula with its numbers."""
+        """The curve of a kernel, or its formula with the numbers of its first choice."""
         curve = self._timed(kernel) or self._as_a_sum(kernel)
         if curve is not None:
             return f"on the curve that was measured of {curve.op} in {curve.dtype}"

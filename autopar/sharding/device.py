@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,7 @@ class Device:
         if self.products is not None:
             about = {name: getattr(self.products, name) for name in self.products.__slots__}
             data["products"] = {**about, "reached": dict(self.products.reached)}
-        data["attention"] = [{name: getattr(a, name) for name in a.__slots__} for a in self.attention]
+        data["attention"] = [asdict(a) for a in self.attention]
         return data
 
 

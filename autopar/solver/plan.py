@@ -42,7 +42,7 @@ class SearchedSpace(Protocol):
         """Has it been let go?"""
 
     def told(self, name: str) -> list[str]:
-        """How the seconds of an op's kernels came to be, a line each."""
+        """A line for each kernel of an op: its seconds, and how they came to be."""
 
     def rivals(self, name: str, most: int = 3) -> list[tuple[Choice, float, float]]:
         """The best other choices of a site: of each the seconds that the plan, and that the op, takes more."""
@@ -240,30 +240,31 @@ class Plan:
         if not hasattr(model, "named_parameters"):
             raise BadPlan(f"{model!r} is no model")
         archive.refuse_contradictions(self)
-        self._check_parameters(dict(model.named_parameters(remove_duplicate=False)))
+        _check_parameters(self, dict(model.named_parameters(remove_duplicate=False)))
         if meta_inputs is not None:
             if Plan.check_graph is None:
                 raise BadPlan("a plan is held against inputs by the compiler", advice="import autopar.api")
             Plan.check_graph(self, model, meta_inputs, loss, assume, outputs)
 
-    def _check_parameters(self, given: Mapping[str, Any]) -> None:
-        """Raise a letter unless these parameters have the plan's sizes, and can lie as it says."""
-        sizes = {name: p.numel() * p.element_size() for name, p in given.items()}
-        stored = self.parameters
-        for name, nbytes in self.parameter_bytes.items():
-            if sizes.get(name) != nbytes:
-                raise BadPlan(
-                    f"the plan was made for another model: parameter {name}",
-                    seen=f"{nbytes} bytes in the plan, {sizes.get(name, 'none')} in the model",
-                    advice="plan again",
-                )
-            if Layout.of(tuple(given[name].shape), stored[name], self.mesh) is None:
-                raise BadPlan(
-                    f"the plan stores {name} as {stored[name].text(self.mesh.axes)}, and it cannot lie so on mesh "
-                    f"{self.mesh}",
-                    seen=f"a parameter of shape {list(given[name].shape)}",
-                    advice="plan again",
-                )
+
+def _check_parameters(plan: Plan, given: Mapping[str, Any]) -> None:
+    """Raise a letter unless these parameters have the plan's sizes, and can lie as it says."""
+    sizes = {name: p.numel() * p.element_size() for name, p in given.items()}
+    stored = plan.parameters
+    for name, nbytes in plan.parameter_bytes.items():
+        if sizes.get(name) != nbytes:
+            raise BadPlan(
+                f"the plan was made for another model: parameter {name}",
+                seen=f"{nbytes} bytes in the plan, {sizes.get(name, 'none')} in the model",
+                advice="plan again",
+            )
+        if Layout.of(tuple(given[name].shape), stored[name], plan.mesh) is None:
+            raise BadPlan(
+                f"the plan stores {name} as {stored[name].text(plan.mesh.axes)}, and it cannot lie so on mesh "
+                f"{plan.mesh}",
+                seen=f"a parameter of shape {list(given[name].shape)}",
+                advice="plan again",
+            )
 
 
 def _budgets_of(given: Any) -> int | list[int]:

@@ -50,7 +50,7 @@ class PricedSpace:
         return self._curve(budgets)
 
     def told(self, name: str) -> list[str]:
-        """How the seconds of an op's kernels came to be, a line each."""
+        """A line for each kernel of an op: its seconds, and how they came to be."""
         assert self.counted is not None
         space = self.counted.space
         k = next(i for i, site in enumerate(space.sites) if site.name == name)

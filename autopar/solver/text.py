@@ -253,7 +253,7 @@ def _conversion(c: Conversion, name: str, axes: Sequence[str]) -> str:
 
 
 def _price_lines(plan: Plan, name: str) -> list[str]:
-    """How the seconds of an op's kernels came to be."""
+    """A line for each kernel of an op: its seconds, and how they came to be."""
     assert plan.search is not None
     return [f"    {line}" for line in plan.search.told(name)]
 

@@ -7,19 +7,19 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, info, op_name, type_of
 from autopar.ops.entry import Line, facts_of, timed_name
-from autopar.sharding.certainty import FROM
 from autopar.sharding.cost_model import SUM, SUM_OVER_ROWS, TURNED, CostModel, Heads, Kernel, Matrices
 from autopar.sharding.costs import collective_seconds
 from autopar.sharding.notation import Binding
 from autopar.sharding.placement import largest_local_shape, part
 from autopar.sharding.strategies import Choice, values
+from autopar.space.product_roles import multiplied, roles_of
 from autopar.space.saved import memories
 from autopar.space.setting import Setting
 from autopar.space.traffic import Chains, Traffic, alone
@@ -96,29 +96,10 @@ class OpSeconds:
         return forward, backward
 
     def source(self, chosen: Chosen) -> str:
-        """Where the seconds of computing are from: those of the op's own kernel, or of the first beside it."""
+        """The source of the seconds of computing: of the op's own kernel, or of the first beside it."""
         kernels = self.kernels(chosen)
         ran = [*kernels.forward, *(kernel for _, kernel in kernels.beside)]
         return self.costs.source(ran[0]) if ran else ""
-
-    def told(self, chosen: Chosen) -> list[str]:
-        """A line for each kernel that an op runs under its first choice: its seconds, and how they came to be."""
-        kernels, lines = self.kernels(chosen), list[str]()
-
-        def tell(what: str, count: int, kernel: Kernel, way: str) -> None:
-            seconds = float((self.costs.forward if way == "forward" else self.costs.backward)(kernel)[0])
-            if count and seconds:
-                times = f"{count} x " if count > 1 else ""
-                source = FROM[self.costs.source(kernel)]
-                lines.append(f"{what}: {times}{seconds * 1e6:.1f} us, {source}: {self.costs.told(kernel, way)}")
-
-        for kernel in kernels.forward:
-            tell("forward", 1, kernel, "forward")
-        for count, kernel in kernels.backward:
-            tell("backward", count, kernel, "backward")
-        for count, kernel in kernels.beside:
-            tell(f"backward, {kernel.names[0]}", count, kernel, "forward")
-        return lines
 
     def kernels(self, chosen: Chosen) -> Kernels:
         """The kernels of an op, forward and back, as the fullest device runs them."""
@@ -159,8 +140,8 @@ class OpSeconds:
         """The products of a product's backward, one for each trained matrix."""
         if kernel.matrices is None:
             return [(count, kernel)]
-        left, right = _matrices(chosen)
-        ways = zip((left, right), kernel.matrices.gradients, strict=True)
+        assert chosen.binding is not None
+        ways = zip(multiplied(chosen.binding), kernel.matrices.gradients, strict=True)
         return [(1, replace(kernel, matrices=way)) for k, way in ways if chosen.operands[k].requires_grad]
 
     def _own(self, chosen: Chosen) -> Kernel:
@@ -212,13 +193,15 @@ class OpSeconds:
         return as_cut, np.array([_is_counted(op, c) for c in chosen.choices])
 
     def _amounts(self, chosen: Chosen) -> Amounts:
-        """How much the op does under each choice."""
+        """Work and traffic of the op under each choice."""
         sizes = chosen.binding.sizes if chosen.binding else {}
         product = facts_of(chosen.op).flops
         per_point, unlooped = product or (1.0, "")
         loops = [f for f in sizes if not re.fullmatch(unlooped, f)]
         is_product = product is not None and chosen.binding is not None
-        roles = _roles(chosen, loops) if is_product else None
+        roles = None
+        if is_product and chosen.binding is not None and not facts_of(chosen.op).heads:
+            roles = roles_of(chosen.binding, loops)
         traffic = self.traffic(chosen.node, chosen.given)
         count = len(chosen.choices)
         points, moved, back, matrices = np.empty(count), np.empty(count), np.empty(count), np.empty((4, count))
@@ -234,7 +217,7 @@ class OpSeconds:
                 points[i] = math.prod(local[f] for f in loops)
                 back[i] = moved[i]
                 if roles is not None:
-                    matrices[:, i] = [math.prod(local[f] for f in factors) for factors in roles]
+                    matrices[:, i] = [_product(local, factors) for factors in roles]
             else:
                 points[i] = max(held, default=0)
         starts = traffic.starts, traffic.starts_back
@@ -242,9 +225,9 @@ class OpSeconds:
 
     def traffic(self, node: fx.Node, given: Sequence[fx.Node]) -> Traffic:
         """The tensors that an op's kernels read and write."""
-        return (
-            alone(node, given, self.cluster.device.kernels) if self.chains is None else self.chains.traffic(node, given)
-        )
+        if self.chains is not None:
+            return self.chains.traffic(node, given)
+        return alone(node, given, self.cluster.device.kernels)
 
     def _local_sizes(self, choice: Choice, sizes: Mapping[str, int]) -> dict[str, int]:
         """The factors' sizes on the fullest device."""
@@ -279,40 +262,14 @@ class OpSeconds:
         return np.array(found)
 
 
+def _product(sizes: Mapping[str, int], factors: Sequence[str]) -> int:
+    return math.prod(sizes[f] for f in factors)
+
+
 def _is_counted(op: str, choice: Choice) -> bool:
     """Does an axis cut a factor along which the op counts positions?"""
     factors = [f for s in choice.strategies if s.cut for f in s.cut.factors]
     return any(re.fullmatch(facts_of(op).counts, f) for f in factors)
-
-
-def _matrices(chosen: Chosen) -> tuple[int, ...]:
-    """The operands of a product that are multiplied with one another: those which share a factor that is summed."""
-    assert chosen.binding is not None
-    left = {f for row in chosen.binding.outputs for d in row for f in d.factors}
-    rows = [frozenset[str]() if row is None else frozenset(f for d in row for f in d.factors) for row in _rows(chosen)]
-    summed = {f for row in rows for f in row if f not in left and sum(f in other for other in rows) > 1}
-    return tuple(k for k, row in enumerate(rows) if row & summed)
-
-
-def _rows(chosen: Chosen) -> list[Any]:
-    """The dims of each operand that is a tensor."""
-    assert chosen.binding is not None
-    return [row for row in chosen.binding.operands if row is not None]
-
-
-def _roles(chosen: Chosen, loops: Sequence[str]) -> tuple[list[str], ...] | None:
-    """The factors of a product of two matrices: of its batch, rows, columns, and sums; None where it is no such."""
-    two = _matrices(chosen)
-    if len(two) != 2 or facts_of(chosen.op).heads:
-        return None
-    rows, made = _rows(chosen), [d for row in chosen.binding.outputs for d in row] if chosen.binding else []
-    left, right = ({f for d in rows[k] for f in d.factors} for k in two)
-    out = {f for d in made for f in d.factors}
-    roles: tuple[list[str], ...] = [], [], [], []
-    for f in loops:
-        role = 3 if f not in out else 0 if f in left and f in right else 2 if f in right else 1
-        roles[role].append(f)
-    return roles
 
 
 def _copies(graph: Graph) -> frozenset[fx.Node]:

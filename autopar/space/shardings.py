@@ -10,22 +10,17 @@ windows       communication beside compute                        schedule.py, o
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.fx as fx
-
-from autopar.graph.graph import Graph, TensorType, info
+from autopar.graph.graph import Graph, TensorType
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.strategies import Choice
 from autopar.space.bindings import Bindings
 from autopar.space.constraints import Constraints, Preset
 from autopar.space.edges import EdgeBuilder
-from autopar.space.op_seconds import Chosen, OpSeconds
 from autopar.space.overlap import windows_of
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.pieces import memory_of
@@ -35,6 +30,7 @@ from autopar.space.setting import Setting
 from autopar.space.shared import Shared
 from autopar.space.sites import SiteBuilder
 from autopar.space.space import Outdone, Site, Space
+from autopar.space.told import Told
 from autopar.space.wiring import source_of
 
 
@@ -85,32 +81,8 @@ def shardings(
         graph.digest,
         memory_of(graph, setting, wiring, schedule, parameters, shared.bytes, shared.values),
         windows,
-        _Told(graph, setting, bindings),
+        Told(graph, setting, bindings),
     )
-
-
-@dataclass(frozen=True, eq=False)
-class _Told:
-    """Tells how the seconds of an op came to be."""
-
-    graph: Graph
-    setting: Setting
-    bindings: Bindings
-
-    @functools.cached_property
-    def seconds(self) -> OpSeconds:
-        return OpSeconds(self.graph, self.setting)
-
-    @functools.cached_property
-    def ops(self) -> dict[str, fx.Node]:
-        return {info(node).key: node for node in self.bindings.rules}
-
-    def __call__(self, name: str, choice: Choice) -> list[str]:
-        """A line for each kernel of the op of this name, under a choice; none of what is no op."""
-        node = self.ops.get(name)
-        if node is None:
-            return []
-        return self.seconds.told(Chosen(node, self.bindings.rules[node], (choice,), self.bindings.tensors[node]))
 
 
 def _check_against(known: float, sites: Sequence[Site]) -> None:

@@ -1,0 +1,52 @@
+"""Which factors of a product are its batch, the rows and columns of its results, and what it sums over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autopar.sharding.notation import Binding, Dim
+
+BATCH, ROWS, COLUMNS, SUMS = range(4)
+
+
+def multiplied(binding: Binding) -> tuple[int, ...]:
+    """The operands that are multiplied with one another: they share a factor that is summed."""
+    operands, left = _operands(binding), _made(binding)
+    summed = set[str]()
+    for factor in set().union(*operands) - left:
+        if sum(factor in operand for operand in operands) > 1:
+            summed.add(factor)
+    return tuple(k for k, operand in enumerate(operands) if operand & summed)
+
+
+def roles_of(binding: Binding, loops: Sequence[str]) -> tuple[list[str], ...] | None:
+    """The factors of a product of two matrices by their role; None where it is no such product."""
+    two = multiplied(binding)
+    if len(two) != 2:
+        return None
+    operands, made = _operands(binding), _made(binding)
+    left, right = (operands[k] for k in two)
+    roles: tuple[list[str], ...] = [], [], [], []
+    for factor in loops:
+        if factor not in made:
+            role = SUMS
+        elif factor not in right:
+            role = ROWS
+        else:
+            role = BATCH if factor in left else COLUMNS
+        roles[role].append(factor)
+    return roles
+
+
+def _operands(binding: Binding) -> list[set[str]]:
+    """The factors of each operand that is a tensor."""
+    return [_factors(row) for row in binding.operands if row is not None]
+
+
+def _made(binding: Binding) -> set[str]:
+    """The factors of the results."""
+    return set().union(*map(_factors, binding.outputs))
+
+
+def _factors(row: Iterable[Dim]) -> set[str]:
+    return {factor for dim in row for factor in dim.factors}

@@ -1,0 +1,54 @@
+"""Lines that tell how the seconds of an op came to be: its kernels, their formulas or curves, and the sources."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from autopar.graph.graph import Graph, info
+from autopar.sharding.certainty import FROM
+from autopar.sharding.cost_model import Kernel
+from autopar.sharding.strategies import Choice
+from autopar.space.bindings import Bindings
+from autopar.space.op_seconds import Chosen, OpSeconds
+from autopar.space.setting import Setting
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """The lines of any op of a space, by its name."""
+
+    graph: Graph
+    setting: Setting
+    bindings: Bindings
+
+    @functools.cached_property
+    def seconds(self) -> OpSeconds:
+        return OpSeconds(self.graph, self.setting)
+
+    @functools.cached_property
+    def ops(self) -> dict[str, fx.Node]:
+        return {info(node).key: node for node in self.bindings.rules}
+
+    def __call__(self, name: str, choice: Choice) -> list[str]:
+        """A line for each kernel of the op of this name, under a choice; none of what is no op."""
+        node = self.ops.get(name)
+        if node is None:
+            return []
+        chosen = Chosen(node, self.bindings.rules[node], (choice,), self.bindings.tensors[node])
+        kernels = self.seconds.kernels(chosen)
+        lines = [self._line("forward", 1, kernel, "forward") for kernel in kernels.forward]
+        lines += [self._line("backward", count, kernel, "backward") for count, kernel in kernels.backward]
+        lines += [self._line(f"backward, {k.names[0]}", count, k, "forward") for count, k in kernels.beside]
+        return [line for line in lines if line]
+
+    def _line(self, what: str, count: int, kernel: Kernel, way: str) -> str:
+        """The line of a kernel that runs so often; "" where it takes no time."""
+        costs = self.seconds.costs
+        seconds = float((costs.forward if way == "forward" else costs.backward)(kernel)[0])
+        if not count or not seconds:
+            return ""
+        times = f"{count} x " if count > 1 else ""
+        return f"{what}: {times}{seconds * 1e6:.1f} us, {FROM[costs.source(kernel)]}: {costs.told(kernel, way)}"
