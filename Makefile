@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= 2.13.0
+# models of the tests: golden texts are those of one release, and users may have any of 5
+TRANSFORMERS ?= 5.24.0
 WORKERS ?= 2
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -26,12 +28,12 @@ $(EXTRAS)/.done: $(VENV)/.torch-$(TORCH)
 	$(PIP) --no-deps --target $(EXTRAS) torchvision==0.28.0 timm==1.0.31 pillow
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.torch-$(TORCH) $(EXTRAS)/.done pyproject.toml
-	$(PIP) --editable ".[test,hf]"
+$(VENV)/.test: $(VENV)/.torch-$(TORCH) $(EXTRAS)/.done pyproject.toml Makefile
+	$(PIP) --editable ".[test,hf]" transformers==$(TRANSFORMERS)
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.dev: $(VENV)/.test
-	$(PIP) --editable ".[test,hf,dev]"
+	$(PIP) --editable ".[test,hf,dev]" transformers==$(TRANSFORMERS)
 	@touch $@
 
 demo: $(VENV)/.demo            ## plan a model on a 2x2 mesh, train it on four processes beside the single-device model
