@@ -61,6 +61,7 @@ def plan(
     assume: Assume | None = None,
     strict: bool = False,
     accumulation: int = 1,
+    microbatches: int | str = "auto",
     kernels: bool = True,
     solver: str = "cbc",
     time_limit: float | None = None,
@@ -73,8 +74,10 @@ def plan(
     Needs no device, no process group and no weights.
 
     `meta_inputs` are example tensors (meta ones are enough) of the global shapes, as a dict or a tuple. `loss(outputs,
-    inputs)` is planned with the model. `constraints` pin what they name. With `accumulation`, the inputs are one of so
-    many micro-batches of a step. `outputs` names those beside the loss that gradients arrive at, as autoparallelize is
+    inputs)` is planned with the model. `constraints` pin what they name. With `accumulation`, a step is
+    so many calls. The batch of a call passes in `microbatches`, forward and backward of each together: the loss and the
+    gradients are those of the whole batch, activations those of one; "auto" takes more than one where the budget has
+    no room otherwise. `outputs` names those beside the loss that gradients arrive at, as autoparallelize is
     told. With `compile` the seconds are those of code that torch.compile makes. After `time_limit` seconds a plan that
     was found is not improved. The model is not modified.
     """
@@ -93,6 +96,7 @@ def plan(
         assume=assume,
         strict=strict,
         accumulation=accumulation,
+        microbatches=microbatches,
         kernels=kernels,
         solver=solver,
         time_limit=time_limit,
@@ -148,6 +152,7 @@ def autoparallelize(
     chosen = plan if plan is not None else from_rank_0(lambda: request.plan(graph, started))
     mesh = chosen.mesh.to_torch(device)
     limit(mesh, timeout_s)
+    graph = request.in_micro_batches(graph, chosen.microbatches)
     if plan is not None:
         check_plan(graph, plan)
     rows = rows_of(graph, chosen) if inputs == "local" else WHOLE
@@ -156,12 +161,14 @@ def autoparallelize(
     lowered = lower(graph, chosen, coordinate(chosen.mesh), device, rows=rows)
     _let_search_go(chosen)
 
-    def again(model: torch.nn.Module, call: Call, first: Plan, drops: bool) -> tuple[Graph, Plan]:
+    def again(
+        model: torch.nn.Module, call: Call, first: Plan, drops: bool, has_gradients: bool
+    ) -> tuple[Graph, Plan]:
         graph = request.trace(model, call) if drops else request.trace(model, call).without_dropout()
         all_ranks_hold("calls", graph.digest)
-        other = from_rank_0(lambda: request.plan_again(graph, first))
+        other = from_rank_0(lambda: request.plan_again(graph, first, has_gradients))
         _let_search_go(other)
-        return graph, other
+        return request.in_micro_batches(graph, other.microbatches), other
 
     call, source = Call(*as_call(meta_inputs)), Source(sync, init, weights)
     return parallelise(model, call, lowered, mesh, again, source, asked.how, asked.reads)
@@ -249,7 +256,8 @@ def _check_graph(
     outputs: str | Sequence[str],
 ) -> None:
     """Raise a letter unless a plan is one of the model's on these inputs."""
-    check_plan(Request.of(plan, loss=loss, assume=assume, outputs=outputs).trace(model, meta_inputs), plan)
+    request = Request.of(plan, loss=loss, assume=assume, outputs=outputs)
+    check_plan(request.in_micro_batches(request.trace(model, meta_inputs), plan.microbatches), plan)
 
 
 Plan.check_graph = _check_graph

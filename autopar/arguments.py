@@ -96,6 +96,15 @@ def check_accumulation(accumulation: Any) -> None:
         )
 
 
+def check_microbatches(microbatches: Any) -> None:
+    is_whole = isinstance(microbatches, int) and not isinstance(microbatches, bool)
+    if microbatches != "auto" and not (is_whole and 1 <= microbatches < 2**20):
+        raise NotServed(
+            f"microbatches={microbatches!r} is no number of micro-batches",
+            advice='microbatches=4, a divisor of the rows of a batch; or "auto", as many as the budget asks for',
+        )
+
+
 def check_time_limit(time_limit: Any) -> None:
     if time_limit is not None and not (_is_number(time_limit) and time_limit > 0):
         raise NotServed(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from glob import escape
@@ -22,6 +22,7 @@ from autopar.arguments import (
     check_accumulation,
     check_gap,
     check_kinds,
+    check_microbatches,
     check_optimizer,
     check_outputs,
     check_precision,
@@ -32,7 +33,7 @@ from autopar.arguments import (
 )
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info
-from autopar.letters import BadCluster, BadConstraint, BadPreset, Infeasible
+from autopar.letters import BadCluster, BadConstraint, BadPreset, Infeasible, NotServed
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.meshes import best_mesh, meshes
@@ -48,6 +49,7 @@ from autopar.space.space import Space
 from autopar.space.windows import BUCKET
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
+from autopar.turns import in_micro_batches, rows_of_batch
 
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
@@ -69,6 +71,7 @@ class Request:
     assume: Assume | None = None
     strict: bool = False
     accumulation: int = 1
+    microbatches: int | str = "auto"
     compile: bool = False  # does torch.compile make the code?
     kernels: bool = True
     solver: str = "cbc"
@@ -86,6 +89,7 @@ class Request:
         check_optimizer(self.optimizer)
         check_outputs(self.outputs)
         check_accumulation(self.accumulation)
+        check_microbatches(self.microbatches)
         check_time_limit(self.time_limit)
         check_precision(self.precision)
         object.__setattr__(self, "hardware", Cluster.of(self.cluster))
@@ -113,6 +117,7 @@ class Request:
             loss=loss,
             assume=assume,
             accumulation=plan.accumulation,
+            microbatches=plan.microbatches,
             compile=plan.compiled,
             outputs=outputs,
         )
@@ -132,22 +137,47 @@ class Request:
         `started` a time of the monotonic clock, from which the time limit counts.
         """
         until = math.inf if self.time_limit is None else started + self.time_limit
-        planning = _Planning(self, graph, until)
+        if self.microbatches != "auto":
+            return self._on_meshes(_Planning(self, self.in_micro_batches(graph, int(self.microbatches)), until))
+        letter: Infeasible | None = None
+        for turns in _numbers_of_turns(graph):
+            try:
+                return self._on_meshes(_Planning(self, self.in_micro_batches(graph, turns), until))
+            except Infeasible as e:
+                letter = letter or e
+            except NotServed:  # the model looks at all rows
+                break
+        assert letter is not None
+        raise letter
+
+    def in_micro_batches(self, graph: Graph, turns: int) -> Graph:
+        """The graph of one of so many micro-batches of a batch, with the outputs that were asked for."""
+        if turns > 1 and self.outputs == "sharded":
+            raise NotServed(
+                "outputs='sharded' and micro-batches: rows of a turn lie otherwise than those of the batch",
+                advice='outputs="full", or microbatches=1',
+            )
+        return in_micro_batches(graph, turns, keeps_outputs=self.outputs == "full")
+
+    def _on_meshes(self, planning: _Planning) -> Plan:
+        """The fastest plan found on the mesh that is asked for, or on the best one."""
+        until = planning.until
         if self.mesh is None or (isinstance(self.mesh, numbers.Integral) and not isinstance(self.mesh, bool)):
             count = device_count(None if self.mesh is None else int(self.mesh), self.hardware)
             return best_mesh(meshes(count), planning.on, until)
         return planning.on(DeviceMesh.of(self.mesh))
 
-    def plan_again(self, graph: Graph, first: Plan) -> Plan:
+    def plan_again(self, graph: Graph, first: Plan, has_gradients: bool = True) -> Plan:
         """A plan of another graph of the same model, with parameters stored as in the first.
 
         The rest of the request holds where it can.
         """
         before, axes, asked = first.parameters, first.mesh.axes, dict(self.constraints or {})
+        turns = math.gcd(first.microbatches, rows_of_batch(graph)) if has_gradients else 1
         stored = {escape(name): f"{before[name].text(axes) if name in before else 'R'}; *" for name in graph.parameters}
         reached = _matching(graph, asked)
         mine = {pattern: sharding for pattern, sharding in asked.items() if pattern in reached}
-        again = replace(self, mesh=first.mesh, time_limit=None, gap=max(self.gap, _AGAIN))
+        again = replace(self, mesh=first.mesh, time_limit=None, gap=max(self.gap, _AGAIN), microbatches=turns)
         letter: Exception | None = None
         for freer in (
             {"constraints": {**stored, **mine}},
@@ -266,6 +296,7 @@ class _Planning:
             BUCKET if preset is None else window_of(asked.parallel, mesh),
             compiled=asked.compile,
             strict=asked.strict,
+            turns=self.graph.turns,
         )
         space_in = functools.partial(
             shardings,
@@ -307,6 +338,14 @@ class _Planning:
             assumptions=tuple(self.graph.assumptions),
             defaults=tuple(defaults),
         )
+
+
+def _numbers_of_turns(graph: Graph) -> Iterator[int]:
+    """One, then two, four, ... as far as they share the rows of a batch."""
+    rows, turns = rows_of_batch(graph), 1
+    while rows % turns == 0:
+        yield turns
+        turns *= 2
 
 
 def _matching(graph: Graph, patterns: Mapping[str, Any]) -> set[str]:

@@ -42,7 +42,8 @@ def check_plan(graph: Graph, plan: Plan) -> None:
                 "plan again: the model, its inputs' shapes, train and eval, or the outputs that are named have changed"
             ),
         )
-    sites, uses = sites_and_uses(graph, plan.mesh, plan.accumulation, plan.precision[1] if plan.precision else "")
+    passes = plan.accumulation * plan.microbatches
+    sites, uses = sites_and_uses(graph, plan.mesh, passes, plan.precision[1] if plan.precision else "")
     named = {site.name: site for site in sites}
     _decides(plan, named)
     _policies(plan, sites, uses)
@@ -121,7 +122,7 @@ def _policies(plan: Plan, sites: tuple[Site, ...], uses: tuple[Use, ...]) -> Non
         if wrong := sorted(said - may[policy]):
             raise BadPlan(
                 f"the plan says that {wrong[0]} is {policy}, and it is no parameter of which parts are gathered so",
-                seen=f"{plan.accumulation} micro-batches a step",
+                seen=f"{plan.accumulation * plan.microbatches} micro-batches a step",
                 advice=_AGAIN,
             )
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
-from autopar.graph.graph import call_of, info
+from autopar.graph.graph import TensorType, call_of, info, type_of
 from autopar.letters import NotServed
 from autopar.ops.entry import SHAPE, SIZES, facts_of
 from autopar.ops.local import Here, OpCall, local_output
+from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.placement import Sharding
-from autopar.sharding.strategies import Choice, values
+from autopar.sharding.placement import Flow, Sharding
+from autopar.sharding.strategies import Choice, Strategy, values
 
 if TYPE_CHECKING:
     from autopar.codegen.local import Localiser
@@ -41,6 +42,8 @@ class OpOnDevice:
 def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that computes `node` on this device, and its arguments: shapes become local."""
     op, call, here = node.target, call_of(node), at.place(node)
+    if info(node).in_time[0]:
+        call, here = _among_all_turns(node, call, here)
     for marker, local in ((SHAPE, local_output), (SIZES, _local_sizes)):
         if (name := op.local(marker)) is not None:
             kwargs = {**kwargs, name: local(here, call)}
@@ -52,6 +55,32 @@ def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Calla
             advice=_INSTEAD.get(op.name, _OTHERS),
         )
     return (facts.form(here, call, kwargs) if facts.form else None) or (op, kwargs)
+
+
+def _among_all_turns(node: fx.Node, call: OpCall, here: OpOnDevice) -> tuple[OpCall, OpOnDevice]:
+    """The call of a random op on all rows, and this device on a mesh with an axis of time, whose turns come first.
+
+    So it draws for the rows of its turn what it would draw for them among all.
+    """
+    text, turns = info(node).in_time
+    strategy = Strategy.parse(text)
+    among = replace(
+        here,
+        mesh=DeviceMesh((turns, *here.mesh.shape), (TIME, *here.mesh.axes)),
+        coordinate=(0, *here.coordinate),
+        choice=Choice((strategy, *here.choice.strategies)),
+    )
+    lie = iter(strategy.operands)
+    arguments = fx.map_arg(dict(node.kwargs), lambda n: _of_all_turns(type_of(n), next(lie), turns))
+    outputs = tuple(_of_all_turns(t, f, turns) for t, f in zip(call.outputs, strategy.outputs, strict=True))
+    return replace(call, arguments=arguments, outputs=outputs), among
+
+
+def _of_all_turns(type_: TensorType, lies: Flow, turns: int) -> TensorType:
+    if not lies.value.is_shard:
+        return type_
+    shape = (n * turns if d == lies.value.dim else n for d, n in enumerate(type_.shape))
+    return replace(type_, shape=tuple(shape))
 
 
 def _local_sizes(here: Here, call: OpCall) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.parts import WHOLE, Rows
 from autopar.codegen.recomputed import recomputed_of
 from autopar.codegen.schedule import Read
+from autopar.codegen.turns import Ending, in_two, lowered_ending, seed_of
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, type_of
 from autopar.letters import NotServed
@@ -29,6 +31,20 @@ class Lowered:
     program: LocalProgram
     joint: Joint
     rows: Rows
+    ending: Ending | None = None  # of a program that runs in turns: what runs once, behind them
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Every collective in order."""
+        return self.joint.collectives + (self.ending.joint.collectives if self.ending else ())
+
+    @property
+    def code(self) -> str:
+        """The forward as Python."""
+        if self.ending is None:
+            return str(self.program)
+        said = f"# {self.graph.turns} times, each time on other rows of the batch; then once what follows\n"
+        return f"{said}{self.program}\n{self.ending.program}"
 
 
 @without_collections
@@ -55,8 +71,19 @@ def lower(
     differentiable = graph.differentiable if gradients else ()
     regathered = [name for name in plan.regathered if name in reads and not reads[name].stays]
     recomputed = recomputed_of(graph, plan, program, device)
-    joint = lower_jointly(program, differentiable, regathered, plan.scattered, reads, recomputed, device)
-    return Lowered(graph, plan, program, joint, rows)
+    lowering = functools.partial(
+        lower_jointly,
+        regathered=regathered,
+        scattered=plan.scattered,
+        reads=reads,
+        recomputed=recomputed,
+        device=device,
+    )
+    if graph.turns == 1:
+        return Lowered(graph, plan, program, lowering(program, differentiable), rows)
+    parts = in_two(program)
+    joint = lowering(parts.turn, (seed_of(parts),))
+    return Lowered(graph, plan, parts.turn, joint, rows, lowered_ending(parts, joint, device))
 
 
 def reads_of_parameters(graph: Graph, window_bytes: int) -> dict[str, Read]:

@@ -21,6 +21,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from autopar.graph.kept import NotKept
 from autopar.graph.nodes import Info, Leaf, TensorType, info
 from autopar.letters import BadGraph
 from autopar.ops.entry import OPS, Apply, OnACopy, Op
@@ -49,6 +50,9 @@ def write(graph: Graph) -> str:
             "training": graph.training,
             "unread": [(name, t.shape, t.dtype, t.requires_grad) for name, t in graph.unread],
             "backward_from": graph.backward_from,
+            "turns": graph.turns,
+            "in_turns": graph.in_turns,
+            "rows_out": graph.rows_out,
         }
     )
 
@@ -78,6 +82,9 @@ def read_fields(text: str) -> dict[str, Any]:
             "training": bool(data["training"]),
             "unread": tuple((str(name), _read_type(type_)) for name, *type_ in data["unread"]),
             "backward_from": tuple(map(str, data.get("backward_from", ()))),
+            "turns": int(data.get("turns", 1)),
+            "in_turns": tuple(map(str, data.get("in_turns", ()))),
+            "rows_out": tuple((str(name), int(dim)) for name, dim in data.get("rows_out", ())),
         }
     except BadGraph:
         raise
@@ -181,6 +188,7 @@ _WRITTEN: tuple[tuple[str | None, Callable[[Any], bool], Callable[[Any], Any]], 
     ("float", _a(float), str),
     ("node", _a(fx.Node), lambda v: v.name),
     ("leaf", _a(Leaf), lambda v: v.position),
+    ("not kept", _a(NotKept), lambda v: v.name),
     ("tuple", _a(tuple), lambda v: [_value(x) for x in v]),
     ("dict", _a(dict), lambda v: [[_value(k), _value(x)] for k, x in v.items()]),
     ("slice", _a(slice), lambda v: [_value(x) for x in (v.start, v.stop, v.step)]),
@@ -201,6 +209,8 @@ def _read(value: Any, nodes: dict[str, fx.Node]) -> Any:
         return nodes[content]
     if kind == "leaf":
         return Leaf(int(content))
+    if kind == "not kept":
+        return NotKept(str(content))
     if kind == "tuple":
         return tuple(_read(v, nodes) for v in content)
     if kind == "dict":
@@ -236,7 +246,13 @@ def _read_node(made: fx.Graph, nodes: dict[str, fx.Node], entry: dict[str, Any])
     about = entry["info"]
     outputs = tuple(TensorType(tuple(o["shape"]), o["dtype"], o["requires_grad"]) for o in about.pop("outputs"))
     node.meta["info"] = Info(
-        **{**about, "outputs": outputs, "names": tuple(about["names"]), "checkpoint": tuple(about["checkpoint"])}
+        **{
+            **about,
+            "outputs": outputs,
+            "names": tuple(about["names"]),
+            "checkpoint": tuple(about["checkpoint"]),
+            "in_time": tuple(about.get("in_time", ("", 1))),
+        }
     )
     nodes[node.name] = node
 

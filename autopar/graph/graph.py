@@ -86,6 +86,10 @@ class Graph:
     # ("parameter name" or "buffer name", its type): tensors that the model holds and no op reads
     unread: tuple[tuple[str, TensorType], ...] = ()
     backward_from: tuple[str, ...] = ()  # outputs beside the loss that gradients arrive at
+    turns: int = 1  # micro-batches in which its batch passes, of which it is one
+    in_turns: tuple[str, ...] = ()  # inputs of which it takes the rows of one
+    # outputs that are rows of one: of each the dim
+    rows_out: tuple[tuple[str, int], ...] = ()
     idle: tuple[IdleHook, ...] = field(default=(), repr=False)  # calls of hooks that do nothing to it; not written
 
     @property

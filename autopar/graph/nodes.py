@@ -75,6 +75,8 @@ class Info:
     names: tuple[str, ...] = ()  # a parameter's names, all of them where it is tied
     random: int = -1  # which random op of the graph it is, in order; -1: none
     checkpoint: tuple[int, ...] = ()  # the user's activation-checkpoint regions around it, outermost first
+    # of a random op of one micro-batch: its strategy on the axis of time, and the number of turns
+    in_time: tuple[str, int] = ("", 1)
 
 
 @dataclass(frozen=True, slots=True)

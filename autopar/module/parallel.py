@@ -50,7 +50,7 @@ class ParallelModule(nn.Module):
     @property
     def code(self) -> str:
         """The forward of this rank, as Python."""
-        return str(self._autopar.first.program)
+        return self._autopar.first.code
 
     @property
     def joint(self) -> Joint:

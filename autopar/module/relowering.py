@@ -30,11 +30,13 @@ def lower_again(
     The storage of the parameters stays.
     """
     start, before, name = time.perf_counter(), state.programs[-1], state.original.__name__
-    known = next((p for p in state.programs if state.fits(p, situation)), None)
+    # what ran in micro-batches, or was planned to run without gradients, is planned anew for the other
+    runs_so = state.first.plan.microbatches == 1
+    known = next((p for p in state.programs if runs_so and state.fits(p, situation)), None)
     if known is not None:  # the same graph, the other half
         graph, plan, sight = known.lowered.graph, known.lowered.plan, known.sight
     else:
-        graph, plan, sight = _captured(state, model, call)
+        graph, plan, sight = _captured(state, model, call, grad)
         for program in state.programs:
             is_alike = program.situation.but_for(situation.said) == situation
             if not is_alike or program.lowered.graph.digest != graph.digest:
@@ -61,10 +63,10 @@ def lower_again(
     return program
 
 
-def _captured(state: ModelState, model: nn.Module, call: Call) -> tuple[Graph, Plan, Sight]:
+def _captured(state: ModelState, model: nn.Module, call: Call, grad: bool) -> tuple[Graph, Plan, Sight]:
     """The graph of a call, its plan, and what the capture saw of the modules."""
     attributes = state.caller.attributes
     with attributes.reads() as read, state.as_before(model), torch.inference_mode(False), torch.enable_grad():
         # the graph is also that of a later call with gradients
-        graph, plan = state.again(model, call, state.first.plan, True)
+        graph, plan = state.again(model, call, state.first.plan, True, grad)
     return graph, plan, Sight(attributes.now(), attributes.unread(read), graph.idle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +59,9 @@ class Setup:
 class Halves:
     """The graphs of a program as modules of this rank."""
 
-    def __init__(self, joint: Joint, mesh: Any, backend: str | None) -> None:
+    def __init__(self, joint: Joint, axes: Mapping[str, Any], backend: str | None) -> None:
         self.joint = joint
-        self.axes = bind_axes(mesh)
+        self.axes = dict(axes)
         self.backend = backend
         names = ("forward", "backward", "hold", "settle")
         self.modules = {name: self._bound(name, getattr(joint, name)) for name in names}
@@ -126,6 +126,12 @@ def _kept_by(joint: Joint) -> set[int]:
     return found
 
 
+def tangents_of(joint: Joint) -> list[Tangent]:
+    """How the gradients lie that arrive at the outputs of a program."""
+    results = list(joint.forward.output_node().args[0])
+    return [Tangent.of(results[i].meta["val"]) for i in joint.differentiable]
+
+
 class Settlement:
     """The gradients of a program that wait while micro-batches accumulate, and their reduction at the end."""
 
@@ -163,12 +169,22 @@ class Runner:
         self.program = lowered.program
         self.setup = setup
         self.waiting = waiting
-        self.halves = Halves(lowered.joint, setup.mesh, setup.how.backend)
+        self.axes = self._axes()
+        self.halves = Halves(lowered.joint, self.axes, setup.how.backend)
         self.primals = Primals(lowered.program, lowered.joint, setup.storage)
         self.settlement = Settlement(self.halves, self.primals.names)
-        results = list(lowered.joint.forward.output_node().args[0])
-        self.tangents = [Tangent.of(results[i].meta["val"]) for i in lowered.joint.differentiable]
+        self.outputs, self.differentiable = lowered.joint.outputs, lowered.joint.differentiable
+        self.shardings = lowered.program.outputs
+        self.tangents = tangents_of(lowered.joint)
         self.backwards = 0  # that were looked at
+
+    def _axes(self) -> dict[str, Any]:
+        """The axes that collectives and parts are of, by name."""
+        return dict(bind_axes(self.setup.mesh))
+
+    def results(self, given: Iterable[Tensor]) -> Sequence[Tensor]:
+        """What forward gives for these primals: the outputs, then what is saved for backward."""
+        return self.halves.forward(*given)
 
     def check_arrived(self, arrived: tuple[bool, ...]) -> None:
         """While it is new: do gradients arrive at the same outputs on all ranks?"""
@@ -207,8 +223,11 @@ class Runner:
 
         They come out, reduced with all that has waited, unless it `waits` on.
         """
+        return self._waited(list(self.halves.half("hold", arrived)(given)), waits)
+
+    def _waited(self, found: list[Tensor | None], waits: bool) -> list[Tensor | None]:
+        """Add gradients before their reduction to what waits; they come out reduced, unless they wait on."""
         places = self.joint.waits
-        found = list(self.halves.half("hold", arrived)(given))
         fresh = [found[i] for i in places]
         for i in places:
             found[i] = None
@@ -249,7 +268,7 @@ class Runner:
         key = [torch.tensor(random.next_key(), device=self.setup.device)] if self.program.is_random else []
         outputs = EmittedStep.apply(self, *inputs, *parameters, *buffers, *key)
         count = len(self.graph.output_names)
-        shardings = self.program.outputs[:count]
+        shardings = self.shardings[:count]
         kept = [self._left(i, *both) for i, both in enumerate(zip(outputs[:count], shardings, strict=True))]
         return kept, outputs[count:]
 

@@ -21,6 +21,7 @@ from autopar.module.padding import Padding
 from autopar.module.relowering import lower_again
 from autopar.module.runner import Runner, Setup
 from autopar.module.situation import Caller, Sight, Situation
+from autopar.module.turns import runner_of
 from autopar.module.waiting import Waiting
 from autopar.runtime.agreement import agree
 from autopar.runtime.private import unwatched
@@ -31,7 +32,8 @@ from autopar.solver.plan import Plan
 MOST_PROGRAMS = 16  # that a model keeps: what was not called for longest goes first
 
 # traces the model as it was before on a call, with its dropout or without, and plans that: on rank 0 for all
-Again = Callable[[nn.Module, Call, Plan, bool], tuple[Graph, Plan]]
+# or without gradients, which need no micro-batches
+Again = Callable[[nn.Module, Call, Plan, bool, bool], tuple[Graph, Plan]]
 
 
 @dataclass(slots=True, eq=False)
@@ -133,10 +135,10 @@ class ModelState:
 
     def keep(self, situation: Situation, grad: bool, lowered: Lowered, sight: Sight) -> SituatedProgram:
         """Bind a lowered program to this rank, once all ranks have the same."""
-        all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, lowered.joint.collectives))
+        all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, lowered.collectives))
         if lowered.program.is_random and self.random.seed < 0:
             self.random.seed = from_rank_0(lambda: int(torch.randint(0, 2**62, ())))
-        runner, places = Runner(lowered, self.setup, self.waiting), self.caller.places(lowered.graph)
+        runner, places = runner_of(lowered, self.setup, self.waiting), self.caller.places(lowered.graph)
         made = SituatedProgram(situation, grad, lowered, runner, places, sight, self.made)
         self.programs = [*self.programs[-MOST_PROGRAMS + 1 :], made]
         self.made += 1
@@ -178,7 +180,7 @@ class ModelState:
             made.caller.attributes = Attributes(made.caller.modules, self.caller.attributes)
         made.parts, made.padding = self.parts, self.padding
         made.random, made.hooks = RandomState(self.random.seed, self.random.step), self.hooks
-        made.programs = [replace(p, runner=Runner(p.lowered, self.setup, made.waiting)) for p in self.programs]
+        made.programs = [replace(p, runner=runner_of(p.lowered, self.setup, made.waiting)) for p in self.programs]
         made.made = self.made
         return made
 

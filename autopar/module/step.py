@@ -26,8 +26,8 @@ class EmittedStep(torch.autograd.Function):
     def forward(ctx: Any, runner: Runner, *primals: Tensor) -> tuple[Tensor, ...]:
         with naming_the_lost("forward"):
             given = (_in_order(p.to_local() if isinstance(p, DTensor) else p) for p in primals)
-            results = runner.halves.forward(*given)
-        count = runner.joint.outputs
+            results = runner.results(given)
+        count = runner.outputs
         ctx.runner = runner
         ctx.waits = runner.waiting.on
         ctx.spread = [isinstance(p, DTensor) for p in primals]
@@ -46,9 +46,8 @@ class EmittedStep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         runner: Runner = ctx.runner
-        joint = runner.joint
         _check_backward(ctx, tangents)
-        arrived = [tangents[i] for i in joint.differentiable]
+        arrived = [tangents[i] for i in runner.differentiable]
         has_arrived = tuple(t is not None for t in arrived)
         gradients: list[Any] = [None] * runner.primals.count
         if not any(has_arrived):
@@ -62,7 +61,7 @@ class EmittedStep(torch.autograd.Function):
             found = runner.gradients(given, has_arrived, ctx.waits)
             if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
                 runner.refuse_nan(found)
-        for i, gradient in zip(joint.gradients, found, strict=True):
+        for i, gradient in zip(runner.joint.gradients, found, strict=True):
             if gradient is not None:
                 gradients[i] = runner.primals.as_gradient(i, gradient) if ctx.spread[i] else gradient
         return (None, *gradients)
@@ -77,7 +76,7 @@ def _check_backward(ctx: Any, tangents: Sequence[Tensor | None]) -> None:
             advice="torch.autograd.grad inside the model, which is traced, or create_graph=False",
         )
     for i, tangent in enumerate(tangents):
-        if tangent is not None and i not in runner.joint.differentiable:
+        if tangent is not None and i not in runner.differentiable:
             name = runner.graph.output_names[i]
             raise NotServed(
                 f"a gradient arrives at the output {name!r}, and backward was lowered for the loss",

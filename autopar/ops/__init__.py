@@ -13,6 +13,7 @@ from autopar.ops import (
     recurrent,
     reductions,
     tables,
+    turns,
     views,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "recurrent",
     "reductions",
     "tables",
+    "turns",
     "views",
 ]

@@ -39,6 +39,18 @@ class Axis:
     group: Any  # its process group
 
 
+TIME = "time"  # the axis of the turns in which a batch passes
+
+
+@dataclass(slots=True, eq=False)
+class Turns:
+    """The axis of time: so many turns of one device, and the one that runs."""
+
+    size: int
+    index: int = 0
+    name: str = TIME
+
+
 def bind_axes(mesh: Any) -> dict[str, Axis]:
     """The axes of a torch DeviceMesh, by name."""
     return {

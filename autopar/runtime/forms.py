@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.runtime.collectives import TIME
 from autopar.runtime.private import dirichlet_grad, standard_gamma_grad
 from autopar.runtime.random import SECOND, Cuts, bits, kept, normal, places_of, start_of, uniform
 from autopar.runtime.sampling import gamma_at, poisson_at
@@ -404,6 +405,12 @@ def arange_part(start: float, step: float, length: int, cuts: Cuts, dtype: torch
     if isinstance(start, float) or isinstance(step, float):
         places = places.double()
     return (places * step + start).to(dtype)
+
+
+def rows_of_turn(input: Tensor, dim: int, turns: int, rows: int) -> Tensor:
+    """The rows of a value that belong to the turn that runs."""
+    places = torch.arange(rows, device=input.device)
+    return input.index_select(dim, places + start_of(places, ((TIME, turns * rows),)))
 
 
 def attention_by_position(

@@ -87,6 +87,7 @@ def written(plan: Plan) -> dict[str, Any]:
         "stopped": list(plan.stopped),
         "sources": dict(plan.sources),
         **({"compiled": True} if plan.compiled else {}),
+        **({"microbatches": plan.microbatches} if plan.microbatches > 1 else {}),
         **({"needed": needed} if needed else {}),
         **({"segments": [list(pair) for pair in plan.segments]} if plan.segments else {}),
     }
@@ -155,6 +156,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "beside_s": _number(data["beside_s"]),
         "hidden_s": _number(data["hidden_s"]),
         "accumulation": _whole(data["accumulation"], least=1),
+        "microbatches": _whole(data.get("microbatches", 1), least=1),
         "sources": {_source(name): _number(seconds) for name, seconds in data.get("sources", {}).items()},
         "compiled": _truth(data.get("compiled", False)),
         "precision": None if data["precision"] is None else _pair(data["precision"], _text),

@@ -52,6 +52,7 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         beside_s=beside,
         hidden_s=hidden,
         accumulation=space.setting.accumulation,
+        microbatches=space.setting.turns,
         compiled=space.setting.compiled,
         sources=_sources(space, point, sum(moved) - hidden),
         scattered=frozenset(name for name, (s, i) in zip(names, chosen, strict=True) if s.scattered and s.scattered[i]),

@@ -61,7 +61,7 @@ class JointTables:
         self.passages: Passages = counted.memory.passages
         self.time = time
         self.bases: dict[tuple[float, ...] | None, Problem] = {}  # by what of each kind of window is exposed; the last
-        self.steps = self.space.setting.accumulation
+        self.steps = self.space.setting.passes
         self.prices = AvailabilityPrices(self.space, self.passages, time)
         self.fixed_sites, self.fixed_edges = self._fixed()
 

@@ -83,7 +83,8 @@ class Plan:
     meshes: tuple[tuple[str, float, float, int, str], ...] = ()
     beside_s: float = 0.0  # communication that may move beside compute: of parameters and their gradients
     hidden_s: float = 0.0  # and the part of it that compute hides
-    accumulation: int = 1  # micro-batches in a step
+    accumulation: int = 1  # calls in a step, each of a micro-batch of it
+    microbatches: int = 1  # turns in which the batch of a call passes
     sources: Mapping[str, float] = field(default_factory=dict)  # seconds of the step by where they are from
     compiled: bool = False  # are the seconds those of code that torch.compile makes?
     precision: tuple[str, str] | None = None  # dtypes of compute and of the reduction of gradients

@@ -182,7 +182,7 @@ class EdgeBuilder:
         backward, cast = np.zeros(forward.shape), np.zeros(forward.shape)
         if cargo.type.requires_grad:
             backward, cast = self._backward(given, taken, cargo)
-        batches = self.setting.accumulation
+        batches = self.setting.passes
         if cargo.is_parameter:
             gathers, reductions = self._times(len(given), cargo, source)
             both = forward * gathers[:, None] + backward * reductions[:, None] + cast * batches
@@ -193,7 +193,7 @@ class EdgeBuilder:
 
     def _times(self, flows: int, cargo: _Cargo, source: Site) -> tuple[np.ndarray, np.ndarray]:
         """Times that a step gathers a parameter and reduces its gradient, by what leaves."""
-        batches, gathers, reductions = self.setting.accumulation, np.ones(flows), np.ones(flows)
+        batches, gathers, reductions = self.setting.passes, np.ones(flows), np.ones(flows)
         if source.regathered:  # forward and backward of each micro-batch
             gathers[np.array(source.regathered)] = batches if cargo.stays else 2 * batches
         if source.scattered:

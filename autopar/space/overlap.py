@@ -61,10 +61,10 @@ def windows_of(
         put(w - 1, "backward", True, k, tables.part(edges[k], source.scattered, reduction))
     found = []
     for beside, communication in sorted(moved.items(), key=lambda item: item[0]):
-        if beside.every and setting.accumulation == 1:
+        if beside.every and setting.passes == 1:
             continue
         first, last = schedule.spans[beside.window]
-        times = setting.accumulation - 1 if beside.every else 1
+        times = setting.passes - 1 if beside.every else 1
         name = f"{beside.way} of {sites[ops[first]].name} to {sites[ops[last]].name}"
         compute = tables.compute(sites, ops[first : last + 1], ("forward", "backward").index(beside.way))
         found.append(Window(name, times, tuple(communication), compute))

@@ -34,7 +34,7 @@ def memory_of(
     trained = trained_parameters(graph)
     clock = Clock.of(graph, _updates(len(trained), setting))
     lifetimes = Lifetimes(graph, clock, parameters, setting.cluster.device.kernels)
-    buckets = GradientBuckets.of(trained, lifetimes, wiring, setting.accumulation > 1)
+    buckets = GradientBuckets.of(trained, lifetimes, wiring, setting.passes > 1)
     sites = SitePieces(setting, wiring, lifetimes, buckets, bytes_)
     for node in graph.nodes:
         sites.add(node)

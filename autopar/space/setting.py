@@ -16,9 +16,15 @@ class Setting:
     mesh: DeviceMesh
     cluster: Cluster
     optimizer: str | float = "adamw"  # a name, or bytes of states for each parameter
-    accumulation: int = 1  # micro-batches of the graph in a step
+    accumulation: int = 1  # calls in a step, each of a micro-batch of it
     reduce: str = ""  # the one dtype in which gradients of parameters are reduced; "": each in its own
     window_bytes: int = BUCKET  # of parameters that a window reads at least, but for the last
     regather: bool = False  # may gathered parameters be dropped and gathered again in backward?
     compiled: bool = False  # does torch.compile make the code?
     strict: bool = False  # is an op without a rule an error?
+    turns: int = 1  # micro-batches of a call: the graph is that of one
+
+    @property
+    def passes(self) -> int:
+        """How often the graph is run in a step."""
+        return self.accumulation * self.turns

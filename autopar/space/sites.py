@@ -139,7 +139,7 @@ class SiteBuilder:
 
     def _new_policies(self, site: Site, type_: TensorType) -> Site:
         gathers = (False, True) if self.setting.regather else (False,)
-        reductions = (False, True) if self.setting.accumulation > 1 and type_.requires_grad else (False,)
+        reductions = (False, True) if self.setting.passes > 1 and type_.requires_grad else (False,)
         first, *others = [Policy(again, each) for again in gathers for each in reductions]
         cut = [i for i, is_cut in enumerate(site.is_cut()) if is_cut]
         places = [*range(len(site.choices)), *(cut * len(others))]
@@ -194,7 +194,7 @@ class SiteBuilder:
         compute = self.seconds.compute(chosen)
         seconds = np.zeros(len(choices))
         if compute:
-            seconds = (compute[0] + compute[1] + self.seconds.exchange(chosen)) * self.setting.accumulation
+            seconds = (compute[0] + compute[1] + self.seconds.exchange(chosen)) * self.setting.passes
         has_rule = binding is not None or not types
         is_users = name.startswith(("ops.", "function "))  # nobody's but the user's
         line = ""

@@ -308,7 +308,7 @@ class _Writer:
         self.run_of: list[int] = []
         self.travels: dict[int, tuple[int, int]] = {}
         self.converted: dict[tuple[int, int, int], int] = {}
-        self.times = space.setting.accumulation  # micro-batches: what a run takes, it takes in each
+        self.times = space.setting.passes  # micro-batches: what a run takes, it takes in each
 
     def line(self, held: np.ndarray, momentary: Momentary) -> Timeline:
         """All runs in order."""

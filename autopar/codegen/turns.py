@@ -1,0 +1,126 @@
+"""A program of one micro-batch in two: what every turn runs, and what runs once on what the turns have added up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch.fx as fx
+
+from autopar.codegen.halves import Joint
+from autopar.codegen.joint import lower_jointly
+from autopar.codegen.local import LocalProgram
+from autopar.graph.graph import Info, TensorType, info
+from autopar.ops.entry import OPS
+from autopar.sharding.placement import Sharding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ending:
+    """The part of a program that runs once, after the last turn.
+
+    It takes values of the turns: sums of what each has, or what all have alike.
+    """
+
+    program: LocalProgram
+    joint: Joint
+    sums: tuple[bool, ...]  # of each operand: is it added up?
+    seed: int  # the operand that gradients go back through
+    # of each result of the whole: is it one of the ending, and which of its own part's results
+    results: tuple[tuple[bool, int], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """The two parts of a program before they are lowered."""
+
+    turn: LocalProgram
+    ending: LocalProgram  # its inputs are the last results of a turn
+    crossing: tuple[fx.Node, ...]
+    results: tuple[tuple[bool, int], ...]
+
+    @property
+    def seed(self) -> int:
+        """The place of the number, among those that cross, that gradients go back through."""
+        return next(i for i, node in enumerate(self.crossing) if info(node).outputs[0].requires_grad)
+
+
+def in_two(program: LocalProgram) -> Parts:
+    """Cut a program behind what turns add up.
+
+    before    s = cross_entropy(x, t);  u = total(s);  loss = convert(u, "all_reduce@dp", ...);  return loss
+    after     s = cross_entropy(x, t);  return s                          # in every turn
+              loss = convert(u, "all_reduce@dp", ...);  return loss       # once, on the sum of them
+    """
+    behind: set[fx.Node] = set()
+    for node in program.fx.nodes:
+        if node.op == "call_function" and (node.target == OPS["total"] or not behind.isdisjoint(node.all_input_nodes)):
+            behind.add(node)
+    ends: list[fx.Node] = list(program.fx.output_node().args[0])
+    crossing = tuple(
+        dict.fromkeys(a for n in program.fx.nodes if n in behind for a in n.all_input_nodes if a not in behind)
+    )
+    first, last = [n for n in ends if n not in behind], [n for n in ends if n in behind]
+    results = tuple((n in behind, (last if n in behind else first).index(n)) for n in ends)
+    shardings = dict(zip(ends, program.outputs, strict=True))
+    return Parts(
+        _turn(program, behind, [*first, *crossing], tuple(shardings[n] for n in first)),
+        _ending(program, behind, crossing, last, tuple(shardings[n] for n in last)),
+        crossing,
+        results,
+    )
+
+
+def _turn(
+    program: LocalProgram, behind: set[fx.Node], ends: Sequence[fx.Node], outputs: tuple[Sharding, ...]
+) -> LocalProgram:
+    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in program.fx.nodes:
+        if node.op != "output" and node not in behind:
+            copies[node] = made.node_copy(node, copies.__getitem__)
+    made.output(tuple(copies[n] for n in ends))
+    return replace(program, fx=made, outputs=outputs)
+
+
+def _ending(
+    program: LocalProgram,
+    behind: set[fx.Node],
+    crossing: Sequence[fx.Node],
+    ends: Sequence[fx.Node],
+    outputs: tuple[Sharding, ...],
+) -> LocalProgram:
+    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    types: dict[str, TensorType] = {}
+    for node in crossing:
+        given = copies[node] = made.placeholder(node.name)
+        types[given.name] = info(node).outputs[0]
+        given.meta["info"] = Info(info(node).key, "input", info(node).outputs)
+    for node in program.fx.nodes:
+        if node in behind:
+            is_total = node.target == OPS["total"]
+            copies[node] = copies[node.all_input_nodes[0]] if is_total else made.node_copy(node, copies.__getitem__)
+    made.output(tuple(copies[n] for n in ends))
+    names = tuple(types)
+    return LocalProgram(made, names, (), (), types, outputs, False, program.notes)
+
+
+def lowered_ending(parts: Parts, turn: Joint, device: str) -> Ending:
+    """The ending as forward and backward, on values as a turn leaves them."""
+    left = list(turn.forward.output_node().args[0])[: turn.outputs]
+    crossing = left[len(left) - len(parts.crossing) :]
+    types = {
+        name: replace(type_, shape=tuple(node.meta["val"].shape))
+        for (name, type_), node in zip(parts.ending.types.items(), crossing, strict=True)
+    }
+    program = replace(parts.ending, types=types)
+    wants = [info(n).outputs[0].requires_grad for n in program.fx.output_node().args[0]]
+    joint = lower_jointly(program, [i for i, want in enumerate(wants) if want], device=device)
+    sums = tuple(any(u.target == OPS["total"] for u in node.users) for node in parts.crossing)
+    return Ending(program, joint, sums, parts.seed, parts.results)
+
+
+def seed_of(parts: Parts) -> int:
+    """The result of a turn that gradients go back through."""
+    ends = parts.turn.fx.output_node().args[0]
+    return len(ends) - len(parts.crossing) + parts.seed
+

@@ -1,0 +1,32 @@
+"""An output that a step does not keep: a name in its place, which says how to get it where it is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from autopar.letters import NotServed
+
+
+@dataclass(frozen=True)
+class NotKept:
+    """Stands where an output would be that is made and dropped a few rows at a time."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, not kept>"
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # a question of Python's own
+            raise AttributeError(attribute)
+        self._refuse()
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise NotServed(
+            f"the output {self.name} was made a few rows at a time, and was not kept",
+            advice='outputs="full", which keeps all of it; or a call under torch.no_grad()',
+        )
+
+    __getitem__ = __len__ = __iter__ = __float__ = __array__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = _refuse

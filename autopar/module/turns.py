@@ -1,0 +1,130 @@
+"""A program that runs in turns: the rows of a batch some at a time, forward and backward of each turn together.
+
+    forward     every turn: the outputs of its rows, and the gradients of what it adds to the loss; these are added up.
+                Then the ending, once, on what the turns have added up.
+    backward    the gradient of the loss goes back through the ending, to one number, and scales what is added up:
+                gradients are linear in it
+
+So activations live for one turn, nothing is computed twice, and the loss is that of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.codegen.lower import Lowered
+from autopar.module.runner import Halves, Runner, Setup, tangents_of
+from autopar.module.waiting import Waiting
+from autopar.runtime.collectives import TIME, Turns
+
+
+def runner_of(lowered: Lowered, setup: Setup, waiting: Waiting) -> Runner:
+    """What runs a program on this rank."""
+    return Runner(lowered, setup, waiting) if lowered.ending is None else InTurns(lowered, setup, waiting)
+
+
+class InTurns(Runner):
+    """Runs one lowered program on this rank, as often as its batch has turns."""
+
+    def __init__(self, lowered: Lowered, setup: Setup, waiting: Waiting) -> None:
+        assert lowered.ending is not None
+        self.turns = Turns(lowered.graph.turns)
+        super().__init__(lowered, setup, waiting)
+        ending = self.ending = lowered.ending
+        self.end = Halves(ending.joint, self.axes, setup.how.backend)
+        self.outputs, self.differentiable = len(ending.results), self._differentiable()
+        both = lowered.program.outputs, ending.program.outputs
+        self.shardings = tuple(both[is_last][place] for is_last, place in ending.results)
+        self.tangents = tangents_of(ending.joint)
+        self.primals.kept = []  # forward has done with them
+        names = list(lowered.program.inputs)
+        keys = [k for k in lowered.graph.inputs]
+        self.in_turns = [k in lowered.graph.in_turns for k in keys]
+        assert len(names) == len(keys)
+        self.rows_out = dict(lowered.graph.rows_out)
+
+    def _axes(self) -> dict[str, Any]:
+        return {**super()._axes(), TIME: self.turns}
+
+    def _differentiable(self) -> tuple[int, ...]:
+        """The results that gradients arrive at."""
+        places = {place: i for i, (is_last, place) in enumerate(self.ending.results) if is_last}
+        return tuple(places[place] for place in self.ending.joint.differentiable)
+
+    def results(self, given: Iterable[Tensor]) -> Sequence[Tensor]:
+        """The outputs, then what is saved of the ending, then the gradients that turns have added up."""
+        primals = list(given)
+        totals: list[Tensor | None] = []
+        left: list[list[Tensor]] = []
+        for turn in range(self.turns.size):
+            self.turns.index = turn
+            mine = [self._rows(x, i) for i, x in enumerate(primals)]
+            results = list(self.halves.forward(*mine))
+            outputs, saved = results[: self.joint.outputs], results[self.joint.outputs :]
+            del results, mine
+            left.append(outputs)
+            saved.append(torch.ones_like(outputs[self.joint.differentiable[0]]))
+            self._add(totals, list(self.halves.half("hold", (True,))(saved)))
+        return self._ended(left, totals)
+
+    def _rows(self, primal: Tensor, place: int) -> Tensor:
+        """The rows of an input that belong to the turn that runs."""
+        if place >= len(self.in_turns) or not self.in_turns[place]:
+            return primal
+        count = primal.shape[0] // self.turns.size
+        return primal.narrow(0, self.turns.index * count, count)
+
+    def _add(self, totals: list[Tensor | None], fresh: list[Tensor | None]) -> None:
+        """Add the gradients of a turn, in the dtype in which they wait."""
+        dtypes = dict(zip(self.joint.waits, self.settlement.waiting_dtypes, strict=True))
+        if not totals:
+            totals += [g if g is None else g.to(dtypes.get(i, g.dtype)) for i, g in enumerate(fresh)]
+            return
+        for total, gradient in zip(totals, fresh, strict=True):
+            if total is not None and gradient is not None:
+                total += gradient
+
+    def _ended(self, left: list[list[Tensor]], totals: list[Tensor | None]) -> list[Tensor]:
+        """The results of the ending, beside what turns have left."""
+        ending, count = self.ending, len(self.ending.sums)
+        crossing = [
+            sum(each[1:], each[0]) if is_sum else each[-1]
+            for is_sum, each in zip(ending.sums, zip(*(o[-count:] for o in left), strict=True), strict=True)
+        ]
+        last = list(self.end.forward(*crossing))
+        outputs = []
+        for place, (is_last, at) in enumerate(ending.results):
+            name = self.graph.result_names[place]
+            if is_last:
+                outputs.append(last[at])
+            elif name in self.rows_out:
+                outputs.append(torch.cat([o[at] for o in left], self.rows_out[name]))
+            else:
+                outputs.append(left[-1][at])
+        present = [total for total in totals if total is not None]
+        return [*outputs, *last[ending.joint.outputs :], *present]
+
+    def gradients(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
+        """What turns have added up, times the gradient that goes back through the ending."""
+        has = [node is not None for node in self.joint.hold.output_node().args[0]]
+        saved = len(list(self.ending.joint.forward.output_node().args[0])) - self.ending.joint.outputs
+        held = given[saved : saved + sum(has)]
+        first = [*given[:saved], *given[saved + sum(has) :]]
+        given.clear()
+        (scale,) = self.end.half("backward", arrived)(first)
+        assert scale is not None
+        held.reverse()
+        found: list[Tensor | None] = []
+        for is_there in has:
+            total = held.pop() if is_there else None
+            found.append(None if total is None else total * scale.to(total.dtype))
+        found = self._waited(found, waits)
+        if not waits:
+            for other in list(self.waiting.of):
+                if other is not self:
+                    self._add_those_of(other, found)
+        return found

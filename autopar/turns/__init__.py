@@ -1,0 +1,5 @@
+"""An axis of time: a batch that passes in turns through one program, by the same algebra as an axis of devices."""
+
+from autopar.turns.micro_batches import in_micro_batches, rows_of_batch
+
+__all__ = ["in_micro_batches", "rows_of_batch"]

@@ -1,0 +1,126 @@
+"""The placements of values on an axis of time, whose "devices" are the turns of one device.
+
+    S(0)      a turn has its rows of the value: so many at a time
+    R         a turn has the whole value: it is there the whole while
+    P(sum)    the value is the sum of what the turns have: it is added up
+
+Rules, strategies and gradients are those of any axis. What differs is that no turn sees what another one has: nothing
+is converted along this axis. Only a value that depends on inputs alone is there in any placement, for every turn has
+the inputs; and a number that the turns add up is whole after the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from autopar.graph.graph import TensorType, call_of, info, op_name, type_of
+from autopar.ops.entry import facts_of
+from autopar.runtime.collectives import TIME
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.notation import Binding
+from autopar.sharding.placement import Flow, P, R, S, Sharding, flow
+from autopar.sharding.strategies import Choice, Strategy, replicated, strategies_on_one_axis, values
+
+WHOLE, ADDED = Flow(R, P()), flow(P())  # there the whole while, with a gradient that is added up; added up
+
+
+@dataclass(frozen=True, slots=True)
+class OnTime:
+    """How a value lies on the axis of time, and whether every turn can also have all of it."""
+
+    flow: Flow
+    of_inputs: bool  # is it made of inputs and constants alone, without a gradient?
+
+    @property
+    def is_cut(self) -> bool:
+        return self.flow.value.is_shard
+
+    @property
+    def is_added(self) -> bool:
+        return self.flow.value.is_partial
+
+
+@dataclass(frozen=True, slots=True)
+class OneTurn:
+    """The first of the turns as the one device of a mesh, for a form that asks where a part lies."""
+
+    mesh: DeviceMesh
+    choice: Choice
+    coordinate: tuple[int, ...] = (0,)
+    random_key: None = None
+
+    def lies(self, operand: int) -> Sharding:
+        return values(self.choice.operand(operand))
+
+    def leaves(self, output: int = 0) -> Sharding:
+        return values(self.choice.output(output))
+
+
+def strategy_in_turns(
+    node: fx.Node, binding: Binding | None, operands: Sequence[fx.Node], given: Sequence[OnTime], turns: int, rows: int
+) -> Strategy | None:
+    """The strategy by which an op runs in turns on operands that lie so; None where it can on none.
+
+    What is whole in every turn may be taken as rows of it, and what is made of inputs alone in any placement. Best is
+    where the result is cut as an operand is, or in the rows of the batch; then where the fewest lie otherwise.
+    """
+    of_inputs = all(g.of_inputs for g in given) and not any(t.requires_grad for t in info(node).outputs)
+    should_be_cut = any(g.is_cut for g in given) or (of_inputs and info(node).outputs[0].shape[:1] == (rows,))
+    best, cost = None, (True, len(given) * 2 + 1)
+    for strategy in _strategies(node, binding, operands):
+        changes = _changes(strategy, given, operands, turns)
+        if changes is None or not _adds_up(strategy, info(node).outputs):
+            continue
+        is_whole = should_be_cut and all(f.value == R for f in strategy.outputs)
+        if (is_whole, changes) < cost and _runs_in_turns(node, binding, strategy, turns):
+            best, cost = strategy, (is_whole, changes)
+    return best
+
+
+def _strategies(node: fx.Node, binding: Binding | None, operands: Sequence[fx.Node]) -> tuple[Strategy, ...]:
+    gives = [t.requires_grad for t in info(node).outputs]
+    if binding is None:
+        return replicated(len(operands), [type_of(n).requires_grad for n in operands], gives)
+    wants = [hasattr(n, "meta") and type_of(n).requires_grad for n in node.target.operands(node.kwargs)]
+    return strategies_on_one_axis(binding, wants, gives)
+
+
+def _changes(strategy: Strategy, given: Sequence[OnTime], operands: Sequence[fx.Node], turns: int) -> int | None:
+    """How far operands are taken otherwise than they lie; None where one cannot be."""
+    count = 0
+    for taken, lies, node in zip(strategy.operands, given, operands, strict=True):
+        if taken.value == lies.flow.value and (taken.gradient == lies.flow.gradient or not type_of(node).requires_grad):
+            continue
+        is_there = lies.of_inputs or lies.flow.value == R
+        if not is_there or taken.value.is_partial:
+            return None
+        if taken.value == R and not lies.of_inputs:  # with another gradient
+            return None
+        if taken.value.is_shard and (taken.value.blocks or type_of(node).shape[taken.value.dim] % turns):
+            return None
+        count += 1 if lies.of_inputs else 2
+    return count
+
+
+def _adds_up(strategy: Strategy, outputs: Sequence[TensorType]) -> bool:
+    """Are the gradients of whole results added up? A turn has no more than its part of them."""
+    return all(
+        f.gradient.is_partial or not f.value == R or not t.requires_grad
+        for f, t in zip(strategy.outputs, outputs, strict=True)
+    )
+
+
+def _runs_in_turns(node: fx.Node, binding: Binding | None, strategy: Strategy, turns: int) -> bool:
+    """Do the turns have parts of one size, on which the op itself computes its part, or draws it?"""
+    if strategy.cut is None or binding is None:
+        return True
+    if binding.is_inside(strategy.cut) or any(binding.sizes[f] % turns for f in strategy.cut.factors):
+        return False
+    facts = facts_of(op_name(node))
+    if facts.form is None or info(node).random >= 0:
+        return True
+    here = OneTurn(DeviceMesh((turns,), (TIME,)), Choice((strategy,)))
+    return facts.form(here, call_of(node), dict(node.kwargs)) is None
