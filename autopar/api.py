@@ -161,9 +161,7 @@ def autoparallelize(
     lowered = lower(graph, chosen, coordinate(chosen.mesh), device, rows=rows)
     _let_search_go(chosen)
 
-    def again(
-        model: torch.nn.Module, call: Call, first: Plan, drops: bool, has_gradients: bool
-    ) -> tuple[Graph, Plan]:
+    def again(model: torch.nn.Module, call: Call, first: Plan, drops: bool, has_gradients: bool) -> tuple[Graph, Plan]:
         graph = request.trace(model, call) if drops else request.trace(model, call).without_dropout()
         all_ranks_hold("calls", graph.digest)
         other = from_rank_0(lambda: request.plan_again(graph, first, has_gradients))

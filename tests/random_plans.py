@@ -29,7 +29,8 @@ def random_plan(model: nn.Module, batch: dict, mesh: DeviceMesh, seed: int) -> P
 
 def random_plan_of(graph: Graph, mesh: DeviceMesh, rng: np.random.Generator) -> Plan:
     """A random plan of the graph; in half of them weights may be gathered again."""
-    return cheapest_at_random(shardings(graph, Setting(mesh, eager_links(), regather=bool(rng.integers(2)))), rng)
+    setting = Setting(mesh, eager_links(), regather=bool(rng.integers(2)), turns=graph.turns)
+    return cheapest_at_random(shardings(graph, setting), rng)
 
 
 def with_random_states(plan: Plan, rng: np.random.Generator) -> Plan:

@@ -118,12 +118,15 @@ def join_sums_of_numbers(joint: JointGraph) -> None:
     alone = {node for gradient in joint.gradients for node in _steps_of(gradient)}
     alone |= {buffer_of(output) for output in joint.outputs}  # whoever writes to an output touches nothing else
     groups: dict[Any, list[list[list[fx.Node]]]] = {}  # of axes and dtype, ways that travel together
+    backward = set(joint.tangents)  # what is made of them: forward has ended when they arrive
     for node in joint.graph.nodes:
+        if not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
         goes_on = any(user.target is STEPS["all_reduce"] for user in node.users)
         is_end = node.target is STEPS["all_reduce"] and not goes_on
         if is_end and node not in alone and not node.meta["val"].dim():
             way = _way_to(node)
-            alike = groups.setdefault(_ways_alike(way), [])
+            alike = groups.setdefault((node in backward, _ways_alike(way)), [])
             if alike and way[0].args[0] < _first_reader(alike[-1]):
                 alike[-1].append(way)
             else:

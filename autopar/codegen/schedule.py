@@ -340,15 +340,14 @@ def reduce_beside(half: Half) -> None:
         if kind is None:
             continue
         is_bucket = isinstance(node.args[0], (list, tuple))
-        results = walks.parts(node) if is_bucket else [node]
+        results = sorted(walks.parts(node), key=lambda r: r.args[1]) if is_bucket else [node]
         if not _leads_only_to(results, end):  # what the step itself reads is waited for where it is
             continue
         if under_way is not None:
             under_way.finish(graph, node)
-        begun = _begin_reduction(graph, kind, node, is_bucket)
+        begun = _begin_reduction(graph, kind, node, results if is_bucket else None)
         first = min(u for r in results for u in r.users)
         if is_bucket:
-            results = sorted(results, key=lambda r: r.args[1])
             for r in results:  # they read what has begun, until it is finished
                 r.replace_input_with(node, begun)
             graph.erase_node(node)
@@ -370,11 +369,16 @@ class _UnderWay:
         _finish_before(graph, self.begun, self.results, min(place, self.reader))
 
 
-def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, is_bucket: bool) -> fx.Node:
-    """Begin a reduction where it stands, as a message of one tensor or of several."""
+def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, read: list[fx.Node] | None) -> fx.Node:
+    """Begin a reduction where it stands, as a message of one tensor, or of those of a bucket that are `read`.
+
+    While gradients wait, some of a bucket may be read before they are reduced.
+    """
     tensors, axis, *numbers = node.args
     with graph.inserting_before(node):
-        if is_bucket:
+        if read is not None:
+            places = [r.args[1] for r in read]
+            tensors, *numbers = ([given[i] for i in places] for given in (tensors, *numbers))
             return _begin(graph, kind, tensors, axis, *numbers)
         return _begin(graph, kind, [tensors], axis, *(numbers_of([node]) if numbers else ()))
 

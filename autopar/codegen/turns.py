@@ -123,4 +123,3 @@ def seed_of(parts: Parts) -> int:
     """The result of a turn that gradients go back through."""
     ends = parts.turn.fx.output_node().args[0]
     return len(ends) - len(parts.crossing) + parts.seed
-

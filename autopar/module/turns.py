@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from autopar.codegen.lower import Lowered
+from autopar.graph.graph import info
 from autopar.module.runner import Halves, Runner, Setup, tangents_of
+from autopar.module.storage import dtensor_of
 from autopar.module.waiting import Waiting
 from autopar.runtime.collectives import TIME, Turns
+from autopar.sharding.placement import R, Sharding
 
 
 def runner_of(lowered: Lowered, setup: Setup, waiting: Waiting) -> Runner:
@@ -38,14 +41,16 @@ class InTurns(Runner):
         self.end = Halves(ending.joint, self.axes, setup.how.backend)
         self.outputs, self.differentiable = len(ending.results), self._differentiable()
         both = lowered.program.outputs, ending.program.outputs
-        self.shardings = tuple(both[is_last][place] for is_last, place in ending.results)
+        self.parts = tuple(both[is_last][place] for is_last, place in ending.results)
+        self.rows_out = dict(lowered.graph.rows_out)
+        count = len(self.graph.output_names)
+        self.written = [at for is_last, at in ending.results[count:] if not is_last]  # new values of buffers
+        replicated = Sharding((R,) * setup.mesh.ndim)
+        named = zip(self.graph.result_names, self.parts, strict=True)
+        self.shardings = tuple(replicated if name in self.rows_out else lies for name, lies in named)
         self.tangents = tangents_of(ending.joint)
         self.primals.kept = []  # forward has done with them
-        names = list(lowered.program.inputs)
-        keys = [k for k in lowered.graph.inputs]
-        self.in_turns = [k in lowered.graph.in_turns for k in keys]
-        assert len(names) == len(keys)
-        self.rows_out = dict(lowered.graph.rows_out)
+        self.in_turns = [name in lowered.graph.in_turns for name in lowered.graph.inputs]
 
     def _axes(self) -> dict[str, Any]:
         return {**super()._axes(), TIME: self.turns}
@@ -66,6 +71,8 @@ class InTurns(Runner):
             results = list(self.halves.forward(*mine))
             outputs, saved = results[: self.joint.outputs], results[self.joint.outputs :]
             del results, mine
+            for at in self.written:  # backward, which recomputes, moves statistics once more in the same memory
+                outputs[at] = outputs[at].clone()
             left.append(outputs)
             saved.append(torch.ones_like(outputs[self.joint.differentiable[0]]))
             self._add(totals, list(self.halves.half("hold", (True,))(saved)))
@@ -102,11 +109,18 @@ class InTurns(Runner):
             if is_last:
                 outputs.append(last[at])
             elif name in self.rows_out:
-                outputs.append(torch.cat([o[at] for o in left], self.rows_out[name]))
+                outputs.append(torch.cat([self._whole(place, o[at]) for o in left], self.rows_out[name]))
             else:
                 outputs.append(left[-1][at])
         present = [total for total in totals if total is not None]
         return [*outputs, *last[ending.joint.outputs :], *present]
+
+    def _whole(self, place: int, output: Tensor) -> Tensor:
+        """The rows of a turn in an output that is kept, from the parts that devices have."""
+        if all(p.is_replicated for p in self.parts[place].placements):
+            return output
+        shape = info(self.graph.output).outputs[place].shape
+        return dtensor_of(output, self.setup.mesh, self.parts[place], shape).full_tensor()
 
     def gradients(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
         """What turns have added up, times the gradient that goes back through the ending."""

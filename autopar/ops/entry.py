@@ -172,6 +172,7 @@ class Facts:
     one_dtype: bool = False  # its operands are all of one dtype
     # of a product: the operand whose gradient backward makes last, when nothing reads that operand any more
     last: str | Callable[[OpCall], str] = ""
+    one_gradient: bool = False  # its gradient is the same number on every device: never one of parts
     loss: bool = False  # it has a reduction, which the graph takes out
     joint: bool = False  # one kernel gives the gradients of all of its operands, where a product has one for each
     spreads: bool = False  # the gradient of an operand that is broadcast is a sum of its own

@@ -22,6 +22,11 @@ def turn(input: Tensor, dim: int, turns: int) -> Tensor:
     return input.narrow(dim, 0, input.shape[dim] // turns).clone()
 
 
+def once(input: Tensor, turns: int) -> Tensor:
+    """The value in the first turn; zeros in the others."""
+    return input.clone()
+
+
 def total(input: Tensor) -> Tensor:
     """The sum over turns, of one turn."""
     return input.clone()
@@ -40,5 +45,11 @@ def rows_now(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     return forms.rows_of_turn, {**kwargs, "rows": call.outputs[0].shape[kwargs["dim"]]}
 
 
+def in_first_turn(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
+    """The value, or zeros, as the turn that runs says."""
+    return forms.value_of_first_turn, kwargs
+
+
 op("turn", turn, "input:T, dim, turns", rule=rows_of_a_turn, form=rows_now, keeps="")
-op("total", total, "input:T", rule="... -> ...", linear="x", keeps="")
+op("once", once, "input:T, turns", rule="... -> ...", linear="x", form=in_first_turn, keeps="")
+op("total", total, "input:T", rule="... -> ...", linear="x", one_gradient=True, keeps="")

@@ -413,6 +413,12 @@ def rows_of_turn(input: Tensor, dim: int, turns: int, rows: int) -> Tensor:
     return input.index_select(dim, places + start_of(places, ((TIME, turns * rows),)))
 
 
+def value_of_first_turn(input: Tensor, turns: int) -> Tensor:
+    """The value in the first turn, zeros in the others: what they add up to is the value."""
+    turn = start_of(input, ((TIME, turns),))
+    return torch.where(turn == 0, input, torch.zeros((), dtype=input.dtype, device=input.device))
+
+
 def attention_by_position(
     query: Tensor,
     key: Tensor,

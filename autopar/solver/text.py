@@ -146,8 +146,8 @@ def _head(plan: Plan) -> list[str]:
     made = ", compiled" if plan.compiled else ""
     batches = f" ({plan.accumulation} micro-batches)" if plan.accumulation > 1 else ""
     if plan.microbatches > 1:
-        calls = f"{plan.accumulation} calls, each in " if plan.accumulation > 1 else ""
-        batches = f" ({calls}{plan.microbatches} micro-batches)"
+        calls = f"{plan.accumulation} calls, each " if plan.accumulation > 1 else ""
+        batches = f" ({calls}in {plan.microbatches} micro-batches)"
     has_budget = math.isfinite(plan.budget)
     within, of_budget = (" within the budget", f", of {_size(plan.budget)}") if has_budget else ("", "")
     kinds = sorted(plan.memory.items(), key=lambda pair: -pair[1])

@@ -14,6 +14,7 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, info, op_name, type_of, typed
+from autopar.ops.entry import facts_of
 from autopar.sharding.placement import R, Sharding, flow, largest_local_shape
 from autopar.sharding.strategies import (
     Choice,
@@ -187,7 +188,10 @@ class SiteBuilder:
         gives = [t.requires_grad for t in about.outputs]
         if binding:
             wants = [hasattr(n, "meta") and type_of(n).requires_grad for n in node.target.operands(node.kwargs)]
-            choices = self._cross(strategies_on_one_axis(binding, wants, gives, blocks), binding.sizes)
+            legal = strategies_on_one_axis(binding, wants, gives, blocks)
+            if facts_of(name).one_gradient:
+                legal = tuple(s for s in legal if all(f.gradient == R for f in s.outputs))
+            choices = self._cross(legal, binding.sizes)
         else:  # nobody has proven anything of it: every device computes the whole
             choices = self._cross(replicated(len(types), [t.requires_grad for t in types], gives), {})
         chosen = Chosen(node, binding, choices, self.bindings.tensors[node])

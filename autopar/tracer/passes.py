@@ -33,13 +33,15 @@ _IDLE = (
     "cat",
     "contiguous",
     "clone",
+    "add",
 )
 
 
 def no_ops_leave(graph: Graph) -> None:
     """Ops that change nothing leave.
 
-    Dropout that drops nothing, a view to the same shape, a cast to the same dtype, a full slice.
+    Dropout that drops nothing, a view to the same shape, a cast to the same dtype, a full slice, nothing that is added,
+    as where Python's sum begins with 0.
 
     before    y = dropout(x, p=0.0);  z = view(y, [4, 16])         # y is f32[4, 16]
     after     z = x
@@ -57,6 +59,8 @@ def _unchanged(node: fx.Node) -> Any:
     name, given = op_name(node), node.kwargs.get("input")
     if name == "cat":
         given = _only_part(node)
+    elif name == "add":
+        given = _added_to_nothing(node)
     elif name == "clone" and any(u.op == "output" for u in node.users):  # a snapshot is not the thing itself
         return None
     elif "dropout" in name and _drops_all(node):  # nothing is drawn, and nothing is left
@@ -66,6 +70,15 @@ def _unchanged(node: fx.Node) -> Any:
     if given is None or (type_of(given).requires_grad and not type_of(node).requires_grad):  # under no_grad
         return None
     return given
+
+
+def _added_to_nothing(node: fx.Node) -> Any:
+    """The operand of an addition whose other one is the number 0; None where there is none of the result's type."""
+    one, other = node.kwargs["input"], node.kwargs["other"]
+    if not isinstance(one, fx.Node):
+        one, other = other, one
+    is_nothing = isinstance(other, (int, float)) and other == 0
+    return one if is_nothing and isinstance(one, fx.Node) and _are_alike(type_of(one), type_of(node)) else None
 
 
 def _only_part(node: fx.Node) -> Any:

@@ -1,6 +1,6 @@
 """The graph of one micro-batch: the batch of a call passes in turns through one program.
 
-    before    x: f32[8, 64] = input x;            h = linear(x, w);  e = mse_loss(h, y);  s = sum(e);  loss = div(s, 512)
+    before    x: f32[8, 64] = input x;  h = linear(x, w);  e = mse_loss(h, y);  s = sum(e);  loss = div(s, 512)
     after     x: f32[2, 64] = input x             # of every turn its rows
               h = linear(x, w);  e = mse_loss(h, y);  s = sum(e);  loss = total(div(s, 512))
 
@@ -27,14 +27,16 @@ from autopar.letters import NotServed
 from autopar.ops.entry import OPS, SHAPE, SIZES
 from autopar.ops.local import Here, OpCall, local_output
 from autopar.passes import run_passes
+from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.placement import Flow, R, S, flow
+from autopar.sharding.placement import Flow, P, Placement, R, S, flow
 from autopar.sharding.strategies import Choice, Strategy
 from autopar.space.bindings import Bindings
 from autopar.tracer.passes import drop_dead, one_name_per_fan_out
-from autopar.turns.time_axis import TIME, WHOLE, OneTurn, OnTime, strategy_in_turns
+from autopar.turns.time_axis import WHOLE, OneTurn, OnTime, strategy_in_turns
 
 _EVERYWHERE = flow(R)  # of what has no gradient: every turn has all of it
+_WHOLE = ":whole"  # behind the name of a value of which a turn also has all
 _AS_A_BATCH = "microbatches=1, and accumulation= of calls with fewer rows"
 
 
@@ -78,7 +80,7 @@ class _MicroBatch:
         self.bindings = Bindings.of(graph, strict=False)
         self.fx = fx.Graph()
         self.values: dict[fx.Node, _Value] = {}
-        self.sliced: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.taken: dict[tuple[fx.Node, Placement], fx.Node] = {}  # shares of whole values
         self.flows: dict[fx.Node, tuple[Flow, ...]] = {}  # of ops with several results
 
     def run(self) -> Graph:
@@ -125,7 +127,7 @@ class _MicroBatch:
             return
         turn = self._copy(node, replace(type_, shape=(self.rows // self.turns, *type_.shape[1:])))
         whole = self.fx.create_node("placeholder", str(node.target), name=f"{node.name}_whole")
-        whole.meta["info"] = replace(about, key=f"{about.key}:whole")
+        whole.meta["info"] = replace(about, key=f"{about.key}{_WHOLE}")
         self.values[node] = _Value(OnTime(flow(S(0)), True), turn, whole)
 
     def _copy(self, node: fx.Node, type_: TensorType | None = None) -> fx.Node:
@@ -176,15 +178,13 @@ class _MicroBatch:
             for marker, local in ((SHAPE, local_output), (SIZES, _local_sizes)):
                 if (name := node.target.local(marker)) is not None:
                     kwargs[name] = local(here, call)
-            outputs = tuple(
-                replace(t, shape=local_output(here, call, i)) for i, t in enumerate(outputs)
-            )
+            outputs = tuple(replace(t, shape=local_output(here, call, i)) for i, t in enumerate(outputs))
             if random >= 0:
                 in_time = (repr(strategy), self.turns)
         turn = iter(taken)
         arguments = fx.map_arg(kwargs, lambda n: next(turn))
         made = self.fx.create_node("call_function", node.target, (), dict(arguments), name=node.name)
-        key = about.key if strategy is not None else fresh_key(self.fx, f"{about.key}:whole")
+        key = about.key if strategy is not None else fresh_key(self.fx, f"{about.key}{_WHOLE}")
         made.meta["info"] = replace(about, key=key, outputs=outputs, in_time=in_time)
         return made
 
@@ -197,29 +197,24 @@ class _MicroBatch:
         assert whole is not None
         if wanted.value == R:
             return whole
-        key = (whole, wanted.value.dim)
-        if key not in self.sliced:
-            self.sliced[key] = self._slice(whole, wanted.value.dim)
-        return self.sliced[key]
+        key = (whole, wanted.value)
+        if key not in self.taken:
+            self.taken[key] = self._share(whole, wanted.value)
+        return self.taken[key]
 
-    def _slice(self, whole: fx.Node, dim: int) -> fx.Node:
-        """The rows of a turn of a whole value, right behind it."""
-        about = info(whole)
-        shape = tuple(n // self.turns if d == dim else n for d, n in enumerate(type_of(whole).shape))
-        made = self.fx.create_node(
-            "call_function",
-            OPS["turn"],
-            (),
-            {"input": whole, "dim": dim, "turns": self.turns},
-            name=f"{whole.name}_turn",
-        )
-        made.meta["info"] = Info(
-            fresh_key(self.fx, f"{about.module}/turn"),
-            "op",
-            (replace(type_of(whole), shape=shape),),
-            about.module,
-            about.source,
-        )
+    def _share(self, whole: fx.Node, wanted: Placement) -> fx.Node:
+        """The share of a turn of a whole value: its rows, or its part of the sum."""
+        about, type_ = info(whole), type_of(whole)
+        if wanted.is_partial:
+            return self._emitted("once", whole, about, type_, turns=self.turns)
+        shape = tuple(n // self.turns if d == wanted.dim else n for d, n in enumerate(type_.shape))
+        return self._emitted("turn", whole, about, replace(type_, shape=shape), dim=wanted.dim, turns=self.turns)
+
+    def _emitted(self, name: str, of: fx.Node, about: Info, type_: TensorType, **arguments: Any) -> fx.Node:
+        """An op on the axis of time, of one value, in that value's module."""
+        made = self.fx.create_node("call_function", OPS[name], (), {"input": of, **arguments}, name=f"{of.name}_{name}")
+        key = fresh_key(self.fx, f"{about.module}/{name}")
+        made.meta["info"] = Info(key, "op", (type_,), about.module, about.source)
         return made
 
     def _part(self, node: fx.Node) -> None:
@@ -233,7 +228,7 @@ class _MicroBatch:
             return
         whole = made if value.whole is value.turn else None
         if value.whole is not None and whole is None:
-            whole = self._taking(node, value.whole, ":whole")
+            whole = self._taking(node, value.whole, _WHOLE)
         flows = self.flows[producer]
         self.values[node] = _Value(OnTime(flows[int(str(place))], value.lies.of_inputs), made, whole)
 
@@ -275,19 +270,16 @@ class _MicroBatch:
         )
 
     def _total(self, node: fx.Node) -> fx.Node:
-        about = info(node)
-        made = self.fx.create_node("call_function", OPS["total"], (), {"input": node}, name=f"{node.name}_total")
-        made.meta["info"] = Info(
-            fresh_key(self.fx, f"{about.module}/total"), "op", about.outputs, about.module, about.source
-        )
-        return made
+        return self._emitted("total", node, info(node), type_of(node))
 
     # -- outputs
 
     def _ended(self) -> Graph:
         """The graph with the outputs that leave a micro-batch, or are there after the last."""
         graph = self.graph
-        results, names, types = [], [], []
+        results: list[fx.Node] = []
+        names: list[str] = []
+        types: list[TensorType] = []
         rows_out: list[tuple[str, int]] = []
         leaves: dict[int, Any] = {}
         count = len(graph.output_names)
@@ -305,9 +297,9 @@ class _MicroBatch:
                 types.append(info(graph.output).outputs[i])
                 continue
             node = value.turn
-            if type_of(source).requires_grad and value.lies.flow == WHOLE:
-                raise NotServed(f"the output {name} depends on no row of a batch", advice=_AS_A_BATCH)
-            if value.lies.is_added and not value.is_after:
+            if i in graph.differentiable and value.lies.flow == WHOLE:  # of no row
+                node = self._total(self._taken(source, flow(P())))
+            elif value.lies.is_added and not value.is_after:
                 node = self._added_up(source, graph.output)
             elif value.lies.is_cut:
                 if not self.keeps_outputs:
@@ -329,10 +321,16 @@ class _MicroBatch:
             turns=self.turns,
             rows_out=tuple(rows_out),
         )
-        for node in [n for n in self.fx.nodes if n.op == "placeholder" and not n.users]:
-            if info(node).key.endswith(":whole"):
-                self.fx.erase_node(node)
+        self._drop_what_is_whole_in_vain()
         return replace(made, in_turns=self._in_turns())
+
+    def _drop_what_is_whole_in_vain(self) -> None:
+        """Whole values that nobody asked for leave, draws among them: their rows are drawn."""
+        for node in reversed(list(self.fx.nodes)):
+            is_unread = not node.users and node.op != "output"
+            is_again = node.op == "call_function" or info(node).key.endswith(_WHOLE)
+            if is_unread and is_again and (info(node).random < 0 or info(node).key.endswith(_WHOLE)):
+                self.fx.erase_node(node)
 
     def _check_totals(self) -> None:
         """Raise a letter where gradients go through more than one of the numbers that turns add up."""

@@ -21,7 +21,7 @@ from autopar.ops.entry import facts_of
 from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
-from autopar.sharding.placement import Flow, P, R, S, Sharding, flow
+from autopar.sharding.placement import Flow, P, R, Sharding, flow
 from autopar.sharding.strategies import Choice, Strategy, replicated, strategies_on_one_axis, values
 
 WHOLE, ADDED = Flow(R, P()), flow(P())  # there the whole while, with a gradient that is added up; added up
@@ -64,8 +64,9 @@ def strategy_in_turns(
 ) -> Strategy | None:
     """The strategy by which an op runs in turns on operands that lie so; None where it can on none.
 
-    What is whole in every turn may be taken as rows of it, and what is made of inputs alone in any placement. Best is
-    where the result is cut as an operand is, or in the rows of the batch; then where the fewest lie otherwise.
+    What is whole in every turn may be taken as rows of it, or as a number that one turn adds to a sum; what is made of
+    inputs alone may be taken in any placement. Best is where the result is cut as an operand is, or in the rows of the
+    batch; then where the fewest lie otherwise.
     """
     of_inputs = all(g.of_inputs for g in given) and not any(t.requires_grad for t in info(node).outputs)
     should_be_cut = any(g.is_cut for g in given) or (of_inputs and info(node).outputs[0].shape[:1] == (rows,))
@@ -94,8 +95,7 @@ def _changes(strategy: Strategy, given: Sequence[OnTime], operands: Sequence[fx.
     for taken, lies, node in zip(strategy.operands, given, operands, strict=True):
         if taken.value == lies.flow.value and (taken.gradient == lies.flow.gradient or not type_of(node).requires_grad):
             continue
-        is_there = lies.of_inputs or lies.flow.value == R
-        if not is_there or taken.value.is_partial:
+        if not lies.of_inputs and lies.flow.value != R:
             return None
         if taken.value == R and not lies.of_inputs:  # with another gradient
             return None
@@ -108,7 +108,7 @@ def _changes(strategy: Strategy, given: Sequence[OnTime], operands: Sequence[fx.
 def _adds_up(strategy: Strategy, outputs: Sequence[TensorType]) -> bool:
     """Are the gradients of whole results added up? A turn has no more than its part of them."""
     return all(
-        f.gradient.is_partial or not f.value == R or not t.requires_grad
+        f.gradient.is_partial or f.value != R or not t.requires_grad
         for f, t in zip(strategy.outputs, outputs, strict=True)
     )
 

@@ -15,6 +15,7 @@ from autopar import DeviceMesh
 from autopar.codegen import joint
 from autopar.testing import Equality, Unequal, on_threads
 from autopar.tracer import ColoTracer
+from autopar.turns import in_micro_batches
 from tests.fuzz.modules import Drawn
 from tests.oracle import ByPosition
 from tests.random_plans import random_plan_of, with_random_states
@@ -60,10 +61,11 @@ def descend(parameters, rate):
             here.add_(there, alpha=-rate)
 
 
-def fuzz(seed: int, of_all: bool = False, limit_s: float = 60.0) -> Drawn:
+def fuzz(seed: int, of_all: bool = False, limit_s: float = 60.0, in_turns: bool = False) -> Drawn:
     """Raises Unequal where the parallel module is not what eager is.
 
-    With `of_all`, steps are drawn from all of torch. Ranks that have not ended after the limit hang.
+    With `of_all`, steps are drawn from all of torch; with `in_turns` the batch passes in micro-batches, or a letter
+    says that it cannot. Ranks that have not ended after the limit hang.
     """
     model = Drawn(seed, of_all)
     rng = np.random.default_rng(seed)
@@ -72,17 +74,22 @@ def fuzz(seed: int, of_all: bool = False, limit_s: float = 60.0) -> Drawn:
     alone = Drawn(seed, of_all)  # made before draws go by position
     with ByPosition(SEED) as numbers:
         expected = two_steps(alone, model.batch, accumulates, numbers.next_step)
-    plan = with_random_states(random_plan_of(ColoTracer().trace(model, model.batch), mesh, rng), rng)
+    graph = ColoTracer().trace(model, model.batch)
+    if in_turns:
+        rows = len(model.batch["x"])
+        graph = in_micro_batches(graph, int(rng.choice([n for n in range(2, rows + 1) if rows % n == 0])), True)
+    plan = with_random_states(random_plan_of(graph, mesh, rng), rng)
 
     made = [Drawn(seed, of_all) for _ in range(mesh.size)]
 
     def body(rank):
-        mine = autopar.autoparallelize(made[rank], model.batch, plan=plan)
+        mine = autopar.autoparallelize(made[rank], model.batch, plan=plan, outputs="full" if in_turns else "auto")
         mine.random_state.seed = SEED
         return two_steps(mine, model.batch, accumulates)
 
     results = on_threads(mesh.size, body, timeout_s=limit_s)
-    case = f"seed {seed} on {mesh}: {', '.join([*model.names, *model.called])}"
+    turns = f" in {graph.turns} turns" if in_turns else ""
+    case = f"seed {seed}{turns} on {mesh}: {', '.join([*model.names, *model.called])}"
     for rank, result in enumerate(results):
         Equality.in_float64(f"{case}, rank {rank}", result, expected, 1e-9).check()
         if drifting := [name for name in result if not torch.equal(result[name], results[0][name])]:

@@ -1,0 +1,408 @@
+"""A batch that passes in micro-batches inside one call: losses, gradients and dropout are those of the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import autopar
+from autopar import DeviceMesh, Plan
+from autopar.codegen import joint
+from autopar.graph.graph import Graph
+from autopar.graph.kept import NotKept
+from autopar.letters import Infeasible, NotServed
+from autopar.module.turns import InTurns
+from autopar.testing import Equality, Unequal, on_processes, on_threads
+from autopar.tracer import ColoTracer
+from autopar.turns import in_micro_batches
+from tests import language
+from tests.fuzz.trial import fuzz
+from tests.models import eager_links, mlp_case
+from tests.oracle import ByPosition, InFloat64
+from tests.training import whole
+
+SEED = 97531
+ROWS, LENGTH = 8, 16
+
+
+def words(vocabulary):
+    """Tokens, of which rows have targets in unequal numbers."""
+    batch = language.drawn(ROWS, LENGTH, vocabulary)
+    labels = batch["labels"].clone()
+    for row in range(ROWS):
+        labels[row, : 2 * row] = -100
+    return {"input_ids": batch["input_ids"], "labels": labels}
+
+
+def pictures():
+    return {"pixel_values": torch.randn(ROWS, 3, 32, 32), "labels": torch.arange(ROWS) % 4}
+
+
+def t5():
+    config = transformers.T5Config(
+        vocab_size=128,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.1,
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config).train()
+
+
+def vit(dropout=0.1):
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=8,
+        num_labels=4,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return transformers.ViTForImageClassification(config).train()
+
+
+def convnext():
+    config = transformers.ConvNextConfig(hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], num_labels=4)
+    return transformers.ConvNextForImageClassification(config).train()
+
+
+MODELS = {
+    "gpt2": (functools.partial(language.gpt2, vocabulary=128), lambda: words(128)),
+    "llama": (language.llama, lambda: words(256)),
+    "bert": (language.bert, lambda: words(256)),
+    "t5": (t5, lambda: words(128)),
+    "vit": (vit, pictures),
+    "convnext": (convnext, pictures),
+}
+
+
+@functools.cache
+def case(name):
+    torch.manual_seed(0)
+    make, batch = MODELS[name]
+    return make().double(), {k: v.double() if v.is_floating_point() else v for k, v in batch().items()}
+
+
+def values(model, batch, calls=2, next_step=lambda: None):
+    """Losses of some calls and the gradients of the last, under which none is added to another."""
+    found = {}
+    for call in range(calls):
+        model.zero_grad()
+        next_step()
+        loss = model(**batch).loss
+        loss.backward()
+        found[f"loss.{call}"] = loss.detach()
+    parameters = model.named_parameters()
+    # the gradient of a bias of keys is nothing but rounding
+    return found | {n: whole(p.grad) for n, p in parameters if p.grad is not None and "k_proj.bias" not in n}
+
+
+@functools.cache
+def eager(name):
+    model, batch = case(name)
+    with InFloat64(), ByPosition(SEED) as numbers:
+        return values(copy.deepcopy(model), batch, next_step=numbers.next_step)
+
+
+def in_turns(rank, name, turns, mesh, **how):
+    """What the parallel model gives on this rank."""
+    model, batch = case(name)
+    with InFloat64():
+        mine = autopar.autoparallelize(
+            copy.deepcopy(model), batch, mesh=mesh, cluster=eager_links(), microbatches=turns, **how
+        )
+        mine.random_state.seed = SEED
+        assert mine.plan.microbatches == turns
+        return values(mine, batch)
+
+
+def check(what, results, name):
+    expected = {n: t for n, t in eager(name).items() if "attn.bias" not in n}
+    for result in results:
+        Equality.in_float64(what, {n: t for n, t in result.items() if n in expected}, expected, 1e-9).check()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("turns, mesh", [(2, (1,)), (8, (1,)), (4, (2, 2))], ids=str)
+def test_a_model_in_micro_batches_is_the_model(name, turns, mesh):
+    mesh = DeviceMesh(mesh)
+    if mesh.size > 1 and name in ("t5", "convnext"):
+        mesh = DeviceMesh((2,))
+    case(name)  # made once, before there are threads
+    results = on_threads(mesh.size, lambda rank: in_turns(rank, name, turns, mesh))
+    check(f"{name} in {turns} on {mesh}", results, name)
+
+
+@pytest.mark.parametrize(
+    "parallel, mesh", [("zero3", (4,)), ("megatron", (2,)), ({"tensor": 2, "data": 2}, (2, 2))], ids=str
+)
+def test_experts_plans_run_in_micro_batches(parallel, mesh):
+    mesh = DeviceMesh(mesh, ("dp", "tp")[: len(mesh)])
+    body = functools.partial(in_turns, name="gpt2", turns=2, mesh=mesh, parallel=parallel)
+    check(f"{parallel}", on_threads(mesh.size, body), "gpt2")
+
+
+@pytest.mark.machines
+def test_gloo_ranks_run_in_micro_batches():
+    body = functools.partial(in_turns, name="llama", turns=4, mesh=DeviceMesh((2,)), parallel="zero3")
+    check("llama on processes", on_processes(2, body), "llama")
+
+
+def test_micro_batches_recompute():
+    """Under less than a plan in two turns holds."""
+    torch.manual_seed(0)
+    model, batch = language.gpt2(layers=4, vocabulary=64).double(), language.drawn(ROWS, 64, 64)
+    ask = functools.partial(autopar.plan, model, batch, mesh=(1,), cluster=eager_links(), microbatches=2)
+    with InFloat64():
+        budget = int(0.8 * ask().peak_bytes)
+        plan = ask(memory_budget=budget)
+        assert plan.recomputed and plan.peak_bytes <= budget
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=Plan.from_dict(plan.to_dict()))
+        mine.random_state.seed = SEED
+        found = values(mine, batch)
+        with ByPosition(SEED) as numbers:
+            expected = values(copy.deepcopy(model), batch, next_step=numbers.next_step)
+    Equality.in_float64("GPT-2 that recomputes", found, expected, 1e-9).check()
+
+
+class Draws(nn.Module):
+    """The dropped value itself is an output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6).double()
+
+    def forward(self, x):
+        dropped = nn.functional.dropout(self.layer(x), 0.5)
+        noise = torch.rand_like(x)
+        return {"loss": (dropped * noise).sum(), "dropped": dropped, "noise": noise}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_micro_batch_draws_what_its_rows_draw_in_the_batch(ranks):
+    torch.manual_seed(0)
+    model, batch = Draws(), {"x": torch.randn(8, 6).double()}
+
+    def body(rank, turns):
+        mine = autopar.autoparallelize(
+            copy.deepcopy(model), batch, mesh=ranks, parallel="dp", microbatches=turns, outputs="full"
+        )
+        mine.random_state.seed = SEED
+        found = mine(**batch)
+        return {"kept": whole(found["dropped"]).detach() != 0, "noise": whole(found["noise"])}
+
+    one = on_threads(ranks, lambda rank: body(rank, 1))[0]
+    for turns in (2, 4, 8)[: 4 - ranks]:
+        for found in on_threads(ranks, lambda rank, turns=turns: body(rank, turns)):
+            assert all(torch.equal(found[name], one[name]) for name in one)
+
+
+def test_what_looks_at_all_rows_is_a_letter():
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=4
+    )
+    resnet = transformers.ResNetForImageClassification(config).train()
+    with pytest.raises(NotServed, match="batch_norm_updating looks at all rows") as letter:
+        autopar.plan(resnet, pictures(), mesh=(1,), microbatches=2)
+    assert "modeling_resnet.py" in letter.value.at
+    autopar.plan(resnet.eval(), pictures(), mesh=(1,), microbatches=2)  # its statistics stand still
+
+
+def test_a_contrastive_loss_is_a_letter():
+    class Contrastive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(6, 4), nn.Linear(6, 4)
+
+        def forward(self, x, y):
+            similar = self.left(x) @ self.right(y).T
+            return nn.functional.cross_entropy(similar, torch.arange(len(x)))
+
+    with pytest.raises(NotServed, match="looks at all rows of a batch") as letter:
+        autopar.plan(Contrastive(), {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}, mesh=(1,), microbatches=2)
+    assert "test_micro_batches.py" in letter.value.at
+
+
+def test_micro_batches_have_to_share_the_rows():
+    model, batch = mlp_case()
+    with pytest.raises(NotServed, match="do not share the 8 rows"):
+        autopar.plan(model, batch, mesh=(1,), microbatches=3)
+    with pytest.raises(NotServed, match="no number of micro-batches"):
+        autopar.plan(model, batch, mesh=(1,), microbatches=0)
+
+
+def test_a_budget_asks_for_micro_batches():
+    """As many as it has room for, and a letter where even one row does not fit."""
+    model, batch = case("llama")
+    ask = functools.partial(autopar.plan, model, batch, mesh=(1,), cluster=eager_links(), recompute="none")
+    free = ask()
+    two = ask(microbatches=2)
+    assert free.microbatches == 1 and two.peak_bytes < free.peak_bytes
+    found = ask(memory_budget=two.peak_bytes)
+    assert (found.microbatches, found.peak_bytes) == (2, two.peak_bytes)
+    assert "in 2 micro-batches" in str(found)
+    with pytest.raises(Infeasible):
+        ask(memory_budget=2**16)
+
+
+def test_outputs_of_a_step_are_kept_where_they_are_asked_for():
+    model, batch = case("gpt2")
+    still = copy.deepcopy(model).eval()
+    expected = still(**batch).logits
+    mine = autopar.autoparallelize(copy.deepcopy(still), batch, mesh=(1,), microbatches=4, outputs="full")
+    torch.testing.assert_close(mine(**batch).logits, expected)
+    mine = autopar.autoparallelize(copy.deepcopy(still), batch, mesh=(1,), microbatches=4)
+    logits = mine(**batch).logits
+    assert isinstance(logits, NotKept) and "logits" in repr(logits)
+    with pytest.raises(NotServed, match='outputs="full"'):
+        logits.argmax(-1)
+    with torch.no_grad():  # evaluation is whole
+        torch.testing.assert_close(mine(**batch).logits, expected)
+    with pytest.raises(NotServed, match="one loss"):
+        autopar.plan(model, batch, mesh=(1,), microbatches=4, outputs=("logits",))
+
+
+def test_another_batch_passes_in_as_many_turns_as_share_it():
+    model, batch = case("gpt2")
+    with InFloat64():
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=(1,), microbatches=4)
+    few = {name: value[:6] for name, value in batch.items()}
+    reference = copy.deepcopy(model)
+    mine.random_state.load_state_dict({"seed": SEED, "step": 0})
+    with InFloat64(), ByPosition(SEED) as numbers:
+        expected = values(reference, few, 1, numbers.next_step)
+    with InFloat64():
+        found = values(mine, few, 1)
+    Equality.in_float64("six rows", found, {n: t for n, t in expected.items() if n in found}, 1e-9).check()
+    assert mine._autopar.last.lowered.plan.microbatches == 2
+
+
+def test_gradients_of_calls_in_micro_batches_wait():
+    """`no_sync` around a call whose batch passes in turns."""
+    model, batch = mlp_case()
+    reference = copy.deepcopy(model)
+    for _ in range(2):
+        reference(**batch).backward()
+    expected = {n: p.grad for n, p in reference.named_parameters()}
+
+    def body(rank):
+        mine = autopar.autoparallelize(
+            copy.deepcopy(model), batch, mesh=2, parallel="zero2", accumulation=2, microbatches=2
+        )
+        with mine.no_sync():
+            mine(**batch).backward()
+        assert all(p.grad is None for p in mine.parameters())
+        mine(**batch).backward()
+        return {n: whole(p.grad) for n, p in mine.named_parameters()}
+
+    for found in on_threads(2, body):
+        Equality.in_float64("two calls", found, expected, 1e-9).check()
+
+
+def test_a_graph_of_a_micro_batch_is_written_and_read():
+    model, batch = case("gpt2")
+    graph = in_micro_batches(ColoTracer().trace(model, batch), 4, False)
+    assert Graph.from_json(graph.to_json()) == graph
+    plan = autopar.plan(model, batch, mesh=(1,), microbatches=4)
+    assert plan.digest == graph.digest
+    again = Plan.from_dict(plan.to_dict())
+    again.validate(model, batch)
+    assert again.microbatches == 4
+
+
+def test_turns_share_one_program():
+    """However many there are, as many programs are traced: one of a turn, one of the ending."""
+    model, batch = case("gpt2")
+    counts = {}
+    for turns in (2, 8):
+        joint.LOWERED.clear()
+        autopar.autoparallelize(copy.deepcopy(model), batch, mesh=(1,), microbatches=turns)
+        counts[turns] = len(joint.LOWERED.known)
+    assert counts == {2: 2, 8: 2}
+
+
+SEEDS = 24
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 6))
+@pytest.mark.filterwarnings("ignore")
+def test_random_modules_in_micro_batches_compute_the_same(first):
+    """Or a letter says what looks at all rows."""
+    assert sum(_is_served(seed) for seed in range(first, first + 6)) > 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(SEEDS, 200, 11))
+@pytest.mark.filterwarnings("ignore")
+def test_two_hundred_random_modules_in_micro_batches_compute_the_same(first):
+    for seed in range(first, first + 11):
+        _is_served(seed)
+
+
+def _is_served(seed):
+    try:
+        fuzz(seed, in_turns=True)
+    except NotServed:
+        return False
+    return True
+
+
+# -- broken compilers
+
+
+def _means_of_means(patch):
+    """A turn counts its own targets, as if all turns had as many."""
+    rows = InTurns._rows
+
+    def own(self, primal, place):
+        is_whole = place < len(self.in_turns) and not self.in_turns[place]
+        if not is_whole:
+            return rows(self, primal, place)
+        return primal.chunk(self.turns.size)[self.turns.index].repeat(self.turns.size, 1)
+
+    patch.setattr(InTurns, "_rows", own)
+
+
+def _bits_by_turn(patch):
+    """Every turn draws for the rows of the first."""
+    patch.setattr(InTurns, "_axes", lambda self: {**super(InTurns, self)._axes(), "time": _first()})
+
+
+def _first():
+    class First:
+        name, size, index = "time", 4, 0
+
+    return First()
+
+
+def _scaled_twice(patch):
+    gradients = InTurns.gradients
+
+    def twice(self, given, arrived, waits):
+        return [None if g is None else g * 0.5 for g in gradients(self, given, arrived, waits)]
+
+    patch.setattr(InTurns, "gradients", twice)
+
+
+def _last_alone(patch):
+    """The gradients of the last turn stand for all."""
+    patch.setattr(InTurns, "_add", lambda self, totals, fresh: totals.__setitem__(slice(None), fresh))
+
+
+@pytest.mark.parametrize("mutant", [_means_of_means, _bits_by_turn, _scaled_twice, _last_alone])
+def test_a_broken_compiler_is_noticed(mutant, monkeypatch):
+    joint.LOWERED.clear()
+    mutant(monkeypatch)
+    with pytest.raises(Unequal):
+        check("broken", [in_turns(0, "gpt2", 4, DeviceMesh((1,)))], "gpt2")
