@@ -362,6 +362,15 @@ PAIRS: dict[str, Pair] = {
     "vit zero3": Pair(vit, (8,), {"parallel": "zero3"}),
     "convnext free": Pair(convnext, (4,)),
     "resnet dp": Pair(resnet, (4,), {"parallel": "dp"}),
+    "gpt2 dp in 4 micro-batches": Pair(gpt2, (4,), {"parallel": "dp", "microbatches": 4}),
+    "llama free in 2 micro-batches": Pair(llama, (2, 2), {"microbatches": 2}),
+    "llama zero3 bfloat16 in 4 micro-batches": Pair(llama, (4,), {"parallel": "zero3", "microbatches": 4, **BFLOAT16}),
+    "llama zero2 accumulated in 2 micro-batches": Pair(
+        llama, (4,), {"parallel": "zero2", "accumulation": 2, "microbatches": 2}
+    ),
+    "bert megatron in 8 micro-batches": Pair(bert, (4,), {"parallel": "megatron", "microbatches": 8}),
+    "t5 free in 2 micro-batches": Pair(t5, (4,), {"microbatches": 2}),
+    "vit dp in 2 micro-batches": Pair(vit, (2, 2), {"parallel": "dp", "microbatches": 2}),
     "llama of 8,192 tokens, queries cut": Pair(long_llama, (4,), ALONG, given={"length": 8192}),
     "llama of 8,192 tokens, queries cut, last rank": Pair(long_llama, (4,), ALONG, given={"length": 8192}, rank=3),
     "llama of 32,768 tokens, queries cut": Pair(long_llama, (4,), ALONG, given={"length": 32768}),

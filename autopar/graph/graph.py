@@ -108,6 +108,17 @@ class Graph:
     def inputs(self) -> dict[str, fx.Node]:
         return {info(n).key: n for n in self.nodes if info(n).kind == "input"}
 
+    def copies_of_input(self, node: fx.Node) -> int:
+        """How often an input or buffer is held as its node has it.
+
+        All of a batch is there while its rows pass in turns; where a turn also has all of it, it is counted there.
+        """
+        about = info(node)
+        if about.key not in self.in_turns:
+            return 1
+        also_whole = any(n.target == node.target and info(n).key != about.key for n in self.inputs.values())
+        return 0 if also_whole else self.turns
+
     @property
     def result_names(self) -> tuple[str, ...]:
         """Names of the values in the output node: the outputs, then buffers and inputs that change."""

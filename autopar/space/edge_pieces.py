@@ -164,6 +164,8 @@ class EdgePieces:
         in_each = passage.edge.marked(self.wiring.sites[passage.edge.source].scattered)[:, None]
         waits = np.where(in_each & (unreduced > 0), np.minimum(whole, stored), whole)
         self._put("gradients", passage, waits, 0, settled)
+        if self.buckets.adds_twice:
+            self._put("gradients", passage, waits, 0, settled)
         # and what this micro-batch gives
         self._put("gradients", passage, np.where(in_each, whole, 0.0), back, full - 1)
         self._put("gradients", passage, np.where(in_each, packed, 0.0), max(back, full), max(back, full))

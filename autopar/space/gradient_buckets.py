@@ -9,6 +9,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, type_of
 from autopar.space.lifetimes import Lifetimes, readers
+from autopar.space.setting import Setting
 from autopar.space.space import Site
 from autopar.space.windows import buckets
 from autopar.space.wiring import Wiring
@@ -21,15 +22,18 @@ class GradientBuckets:
     closes: Mapping[fx.Node, int]  # of each the time at which the bucket of its gradient is full and reduced
     wait: frozenset[fx.Node]  # of several micro-batches: those that may wait for the last to be reduced
     accumulates: bool
+    adds_twice: bool  # micro-batches of a call are added up beside what has waited of other calls
     settled: int  # the last time of backward
 
     @staticmethod
-    def of(trained: Sequence[fx.Node], lifetimes: Lifetimes, wiring: Wiring, accumulates: bool) -> GradientBuckets:
-        clock = lifetimes.clock
+    def of(trained: Sequence[fx.Node], lifetimes: Lifetimes, wiring: Wiring, setting: Setting) -> GradientBuckets:
+        clock, accumulates = lifetimes.clock, setting.passes > 1
         whole = [clock.mirrored(lifetimes.first_use(n)) for n in trained]
         closes = _closes(whole, [type_of(n).nbytes for n in trained])
         wait = [n for n in trained if not _is_always_scattered(wiring.site(n))] if accumulates else []
-        return GradientBuckets(dict(zip(trained, closes, strict=True)), frozenset(wait), accumulates, clock.settled)
+        twice = setting.accumulation > 1 and setting.turns > 1
+        closing = dict(zip(trained, closes, strict=True))
+        return GradientBuckets(closing, frozenset(wait), accumulates, twice, clock.settled)
 
     def lies_from(self, parameter: fx.Node) -> int:
         """The time from which the whole gradient lies as the parameter does; until then edges count it."""

@@ -34,8 +34,8 @@ def memory_of(
     trained = trained_parameters(graph)
     clock = Clock.of(graph, _updates(len(trained), setting))
     lifetimes = Lifetimes(graph, clock, parameters, setting.cluster.device.kernels)
-    buckets = GradientBuckets.of(trained, lifetimes, wiring, setting.passes > 1)
-    sites = SitePieces(setting, wiring, lifetimes, buckets, bytes_)
+    buckets = GradientBuckets.of(trained, lifetimes, wiring, setting)
+    sites = SitePieces(graph, setting, wiring, lifetimes, buckets, bytes_)
     for node in graph.nodes:
         sites.add(node)
     edges = EdgePieces(wiring, schedule, lifetimes, buckets, bytes_)

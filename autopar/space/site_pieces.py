@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import TensorType, call_of, info, op_name, type_of
+from autopar.graph.graph import Graph, TensorType, call_of, info, op_name, type_of
 from autopar.ops.entry import facts_of
 from autopar.sharding.costs import optimizer_figures
 from autopar.sharding.placement import largest_local_shape
@@ -23,8 +23,15 @@ class SitePieces:
     """Pieces of the sites of a space, in the order in which they are added."""
 
     def __init__(
-        self, setting: Setting, wiring: Wiring, lifetimes: Lifetimes, buckets: GradientBuckets, bytes_: LocalBytes
+        self,
+        graph: Graph,
+        setting: Setting,
+        wiring: Wiring,
+        lifetimes: Lifetimes,
+        buckets: GradientBuckets,
+        bytes_: LocalBytes,
     ) -> None:
+        self.graph = graph
         self.optimizer = setting.optimizer
         self.kind = setting.cluster.device.kernels
         self.wiring = wiring
@@ -41,7 +48,7 @@ class SitePieces:
         if kind == "parameter":
             self._parameter(node)
         elif kind in ("input", "buffer"):
-            held = self._local(node, type_of(node))
+            held = self.bytes.scaled(self._local(node, type_of(node)), self.graph.copies_of_input(node))
             self._put("inputs and buffers", node, held, 0, self.clock.last)
         elif kind == "op":
             self._op(node)
@@ -62,6 +69,8 @@ class SitePieces:
             return
         figures = optimizer_figures(self.optimizer, type_.itemsize)
         self._put("gradients", node, held, self.buckets.lies_from(node), always)
+        if self.buckets.adds_twice and node not in self.buckets.wait:
+            self._put("gradients", node, held, 0, self.clock.settled)
         self._put("optimizer states", node, self.bytes.scaled(held, figures["kept"]), 0, always)
         temporary = self.bytes.scaled(held, figures["temporary"])
         if self.clock.updates > 1:
