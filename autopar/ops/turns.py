@@ -1,6 +1,9 @@
 """Values on an axis of time: rows of one turn, and numbers that turns add up.
 
-No model spells them: a pass writes them into the graph of one micro-batch.
+    turn, once, total    of the micro-batches of a call, which are turns of a whole program
+    chunk, added_up      of a region of it, which runs on some rows at a time
+
+No model spells them: passes write them into a graph (`autopar/turns`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from autopar.ops.entry import op
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.spelling import parse
 from autopar.runtime import forms
+from autopar.runtime.chunks import added_up, chunk
 from autopar.sharding.notation import Rule
 
 
@@ -52,4 +56,41 @@ def in_first_turn(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 op("turn", turn, "input:T, dim, turns", rule=rows_of_a_turn, form=rows_now, keeps="")
 op("once", once, "input:T, turns", rule="... -> ...", linear="x", form=in_first_turn, keeps="")
+
+
+def some_rows(input: Tensor, dim: int, chunks: int, size: int) -> Tensor:
+    """The rows of the first chunk, of each block of so many along a dim."""
+    shape = [n // chunks if d == dim else n for d, n in enumerate(input.shape)]
+    return input.unflatten(dim, (-1, size)).narrow(dim + 1, 0, size // chunks).reshape(shape)
+
+
+def sum_of_chunks(input: Tensor) -> Tensor:
+    """The sum over chunks, of one chunk."""
+    return input.clone()
+
+
+def rows_of_a_chunk(arguments: Mapping[str, Any]) -> Rule:
+    """Every other dim is as it was, and blocks of rows too; the rows of a block stay whole."""
+    shape, dim, size = arguments["input"].shape, arguments["dim"], arguments["size"]
+    blocks = shape[dim] // size
+    before = " ".join(
+        (f"(b:{blocks} all!)" if blocks > 1 else "all!") if d == dim else f"a{d}" for d in range(len(shape))
+    )
+    after = " ".join(
+        (f"(b:{blocks} rows!)" if blocks > 1 else "rows!") if d == dim else f"a{d}" for d in range(len(shape))
+    )
+    return parse(f"{before} -> {after}", linear="x")
+
+
+def as_one_chunk(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
+    """One of the chunks, which tracing sees."""
+    return chunk, {"x": kwargs["input"], **{k: kwargs[k] for k in ("dim", "chunks", "size")}}
+
+
+def as_a_sum(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
+    return added_up, {"x": kwargs["input"]}
+
+
+op("chunk", some_rows, "input:T, dim, chunks, size", rule=rows_of_a_chunk, form=as_one_chunk, keeps="")
+op("added_up", sum_of_chunks, "input:T", rule="... -> ...", linear="x", one_gradient=True, form=as_a_sum, keeps="")
 op("total", total, "input:T", rule="... -> ...", linear="x", one_gradient=True, keeps="")

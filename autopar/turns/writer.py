@@ -1,0 +1,139 @@
+"""`Writer`: a graph written anew, some of whose ops run on the rows of a turn.
+
+Each value of the graph has its placement on the axis of time (`time_axis.py`), the node that a turn has, and, where it
+is made of inputs alone, the node that is all of it. An op asks for its operands as its strategy takes them: what is
+whole is cut for it, once for all that take it so.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch.fx as fx
+
+from autopar.graph.graph import Graph, Info, TensorType, call_of, fresh_key, info, type_of
+from autopar.ops.entry import OPS, SHAPE, SIZES
+from autopar.ops.local import Here, OpCall, local_output
+from autopar.runtime.collectives import TIME
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.placement import Flow, Placement, R, flow
+from autopar.sharding.strategies import Choice, Strategy
+from autopar.space.bindings import Bindings
+from autopar.turns.time_axis import OneTurn, OnTime
+
+EVERYWHERE = flow(R)  # of what has no gradient: every turn has all of it
+ALL = ":whole"  # behind the name of a value of which a turn also has all
+
+
+@dataclass(slots=True)
+class Value:
+    """A value of the graph as it is written: as a turn has it, and all of it."""
+
+    lies: OnTime
+    turn: fx.Node  # as the flow says
+    whole: fx.Node | None = None  # where it is made of inputs alone
+    is_after: bool = False  # is it made of what all turns have added up?
+
+
+class Writer:
+    """Writes a graph node by node, in its order."""
+
+    total: ClassVar[str]  # the op that adds up what turns have
+
+    def __init__(self, graph: Graph, turns: int) -> None:
+        self.graph = graph
+        self.turns = turns
+        self.bindings = Bindings.of(graph, strict=False)
+        self.fx = fx.Graph()
+        self.values: dict[fx.Node, Value] = {}
+        self.shares: dict[tuple[fx.Node, Placement], fx.Node] = {}  # of whole values, those of a turn
+        self.flows: dict[fx.Node, tuple[Flow, ...]] = {}  # of ops with several results
+
+    def copy(self, node: fx.Node, type_: TensorType | None = None) -> fx.Node:
+        made = self.fx.create_node(node.op, node.target, node.args, node.kwargs, name=node.name)
+        made.meta["info"] = info(node) if type_ is None else replace(info(node), outputs=(type_,))
+        return made
+
+    def emit(self, node: fx.Node, operands: Sequence[fx.Node], strategy: Strategy | None) -> fx.Node:
+        """The op on what its strategy takes; without one, on the whole."""
+        about, kwargs = info(node), dict(node.kwargs)
+        outputs, random = about.outputs, about.random
+        if strategy is None:
+            taken = [self.values[n].whole for n in operands]
+        else:
+            taken = [self.taken(n, f) for n, f in zip(operands, strategy.operands, strict=True)]
+        in_time = ("", 1)
+        if strategy is not None and strategy.cut is not None:
+            here = OneTurn(DeviceMesh((self.turns,), (TIME,)), Choice((strategy,)))
+            call = call_of(node)
+            for marker, local in ((SHAPE, local_output), (SIZES, _local_sizes)):
+                if (name := node.target.local(marker)) is not None:
+                    kwargs[name] = local(here, call)
+            outputs = tuple(replace(t, shape=local_output(here, call, i)) for i, t in enumerate(outputs))
+            if random >= 0:
+                in_time = (repr(strategy), self.turns)
+        turn = iter(taken)
+        arguments = fx.map_arg(kwargs, lambda n: next(turn))
+        made = self.fx.create_node("call_function", node.target, (), dict(arguments), name=node.name)
+        key = about.key if strategy is not None else fresh_key(self.fx, f"{about.key}{ALL}")
+        made.meta["info"] = replace(about, key=key, outputs=outputs, in_time=in_time)
+        return made
+
+    def taken(self, node: fx.Node, wanted: Flow) -> fx.Node:
+        """A value in the placement that an op takes it in."""
+        value = self.values[node]
+        if value.lies.flow.value == wanted.value:
+            return value.turn
+        whole = value.turn if value.lies.flow.value == R else value.whole
+        assert whole is not None
+        if wanted.value == R:
+            return whole
+        key = (whole, wanted.value)
+        if key not in self.shares:
+            self.shares[key] = self.share(whole, wanted.value)
+        return self.shares[key]
+
+    def emitted(self, name: str, of: fx.Node, about: Info, type_: TensorType, **arguments: Any) -> fx.Node:
+        """An op on the axis of time, of one value, in that value's module."""
+        made = self.fx.create_node("call_function", OPS[name], (), {"input": of, **arguments}, name=f"{of.name}_{name}")
+        key = fresh_key(self.fx, f"{about.module}/{name}")
+        made.meta["info"] = Info(key, "op", (type_,), about.module, about.source)
+        return made
+
+    def part(self, node: fx.Node) -> None:
+        """One of the results of an op with several."""
+        producer, place = node.args
+        assert isinstance(producer, fx.Node)
+        value = self.values[producer]
+        made = self._taking(node, value.turn)
+        if value.is_after:
+            self.values[node] = replace(value, turn=made)
+            return
+        whole = made if value.whole is value.turn else None
+        if value.whole is not None and whole is None:
+            whole = self._taking(node, value.whole, ALL)
+        flows = self.flows[producer]
+        self.values[node] = Value(OnTime(flows[int(str(place))], value.lies.of_inputs), made, whole)
+
+    def _taking(self, node: fx.Node, producer: fx.Node, suffix: str = "") -> fx.Node:
+        place = int(str(node.args[1]))
+        made = self.fx.create_node("call_function", operator.getitem, (producer, place), name=node.name)
+        about = info(node)
+        key = fresh_key(self.fx, f"{about.key}{suffix}") if suffix else about.key
+        made.meta["info"] = replace(about, key=key, outputs=(info(producer).outputs[place],))
+        return made
+
+    def add_up(self, node: fx.Node) -> fx.Node:
+        return self.emitted(self.total, node, info(node), type_of(node))
+
+    def share(self, whole: fx.Node, wanted: Placement) -> fx.Node:
+        """The share of a turn of a whole value: its rows, or its part of a sum."""
+        raise NotImplementedError
+
+
+def _local_sizes(here: Here, call: OpCall) -> tuple[int, ...]:
+    dim = call.arguments.get("dim", 0)
+    return tuple(local_output(here, call, i)[dim] for i in range(len(call.outputs)))
