@@ -51,7 +51,7 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Rec
     does what comes of the `recomputed` ops of the local program: backward makes it again. Copies count because only
     some ranks may need one: an uneven part of one row is in memory order however it is turned.
     """
-    forward = walks.ancestors(joint.outputs)
+    forward = walks.ancestors([*joint.outputs, *joint.early])
     for node in joint.graph.nodes:  # the parts of an op with several results live with it
         if node.target is operator.getitem and node.args[0] in forward:
             forward.add(node)

@@ -30,6 +30,8 @@ class JointGraph:
     held: list[fx.Node | None] = field(
         default_factory=list
     )  # of each gradient of a parameter: what waits while micro-batches accumulate,
+    region: frozenset[str] = frozenset()  # ops of the local program that run once for each chunk of rows
+    early: list[fx.Node] = field(default_factory=list)  # gradients that forward makes, for what arrives to scale
     cuts: list[fx.Node | None] = field(default_factory=list)  # and where it stands in the way to that gradient
 
     def write_output(self) -> None:

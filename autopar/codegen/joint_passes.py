@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.buffers import buffer_of, hands_on, numbers_of, own
+from autopar.codegen.chunks import write_out_chunks
 from autopar.codegen.joint_graph import BACK, CONVERT, CONVERTED, OP, JointGraph
 from autopar.runtime.collectives import STEPS, part_start
 from autopar.runtime.private import ATTENTION_BACKWARD_ON_CPU, ATTENTION_ON_CPU, TO_COPY, UNSAFE_VIEW
@@ -297,6 +298,7 @@ PASSES: tuple[Callable[[JointGraph], None], ...] = (
     write_out_conversions,
     drop_round_trips,
     drop_noise,
+    write_out_chunks,
     join_sums_of_numbers,
     mark_what_waits,
     bucket_gradient_reductions,

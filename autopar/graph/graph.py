@@ -90,6 +90,7 @@ class Graph:
     in_turns: tuple[str, ...] = ()  # inputs of which it takes the rows of one
     # outputs that are rows of one: of each the dim
     rows_out: tuple[tuple[str, int], ...] = ()
+    chunks: int = 1  # in which the loss head runs
     idle: tuple[IdleHook, ...] = field(default=(), repr=False)  # calls of hooks that do nothing to it; not written
 
     @property

@@ -77,6 +77,7 @@ class Info:
     checkpoint: tuple[int, ...] = ()  # the user's activation-checkpoint regions around it, outermost first
     # of a random op of one micro-batch: its strategy on the axis of time, and the number of turns
     in_time: tuple[str, int] = ("", 1)
+    chunks: int = 1  # it runs so often, on some rows at a time: forward and backward of each together
 
 
 @dataclass(frozen=True, slots=True)

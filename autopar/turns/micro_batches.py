@@ -140,6 +140,7 @@ class _MicroBatch(Writer):
 
     def share(self, whole: fx.Node, wanted: Placement) -> fx.Node:
         """The share of a turn of a whole value: its rows, or its part of the sum."""
+        assert not wanted.blocks  # rows of a batch come first
         about, type_ = info(whole), type_of(whole)
         if wanted.is_partial:
             return self.emitted("once", whole, about, type_, turns=self.turns)

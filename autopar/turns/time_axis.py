@@ -21,7 +21,7 @@ from autopar.ops.entry import facts_of
 from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding
-from autopar.sharding.placement import Flow, P, R, Sharding, flow
+from autopar.sharding.placement import Flow, P, Placement, R, Sharding, flow
 from autopar.sharding.strategies import Choice, Strategy, replicated, strategies_on_one_axis, values
 
 WHOLE, ADDED = Flow(R, P()), flow(P())  # there the whole while, with a gradient that is added up; added up
@@ -60,18 +60,26 @@ class OneTurn:
 
 
 def strategy_in_turns(
-    node: fx.Node, binding: Binding | None, operands: Sequence[fx.Node], given: Sequence[OnTime], turns: int, rows: int
+    node: fx.Node,
+    binding: Binding | None,
+    operands: Sequence[fx.Node],
+    given: Sequence[OnTime],
+    turns: int,
+    rows: int = 0,
+    cut: Placement | None = None,
 ) -> Strategy | None:
     """The strategy by which an op runs in turns on operands that lie so; None where it can on none.
 
     What is whole in every turn may be taken as rows of it, or as a number that one turn adds to a sum; what is made of
     inputs alone may be taken in any placement. Best is where the result is cut as an operand is, or in the rows of the
-    batch; then where the fewest lie otherwise.
+    batch; then where the fewest lie otherwise. With `cut` the result is cut so.
     """
     of_inputs = all(g.of_inputs for g in given) and not any(t.requires_grad for t in info(node).outputs)
     should_be_cut = any(g.is_cut for g in given) or (of_inputs and info(node).outputs[0].shape[:1] == (rows,))
     best, cost = None, (True, len(given) * 2 + 1)
-    for strategy in _strategies(node, binding, operands):
+    for strategy in _strategies(node, binding, operands, given):
+        if cut is not None and strategy.outputs[0].value != cut:
+            continue
         changes = _changes(strategy, given, operands, turns)
         if changes is None or not _adds_up(strategy, info(node).outputs):
             continue
@@ -81,12 +89,25 @@ def strategy_in_turns(
     return best
 
 
-def _strategies(node: fx.Node, binding: Binding | None, operands: Sequence[fx.Node]) -> tuple[Strategy, ...]:
+def _strategies(
+    node: fx.Node, binding: Binding | None, operands: Sequence[fx.Node], given: Sequence[OnTime]
+) -> tuple[Strategy, ...]:
     gives = [t.requires_grad for t in info(node).outputs]
     if binding is None:
         return replicated(len(operands), [type_of(n).requires_grad for n in operands], gives)
     wants = [hasattr(n, "meta") and type_of(n).requires_grad for n in node.target.operands(node.kwargs)]
-    return strategies_on_one_axis(binding, wants, gives)
+    return strategies_on_one_axis(binding, wants, gives, _blocks(binding, given))
+
+
+def _blocks(binding: Binding, given: Sequence[OnTime]) -> dict[str, set[tuple[int, ...]]]:
+    """The blocks in which operands are cut, by the factors that they cut."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    rows = [row for row in binding.operands if row is not None]
+    for row, lies in zip(rows, given, strict=True):
+        placement = lies.flow.value
+        if placement.is_shard and placement.blocks and row[placement.dim].factor:
+            found.setdefault(row[placement.dim].factor, set()).add(placement.blocks)
+    return found
 
 
 def _changes(strategy: Strategy, given: Sequence[OnTime], operands: Sequence[fx.Node], turns: int) -> int | None:
@@ -99,10 +120,16 @@ def _changes(strategy: Strategy, given: Sequence[OnTime], operands: Sequence[fx.
             return None
         if taken.value == R and not lies.of_inputs:  # with another gradient
             return None
-        if taken.value.is_shard and (taken.value.blocks or type_of(node).shape[taken.value.dim] % turns):
+        if taken.value.is_shard and not _is_even(taken.value, type_of(node).shape, turns):
             return None
         count += 1 if lies.of_inputs else 2
     return count
+
+
+def _is_even(placement: Placement, shape: tuple[int, ...], turns: int) -> bool:
+    """Do the turns have parts of one size, of every block, and are blocks of one size?"""
+    blocks = placement.blocks or (shape[placement.dim],)
+    return len(set(blocks)) == 1 and blocks[0] % turns == 0
 
 
 def _adds_up(strategy: Strategy, outputs: Sequence[TensorType]) -> bool:

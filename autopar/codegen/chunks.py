@@ -1,0 +1,211 @@
+"""A region of the joint graph written out: once for each chunk of its rows, forward and backward of a chunk together.
+
+    before    c = chunk(x, 1, 2, 64);  z = mm(c, w);  s = loss(z);  u = added_up(s);  ...
+              d = seed(g);  e = loss_backward(d, z);  f = mm(e, w.T);  dx = unchunk(f, 1, 2, 64);  dw = mm(c.T, e)
+    after     c = slice(x, 1, 0, 32);  z = mm(c, w);  s = loss(z);  e = loss_backward(1, z);  f = mm(e, w.T);
+              h = mm(c.T, e)
+              c1 = slice(x, 1, 32, 64);  ...  u = add(s, s1);  k = cat([f, f1], 1);  h = add_(h, h1)
+              ...
+              dx = mul(k, g);  dw = mul(h, g)
+
+Gradients are linear in the one that arrives at the sum: they are made for 1, and scaled by it in backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx as fx
+
+from autopar.codegen.joint_graph import BACK, OP, JointGraph
+from autopar.codegen.local import LocalProgram
+from autopar.graph import walks
+from autopar.runtime.chunks import added_up, chunk
+from autopar.runtime.private import TO_COPY
+
+_ATEN = torch.ops.aten
+CHUNK, UNCHUNK = torch.ops.autopar.chunk.default, torch.ops.autopar.unchunk.default
+ADDED_UP, SEED = torch.ops.autopar.added_up.default, torch.ops.autopar.seed.default
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def region_of(program: LocalProgram) -> frozenset[str]:
+    """The nodes of a local program that run once for each chunk, by name."""
+    found: set[fx.Node] = set()
+    for node in program.fx.nodes:
+        if node.target is chunk or (node.target is not added_up and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+        if node.op == "output":
+            found.discard(node)
+    behind = walks.ancestors(n for n in program.fx.nodes if n.target is added_up)
+    return frozenset(n.name for n in found & behind)
+
+
+def write_out_chunks(joint: JointGraph) -> None:
+    """Run a region on some rows at a time: see above."""
+    for total in joint.graph.find_nodes(op="call_function", target=ADDED_UP):
+        _Region.of(joint, total).write_out(joint)
+    joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    joint.read_output()
+
+
+@dataclass(slots=True, eq=False)
+class _Region:
+    """The nodes that differ from chunk to chunk, in their order, and where the gradient of the sum arrives."""
+
+    total: fx.Node
+    forward: list[fx.Node]
+    backward: list[fx.Node]
+    seed: fx.Node | None
+    chunks: int
+    sums: dict[fx.Node, fx.Node] = field(default_factory=dict)  # what chunks add up so far
+    rows: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # what stands side by side in the end
+
+    @staticmethod
+    def of(joint: JointGraph, total: fx.Node) -> _Region:
+        forward: dict[fx.Node, None] = {}
+        backward: dict[fx.Node, None] = {}
+        seeds = [n for n in joint.graph.find_nodes(op="call_function", target=SEED)]
+        for node in joint.graph.nodes:
+            if node.op != "call_function" or node is total:
+                continue
+            varies = any(a in forward or a in backward for a in node.all_input_nodes)
+            if node.target is CHUNK or (varies and node.meta.get(OP) in joint.region):
+                forward[node] = None
+            elif node.target is SEED or (varies and (node.meta.get(BACK) in joint.region or _is_part(node, backward))):
+                backward[node] = None
+        chunks = {int(str(n.args[2])) for n in forward if n.target is CHUNK}
+        assert len(chunks) == 1 and len(seeds) <= 1, (chunks, seeds)
+        return _Region(total, list(forward), list(backward), seeds[0] if seeds else None, chunks.pop())
+
+    def write_out(self, joint: JointGraph) -> None:
+        """Put copies of the region in the place of its sum, and what they come to in the places of its results."""
+        graph, inside = joint.graph, {*self.forward, *self.backward}
+        _move_before(self.total, (a for n in self.backward for a in n.all_input_nodes if a not in inside))
+        ends = [n for n in self.backward if any(u not in inside for u in n.users)]
+        loss = self.total.args[0]
+        assert isinstance(loss, fx.Node)
+        for place in range(self.chunks):
+            with graph.inserting_before(self.total):
+                copies = self._copies(graph, place)
+                self._add(graph, loss, copies[loss])
+                for end in ends:
+                    if end.target is UNCHUNK:
+                        self.rows.setdefault(end, []).append(copies[end])
+                    else:
+                        self._add(graph, end, copies[end])
+        self.total.replace_all_uses_with(self.sums.pop(loss))
+        with graph.inserting_before(self.total):
+            made = {end: self._whole(graph, end) for end in ends}
+        for end, whole in made.items():
+            self._scale(graph, end, whole, inside)
+        joint.early = list(made.values())
+
+    def _copies(self, graph: fx.Graph, place: int) -> dict[fx.Node, fx.Node]:
+        """The region for one chunk."""
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in (*self.forward, *self.backward):
+            if node.target is CHUNK:
+                copies[node] = _rows(graph, node, place)
+            elif node.target is SEED:
+                copies[node] = _one(graph, node)
+            elif node.target is UNCHUNK:
+                copies[node] = copies[node.all_input_nodes[0]]
+            else:
+                copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+                for key in (OP, BACK):  # it is made once, whatever a plan recomputes
+                    copies[node].meta.pop(key, None)
+        return copies
+
+    def _add(self, graph: fx.Graph, end: fx.Node, value: fx.Node) -> None:
+        """Add what a chunk gives to a sum: half precision in float32, rounded once."""
+        given = value.meta["val"]
+        if end not in self.sums:
+            if given.dtype in _HALF:
+                value = _cast(graph, value, torch.float32)
+            self.sums[end] = value
+            return
+        before = self.sums[end]
+        in_place = given.dim() > 0 and all(s or n == 1 for s, n in zip(given.stride(), given.shape, strict=True))
+        target = _ATEN.add_.Tensor if in_place else _ATEN.add.Tensor
+        made = self.sums[end] = graph.call_function(target, (before, value))
+        made.meta["val"] = before.meta["val"]
+
+    def _whole(self, graph: fx.Graph, end: fx.Node) -> fx.Node:
+        """What all chunks come to, for a gradient of 1."""
+        if end.target is UNCHUNK:
+            return _side_by_side(graph, end, self.rows[end])
+        value = self.sums[end]
+        dtype = end.meta["val"].dtype
+        return value if value.meta["val"].dtype == dtype else _cast(graph, value, dtype)
+
+    def _scale(self, graph: fx.Graph, end: fx.Node, whole: fx.Node, inside: set[fx.Node]) -> None:
+        """Let what reads a gradient of the region read it for the gradient that has arrived."""
+        assert self.seed is not None
+        with graph.inserting_before(end):
+            scaled = graph.call_function(_ATEN.mul.Tensor, (whole, self.seed.args[0]))
+        scaled.meta.update({key: end.meta[key] for key in (BACK,) if key in end.meta})
+        scaled.meta["val"] = end.meta["val"]
+        end.replace_all_uses_with(scaled, delete_user_cb=lambda user: user not in inside)
+
+
+def _is_part(node: fx.Node, of: Iterable[fx.Node]) -> bool:
+    return node.target is operator.getitem and node.args[0] in of
+
+
+def _move_before(place: fx.Node, nodes: Iterable[fx.Node]) -> None:
+    """Move nodes, and what they are made of, before a place that they stand behind."""
+    late = [n for n in walks.ancestors(nodes) if n.op == "call_function" and place < n]
+    for node in sorted(late):
+        place.prepend(node)
+
+
+def _call(graph: fx.Graph, target: object, *args: object, **kwargs: object) -> fx.Node:
+    """A new call, and what it gives."""
+    made = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+    values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    made.meta["val"] = target(*values[0], **values[1])  # type: ignore[operator]
+    return made
+
+
+def _rows(graph: fx.Graph, node: fx.Node, place: int) -> fx.Node:
+    """The rows of one chunk, of each block of so many, in memory order."""
+    x, dim, chunks, size = node.args
+    assert isinstance(x, fx.Node) and isinstance(dim, int) and isinstance(chunks, int) and isinstance(size, int)
+    shape, step = list(x.meta["val"].shape), size // chunks
+    blocks = shape[dim] // size
+    value, along = x, dim
+    if blocks > 1:
+        value, along = _call(graph, _ATEN.view.default, x, [*shape[:dim], blocks, size, *shape[dim + 1 :]]), dim + 1
+    value = _call(graph, _ATEN.slice.Tensor, value, along, place * step, (place + 1) * step)
+    value = _call(graph, _ATEN.clone.default, value, memory_format=torch.contiguous_format)
+    return _call(graph, _ATEN.view.default, value, list(node.meta["val"].shape)) if blocks > 1 else value
+
+
+def _side_by_side(graph: fx.Graph, node: fx.Node, parts: Sequence[fx.Node]) -> fx.Node:
+    """The rows of all chunks, where they were."""
+    _, dim, chunks, size = node.args
+    assert isinstance(dim, int) and isinstance(chunks, int) and isinstance(size, int)
+    shape, step = list(node.meta["val"].shape), size // chunks
+    blocks = shape[dim] // size
+    if blocks == 1:
+        return _call(graph, _ATEN.cat.default, list(parts), dim)
+    apart = [_call(graph, _ATEN.reshape.default, p, [*shape[:dim], blocks, step, *shape[dim + 1 :]]) for p in parts]
+    return _call(graph, _ATEN.reshape.default, _call(graph, _ATEN.cat.default, apart, dim + 1), shape)
+
+
+def _one(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The gradient that every chunk is made for."""
+    like = node.meta["val"]
+    made = graph.call_function(
+        _ATEN.full.default, (list(like.shape), 1.0), {"dtype": like.dtype, "device": like.device}
+    )
+    made.meta["val"] = like
+    return made
+
+
+def _cast(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return _call(graph, TO_COPY, value, dtype=dtype)

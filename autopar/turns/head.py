@@ -1,0 +1,231 @@
+"""The loss head in chunks: a region that runs on some rows at a time, forward and backward of a chunk together.
+
+    before    logits = linear(x, w);  v = view(logits, [8192, 50257]);  s = cross_entropy(v, t)
+    after     c = chunk(x, 1, 8);  logits = linear(c, w);  v = view(logits, [1024, 50257]);
+              s = added_up(cross_entropy(v, chunk(t, 0, 8)))
+
+From the product that gives the logits to the sum of the losses each row is by itself, so that rows may come one after
+the other (Colossal-AI's AutoChunk cuts such regions). The logits of one chunk are there at a time, and so are their
+gradients: those of a sum are known before backward begins, up to the factor that arrives there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.fx as fx
+
+from autopar.graph import walks
+from autopar.graph.graph import Graph, Leaf, TensorType, info, op_name, type_of
+from autopar.graph.kept import NotKept
+from autopar.graph.verify import verify
+from autopar.ops.entry import facts_of
+from autopar.passes import run_passes
+from autopar.sharding.placement import Placement, S
+from autopar.sharding.strategies import Strategy
+from autopar.tracer.passes import drop_dead, one_name_per_fan_out
+from autopar.turns.time_axis import WHOLE, OnTime, strategy_in_turns
+from autopar.turns.writer import EVERYWHERE, Value, Writer
+
+MOST = 16  # chunks: a region is written out once for each
+_LOSSES = ("cross_entropy", "nll_loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The region of a graph from the product that gives the logits to the sum of the losses."""
+
+    product: fx.Node
+    loss: fx.Node
+    ops: frozenset[fx.Node]
+    dim: int  # of the logits: the rows that come one after the other
+    rows: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values in it, each with its gradient: what is there of all rows at most."""
+        made = [t for n in self.ops if op_name(n) != "identity" for t in info(n).outputs]
+        return sum(t.nbytes for t in made) + sum(t.nbytes for t in made if t.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The head of a graph, or why there is none that can run in chunks."""
+
+    head: Head | None
+    why: str = ""
+
+
+def head_of(graph: Graph, keeps_outputs: bool) -> Found:
+    """The loss head of a graph, where its rows may come one after the other."""
+    losses = [n for n in graph.nodes if op_name(n) in _LOSSES and type_of(n).requires_grad]
+    if graph.loss is None or len(losses) != 1:
+        return Found(None, "the model computes no loss of classes, or several")
+    (loss,) = losses
+    if loss.kwargs.get("reduction", "mean") != "sum" or type_of(loss).shape:
+        return Found(None, "the loss of classes is no sum over rows")
+    logits = loss.kwargs["input"]
+    assert isinstance(logits, fx.Node)
+    product = walks.origin(logits, lambda n: n.op == "call_function" and facts_of(op_name(n)).flops is None)
+    if product.op != "call_function":
+        return Found(None, "no product gives the logits")
+    ops = _between(product, loss)
+    outside = {u for n in ops - {loss} for u in n.users if u not in ops}
+    if any(u.op != "output" for u in outside):
+        return Found(
+            None, f"the logits are also read by {', '.join(sorted(info(u).key for u in outside if u.op != 'output'))}"
+        )
+    if outside and (keeps_outputs or graph.backward_from):
+        return Found(None, "the logits leave the step, or gradients arrive at them")
+    shape = type_of(product).shape
+    if len(shape) < 2:
+        return Found(None, "the logits are of one row")
+    dim = len(shape) - 2
+    return Found(Head(product, loss, frozenset(ops), dim, shape[dim]))
+
+
+def _between(product: fx.Node, loss: fx.Node) -> set[fx.Node]:
+    """The product, the loss, and what is made of the one and the other is made of."""
+    behind: set[fx.Node] = {product}
+    for node in product.graph.nodes:
+        if node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    return behind & walks.ancestors([loss])
+
+
+def numbers_of_chunks(head: Head) -> Iterator[int]:
+    """Two, four, ... as far as they share the rows."""
+    chunks = 2
+    while chunks <= MOST and head.rows % chunks == 0:
+        yield chunks
+        chunks *= 2
+
+
+def in_chunks(graph: Graph, chunks: int, keeps_outputs: bool) -> Graph:
+    """The graph whose loss head runs in so many chunks; the same graph where it cannot."""
+    found = head_of(graph, keeps_outputs) if chunks > 1 else Found(None)
+    if found.head is None or found.head.rows % chunks:
+        return graph
+    made = _Chunked(graph, chunks, found.head).run()
+    if made is None:
+        return graph
+    run_passes("graph", (drop_dead, one_name_per_fan_out), made, verify)
+    made.fx.__dict__.pop("_autopar_keys", None)
+    return made
+
+
+class _Chunked(Writer):
+    """Writes a graph whose head runs in chunks."""
+
+    total = "added_up"
+
+    def __init__(self, graph: Graph, chunks: int, head: Head) -> None:
+        super().__init__(graph, chunks)
+        self.head = head
+
+    def run(self) -> Graph | None:
+        """The whole graph; None where an op of the head looks at several rows."""
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._whole(node, self.copy(node))
+            elif node.op == "call_function" and node not in self.head.ops:
+                self._outside(node)
+            elif node.op == "call_function" and not self._inside(node):
+                return None
+        return self._ended()
+
+    def _whole(self, node: fx.Node, made: fx.Node) -> None:
+        """Note a value that is there the whole while."""
+        wants = any(t.requires_grad for t in info(node).outputs)
+        of_inputs = not wants and (
+            node.op != "call_function" or all(self.values[n].lies.of_inputs for n in node.all_input_nodes)
+        )
+        self.values[node] = Value(OnTime(WHOLE if wants else EVERYWHERE, of_inputs), made, made)
+
+    def _outside(self, node: fx.Node) -> None:
+        if op_name(node) == "identity":  # names are given anew
+            self.values[node] = self.values[node.all_input_nodes[0]]
+            return
+        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self.values[n].turn)
+        made = self.fx.create_node("call_function", node.target, *arguments, name=node.name)
+        made.meta["info"] = info(node)
+        self._whole(node, made)
+
+    def _inside(self, node: fx.Node) -> bool:
+        """Write an op of the head; False where it cannot run on some of the rows."""
+        operands = self.bindings.tensors[node]
+        if op_name(node) == "identity":
+            self.values[node] = self.values[operands[0]]
+            return True
+        if info(node).kind == "part" or len(info(node).outputs) > 1 or info(node).random >= 0:
+            return False
+        lies = [self.values[n].lies for n in operands]
+        cut = S(self.head.dim) if node is self.head.product else None
+        strategy = strategy_in_turns(node, self.bindings.rules[node], operands, lies, self.turns, cut=cut)
+        if strategy is None or not self._is_by_rows(node, strategy):
+            return False
+        made = self.emit(node, operands, strategy)
+        made.meta["info"] = replace(info(made), chunks=self.turns)
+        self.values[node] = Value(OnTime(strategy.outputs[0], False), made)
+        if node is self.head.loss:
+            self.values[node] = Value(OnTime(WHOLE, False), self.add_up(made))
+        return True
+
+    def _is_by_rows(self, node: fx.Node, strategy: Strategy) -> bool:
+        """Do rows stay by themselves, and does the loss add them up?"""
+        value = strategy.outputs[0].value
+        return value.is_partial if node is self.head.loss else value.is_shard
+
+    def share(self, whole: fx.Node, wanted: Placement) -> fx.Node:
+        """The rows of a chunk of a whole value."""
+        type_ = type_of(whole)
+        size = wanted.blocks[0] if wanted.blocks else type_.shape[wanted.dim]
+        shape = tuple(n // self.turns if d == wanted.dim else n for d, n in enumerate(type_.shape))
+        about = info(self.head.product)
+        made = self.emitted(
+            "chunk", whole, about, replace(type_, shape=shape), dim=wanted.dim, chunks=self.turns, size=size
+        )
+        made.meta["info"] = replace(info(made), chunks=self.turns)
+        return made
+
+    def _ended(self) -> Graph:
+        """The graph with its outputs, but for logits, which are not kept."""
+        graph = self.graph
+        results: list[fx.Node] = []
+        names: list[str] = []
+        types: list[TensorType] = []
+        leaves: dict[int, Any] = {}
+        for i, (source, name) in enumerate(zip(graph.output.args[0], graph.result_names, strict=True)):
+            is_named = i < len(graph.output_names)
+            if source in self.head.ops and source is not self.head.loss:
+                leaves[i] = NotKept(name)
+                continue
+            if is_named:
+                leaves[i] = Leaf(len(names))
+                names.append(name)
+            results.append(self.values[source].turn)
+            types.append(info(graph.output).outputs[i])
+        self.fx.output(tuple(results))
+        self.fx.output_node().meta["info"] = replace(info(graph.output), outputs=tuple(types))
+        return replace(
+            graph,
+            fx=self.fx,
+            output_leaves=tuple(leaves[v.position] if isinstance(v, Leaf) else v for v in graph.output_leaves),
+            output_names=tuple(names),
+            chunks=self.turns,
+        )
+
+
+def chunks_for(head: Head, devices: int, budget: float) -> int:
+    """As many chunks as leave the head a small share of a budget, and at most so many as share its rows."""
+    possible = list(numbers_of_chunks(head))
+    if not possible or math.isinf(budget):
+        return 1
+    wanted = head.nbytes / devices / (budget * SHARE)
+    return next((n for n in possible if n >= wanted), possible[-1])
+
+
+SHARE = 1 / 16  # of a budget, that the values of the head may take where all devices share them
