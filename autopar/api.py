@@ -62,6 +62,7 @@ def plan(
     strict: bool = False,
     accumulation: int = 1,
     microbatches: int | str = "auto",
+    chunks: int | str = "auto",
     kernels: bool = True,
     solver: str = "cbc",
     time_limit: float | None = None,
@@ -77,7 +78,8 @@ def plan(
     inputs)` is planned with the model. `constraints` pin what they name. With `accumulation`, a step is
     so many calls. The batch of a call passes in `microbatches`, forward and backward of each together: the loss and the
     gradients are those of the whole batch, activations those of one; "auto" takes more than one where the budget has
-    no room otherwise. `outputs` names those beside the loss that gradients arrive at, as autoparallelize is
+    no room otherwise. The loss head runs in `chunks` of rows, "auto" under a budget: then logits are not kept, unless
+    `outputs` asks for them. `outputs` names those beside the loss that gradients arrive at, as autoparallelize is
     told. With `compile` the seconds are those of code that torch.compile makes. After `time_limit` seconds a plan that
     was found is not improved. The model is not modified.
     """
@@ -97,6 +99,7 @@ def plan(
         strict=strict,
         accumulation=accumulation,
         microbatches=microbatches,
+        chunks=chunks,
         kernels=kernels,
         solver=solver,
         time_limit=time_limit,
@@ -152,7 +155,7 @@ def autoparallelize(
     chosen = plan if plan is not None else from_rank_0(lambda: request.plan(graph, started))
     mesh = chosen.mesh.to_torch(device)
     limit(mesh, timeout_s)
-    graph = request.in_micro_batches(graph, chosen.microbatches)
+    graph = request.as_planned(graph, chosen)
     if plan is not None:
         check_plan(graph, plan)
     rows = rows_of(graph, chosen) if inputs == "local" else WHOLE
@@ -166,7 +169,7 @@ def autoparallelize(
         all_ranks_hold("calls", graph.digest)
         other = from_rank_0(lambda: request.plan_again(graph, first, has_gradients))
         _let_search_go(other)
-        return request.in_micro_batches(graph, other.microbatches), other
+        return request.as_planned(graph, other), other
 
     call, source = Call(*as_call(meta_inputs)), Source(sync, init, weights)
     return parallelise(model, call, lowered, mesh, again, source, asked.how, asked.reads)
@@ -255,7 +258,7 @@ def _check_graph(
 ) -> None:
     """Raise a letter unless a plan is one of the model's on these inputs."""
     request = Request.of(plan, loss=loss, assume=assume, outputs=outputs)
-    check_plan(request.in_micro_batches(request.trace(model, meta_inputs), plan.microbatches), plan)
+    check_plan(request.as_planned(request.trace(model, meta_inputs), plan), plan)
 
 
 Plan.check_graph = _check_graph

@@ -96,12 +96,13 @@ def check_accumulation(accumulation: Any) -> None:
         )
 
 
-def check_microbatches(microbatches: Any) -> None:
-    is_whole = isinstance(microbatches, int) and not isinstance(microbatches, bool)
-    if microbatches != "auto" and not (is_whole and 1 <= microbatches < 2**20):
+def check_number(name: str, given: Any) -> None:
+    """Raise a letter unless it is how many parts a batch, or the rows of a head, are to pass in."""
+    is_whole = isinstance(given, int) and not isinstance(given, bool)
+    if given != "auto" and not (is_whole and 1 <= given < 2**20):
         raise NotServed(
-            f"microbatches={microbatches!r} is no number of micro-batches",
-            advice='microbatches=4, a divisor of the rows of a batch; or "auto", as many as the budget asks for',
+            f"{name}={given!r} is no number of parts",
+            advice=f'{name}=4, a divisor of the rows; or "auto", as many as the budget asks for',
         )
 
 

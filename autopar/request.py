@@ -22,7 +22,7 @@ from autopar.arguments import (
     check_accumulation,
     check_gap,
     check_kinds,
-    check_microbatches,
+    check_number,
     check_optimizer,
     check_outputs,
     check_precision,
@@ -49,7 +49,7 @@ from autopar.space.space import Space
 from autopar.space.windows import BUCKET
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
-from autopar.turns import in_micro_batches, rows_of_batch
+from autopar.turns import chunks_for, head_of, in_chunks, in_micro_batches, rows_of_batch
 
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
@@ -72,6 +72,7 @@ class Request:
     strict: bool = False
     accumulation: int = 1
     microbatches: int | str = "auto"
+    chunks: int | str = "auto"  # in which the loss head runs
     compile: bool = False  # does torch.compile make the code?
     kernels: bool = True
     solver: str = "cbc"
@@ -89,7 +90,8 @@ class Request:
         check_optimizer(self.optimizer)
         check_outputs(self.outputs)
         check_accumulation(self.accumulation)
-        check_microbatches(self.microbatches)
+        check_number("microbatches", self.microbatches)
+        check_number("chunks", self.chunks)
         check_time_limit(self.time_limit)
         check_precision(self.precision)
         object.__setattr__(self, "hardware", Cluster.of(self.cluster))
@@ -118,6 +120,7 @@ class Request:
             assume=assume,
             accumulation=plan.accumulation,
             microbatches=plan.microbatches,
+            chunks=plan.chunks,
             compile=plan.compiled,
             outputs=outputs,
         )
@@ -138,11 +141,11 @@ class Request:
         """
         until = math.inf if self.time_limit is None else started + self.time_limit
         if self.microbatches != "auto":
-            return self._on_meshes(_Planning(self, self.in_micro_batches(graph, int(self.microbatches)), until))
+            return self._on_meshes(_Planning(self, self._in_turns(graph, int(self.microbatches)), until))
         letter: Infeasible | None = None
         for turns in _numbers_of_turns(graph):
             try:
-                return self._on_meshes(_Planning(self, self.in_micro_batches(graph, turns), until))
+                return self._on_meshes(_Planning(self, self._in_turns(graph, turns), until))
             except Infeasible as e:
                 letter = letter or e
             except NotServed:  # the model looks at all rows
@@ -150,7 +153,28 @@ class Request:
         assert letter is not None
         raise letter
 
-    def in_micro_batches(self, graph: Graph, turns: int) -> Graph:
+    def as_planned(self, graph: Graph, plan: Plan) -> Graph:
+        """The graph that a plan is of: that of one of its micro-batches, with the head in its chunks."""
+        return in_chunks(self._turned(graph, plan.microbatches), plan.chunks, self.keeps_outputs)
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Are outputs beside a loss wanted, whatever it takes to keep them?"""
+        return self.outputs != "auto"
+
+    def _in_turns(self, graph: Graph, turns: int) -> Graph:
+        """The graph of one of so many micro-batches, with its head in as many chunks as are asked for."""
+        made = self._turned(graph, turns)
+        if self.chunks in ("auto", 1):
+            return made
+        chunked = in_chunks(made, int(self.chunks), self.keeps_outputs)
+        if chunked.chunks == 1:
+            found = head_of(made, self.keeps_outputs)
+            why = found.why or f"{self.chunks} chunks do not share its {found.head.rows if found.head else 0} rows"
+            raise NotServed(f"chunks={self.chunks}, and the loss head runs whole: {why}", advice="chunks=1")
+        return chunked
+
+    def _turned(self, graph: Graph, turns: int) -> Graph:
         """The graph of one of so many micro-batches of a batch, with the outputs that were asked for."""
         if turns > 1 and self.outputs == "sharded":
             raise NotServed(
@@ -174,10 +198,12 @@ class Request:
         """
         before, axes, asked = first.parameters, first.mesh.axes, dict(self.constraints or {})
         turns = math.gcd(first.microbatches, rows_of_batch(graph)) if has_gradients else 1
+        chunks: int | str = "auto" if has_gradients else 1  # what the budget asks for here
         stored = {escape(name): f"{before[name].text(axes) if name in before else 'R'}; *" for name in graph.parameters}
         reached = _matching(graph, asked)
         mine = {pattern: sharding for pattern, sharding in asked.items() if pattern in reached}
         again = replace(self, mesh=first.mesh, time_limit=None, gap=max(self.gap, _AGAIN), microbatches=turns)
+        again = replace(again, chunks=chunks if self.chunks == "auto" or not has_gradients else self.chunks)
         letter: Exception | None = None
         for freer in (
             {"constraints": {**stored, **mine}},
@@ -220,6 +246,8 @@ class _Planning:
     request: Request
     graph: Graph
     until: float  # a time of the monotonic clock, after which a plan that was found is not improved
+    why_whole: str = ""  # why the loss head does not run in chunks under a budget
+    is_tight: bool = False  # is it known that the fastest plan does not fit in the budget?
 
     @without_collections
     def on(self, mesh: DeviceMesh, known: float = math.inf) -> Plan:
@@ -307,13 +335,24 @@ class _Planning:
             shared=Shared.of(self.graph, setting),
         )
         space = space_in(setting)
-        if math.isinf(asked.budget) or peak_where_nothing_is_dear(space) <= asked.budget:
+        if math.isinf(asked.budget) or (not self.is_tight and peak_where_nothing_is_dear(space) <= asked.budget):
             plan = self._fastest(space, math.inf, defaults, lambda: space_in(replace(setting, regather=True)))
             if plan.peak_bytes <= asked.budget:
                 has_asked = asked.memory_budget is not None and math.isfinite(asked.budget)
                 return replace(plan, budget=float(int(asked.budget))) if has_asked else plan
+        if not self.is_tight and asked.chunks == "auto":
+            return self._with_head_in_chunks(mesh)._planned(mesh, known)
         # it hardly fits with every copy kept
         return self._fastest(space_in(replace(setting, regather=True)), asked.budget, defaults)
+
+    def _with_head_in_chunks(self, mesh: DeviceMesh) -> _Planning:
+        """The same for the graph whose loss head runs in as many chunks as the budget asks for."""
+        found = head_of(self.graph, self.request.keeps_outputs)
+        if found.head is None:
+            return replace(self, is_tight=True, why_whole=found.why)
+        chunks = chunks_for(found.head, mesh.size, self.request.budget)
+        graph = in_chunks(self.graph, chunks, self.request.keeps_outputs)
+        return replace(self, is_tight=True, graph=graph)
 
     def _fastest(
         self,
@@ -336,8 +375,15 @@ class _Planning:
             plan,
             precision=(asked.precision.param, asked.precision.reduce) if asked.precision else None,
             assumptions=tuple(self.graph.assumptions),
-            defaults=tuple(defaults),
+            defaults=(*defaults, *self._said_of_head()),
+            chunks=self.graph.chunks,
         )
+
+    def _said_of_head(self) -> list[tuple[str, str]]:
+        """How the loss head runs under a budget, where that says something."""
+        if self.graph.chunks > 1:
+            return [("head", f"in {self.graph.chunks} chunks of rows, whose logits are not kept")]
+        return [("head", f"whole: {self.why_whole}")] if self.why_whole else []
 
 
 def _numbers_of_turns(graph: Graph) -> Iterator[int]:

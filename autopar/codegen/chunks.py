@@ -68,7 +68,7 @@ class _Region:
     def of(joint: JointGraph, total: fx.Node) -> _Region:
         forward: dict[fx.Node, None] = {}
         backward: dict[fx.Node, None] = {}
-        seeds = [n for n in joint.graph.find_nodes(op="call_function", target=SEED)]
+        seeds = list(joint.graph.find_nodes(op="call_function", target=SEED))
         for node in joint.graph.nodes:
             if node.op != "call_function" or node is total:
                 continue
@@ -167,7 +167,7 @@ def _call(graph: fx.Graph, target: object, *args: object, **kwargs: object) -> f
     """A new call, and what it gives."""
     made = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
     values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    made.meta["val"] = target(*values[0], **values[1])  # type: ignore[operator]
+    made.meta["val"] = target(*values[0], **values[1])
     return made
 
 

@@ -31,7 +31,7 @@ def lower_again(
     """
     start, before, name = time.perf_counter(), state.programs[-1], state.original.__name__
     # what ran in micro-batches, or was planned to run without gradients, is planned anew for the other
-    runs_so = state.first.plan.microbatches == 1
+    runs_so = state.first.plan.microbatches == 1 and state.first.plan.chunks == 1
     known = next((p for p in state.programs if runs_so and state.fits(p, situation)), None)
     if known is not None:  # the same graph, the other half
         graph, plan, sight = known.lowered.graph, known.lowered.plan, known.sight

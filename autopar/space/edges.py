@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import TensorType
+from autopar.graph.graph import TensorType, info
 from autopar.sharding.placement import largest_local_shape
 from autopar.sharding.strategies import Choice, gradients, values
 from autopar.space.constraints import HABITS
@@ -45,6 +45,7 @@ class _Cargo(NamedTuple):
     is_handed_on: bool  # behind the parameter's own edge
     stays: bool  # is what was gathered still there as backward begins?
     reduced_in: int  # bytes of an element of its gradient while it is reduced, where they are not its own
+    chunks: int  # so often it travels in each pass: as often as what makes it runs
 
 
 class _Table(NamedTuple):
@@ -108,6 +109,7 @@ class EdgeBuilder:
             self.parameters.is_handed_on(value),
             owners.get(value) in self.schedule.stays,
             self.parameters.reduced_in.get(value, 0),
+            info(value).chunks,
         )
 
     def _edge(self, source: _End, target: _End, cargo: _Cargo) -> Edge:
@@ -187,7 +189,7 @@ class EdgeBuilder:
             gathers, reductions = self._times(len(given), cargo, source)
             both = forward * gathers[:, None] + backward * reductions[:, None] + cast * batches
         else:
-            both = (forward + backward) * batches
+            both = (forward + backward) * (batches * cargo.chunks)
         leads = np.isfinite(both)
         return _Table(both, np.where(leads, forward, 0.0), np.where(leads, backward, 0.0))
 

@@ -76,6 +76,7 @@ class _Builder:
             op in self.cores,
             self._as_first_operand(op, besides) if besides else None,
             self._as_first_operand(op, work) if work else None,
+            info(op).chunks > 1,
         )
 
     def _shown(self, op: fx.Node, value: fx.Node, edges: Sequence[int]) -> int:

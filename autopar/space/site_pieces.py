@@ -92,6 +92,8 @@ class SitePieces:
                 self._sums(op, port, value)
         if besides := self.lifetimes.besides[op]:
             self._put("saved activations", op, self._as_first_operand(op, besides), now, back)
+        if info(op).chunks > 1:
+            self._sums_of_chunks(op, now, back)
         gives_gradient = any(t.requires_grad for t in info(op).outputs)
         times = (now, back) if gives_gradient else (now,)
         for time, made in zip(times, work_of(op)):
@@ -130,6 +132,22 @@ class SitePieces:
         for use in uses[:-1]:
             time = self.clock.mirrored(use)
             self._put(kind, op, comes, time, time)
+
+    def _sums_of_chunks(self, op: fx.Node, now: int, back: int) -> None:
+        """Add what chunks add up of the gradients of whole values, beside which each makes its own.
+
+        The gradient of a sum of halves is one of single precision; rows stand side by side in the end.
+        """
+        operands = [n for n in op.target.operands(op.kwargs) if hasattr(n, "meta")]
+        for place, operand in enumerate(operands):
+            type_ = type_of(operand)
+            if not type_.requires_grad or info(operand).chunks > 1:
+                continue
+            lies = self._local(op, type_, Tensors(place, Choice.operand, gradients))
+            is_rows = op_name(op) == "chunk"
+            width = 1.0 if is_rows else max(4, type_.itemsize) / type_.itemsize
+            kind = "gradients of activations" if is_rows else "gradients"
+            self._put(kind, op, self.bytes.scaled(lies, width), now, back)
 
     def _as_first_operand(self, op: fx.Node, bytes_: int) -> np.ndarray:
         """So many bytes, as the first operand of an op is cut."""

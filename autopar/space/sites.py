@@ -174,7 +174,7 @@ class SiteBuilder:
         blocks = self.blocks.of_factors(node)
         uses = len(node.users) if op_name(node) == "identity" else 0
         traffic = self.seconds.traffic(node, self.bindings.tensors[node]) if self.setting.compiled else None
-        key = ("op", self.bindings.kinds[node], blocks, node in self.seconds.copied, uses, traffic)
+        key = ("op", self.bindings.kinds[node], about.chunks, blocks, node in self.seconds.copied, uses, traffic)
         if key not in self._known:
             self._known[key] = self._new_op(node, dict(blocks))
         site = replace(self._known[key], name=about.key, source=about.source)
@@ -196,9 +196,11 @@ class SiteBuilder:
             choices = self._cross(replicated(len(types), [t.requires_grad for t in types], gives), {})
         chosen = Chosen(node, binding, choices, self.bindings.tensors[node])
         compute = self.seconds.compute(chosen)
+        if about.chunks > 1:
+            compute = self.seconds.in_chunks(chosen, compute)
         seconds = np.zeros(len(choices))
         if compute:
-            seconds = (compute[0] + compute[1] + self.seconds.exchange(chosen)) * self.setting.passes
+            seconds = (compute[0] + compute[1] + self.seconds.exchange(chosen) * about.chunks) * self.setting.passes
         has_rule = binding is not None or not types
         is_users = name.startswith(("ops.", "function "))  # nobody's but the user's
         line = ""

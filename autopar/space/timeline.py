@@ -61,6 +61,7 @@ class Passage:
     is_core: bool = False  # is it in the core of an attention, between the products?
     besides: np.ndarray | None = None  # bytes that its backward reads besides, by choice
     work: np.ndarray | None = None  # and bytes that it makes for the while
+    in_chunks: bool = False  # does it run once for each chunk, forward and backward together?
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,12 +121,14 @@ class Timeline:
     momentary: Momentary  # what of these bytes is not there all the time of an op
     run_of: tuple[int, ...]  # of each op its run
     travels: dict[int, tuple[int, int]]  # edge -> the value that leaves and the value that arrives, of those in runs
+    of_chunks: frozenset[int] = frozenset()  # values of some rows: their backward follows at once
 
     def __post_init__(self) -> None:
         self.needed = frozenset(v for run in self.runs for v in run.keeps)  # values that some backward reads
         # runs that come again wherever what they make is needed
         self.forced = frozenset(i for i, run in enumerate(self.runs) if run.is_forced)
         self.fixed = self.leaves | (self.bytes <= SMALL)  # of each value: it is not dropped, for it leaves, or is small
+        self.fixed[list(self.of_chunks)] = True
         gathered = {v for run in self.runs if not run.is_op and not run.reads for v in run.makes if not self.fixed[v]}
         self.fixed[[v for run in self.runs if not gathered.isdisjoint(run.reads) for v in run.makes]] = True
         self.fixed[[v for i in self.forced for v in self.runs[i].makes]] = False
@@ -308,6 +311,7 @@ class _Writer:
         self.run_of: list[int] = []
         self.travels: dict[int, tuple[int, int]] = {}
         self.converted: dict[tuple[int, int, int], int] = {}
+        self.of_chunks: set[int] = set()
         self.times = space.setting.passes  # micro-batches: what a run takes, it takes in each
 
     def line(self, held: np.ndarray, momentary: Momentary) -> Timeline:
@@ -327,6 +331,7 @@ class _Writer:
             momentary,
             tuple(self.run_of),
             self.travels,
+            frozenset(self.of_chunks),
         )
 
     def _op(self, time: int, op: Passage) -> None:
@@ -363,6 +368,8 @@ class _Writer:
             region=op.region,
             is_core=op.is_core,
         )
+        if op.in_chunks:
+            self.of_chunks.update(makes)
         self.run_of.append(len(self.runs))
         self._write(run)
 
