@@ -148,8 +148,10 @@ class Request:
                 return self._on_meshes(_Planning(self, self._in_turns(graph, turns), until))
             except Infeasible as e:
                 letter = letter or e
-            except NotServed:  # the model looks at all rows
-                break
+            except NotServed:
+                if letter is None:
+                    raise
+                break  # the model looks at all rows
         assert letter is not None
         raise letter
 

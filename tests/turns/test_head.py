@@ -1,0 +1,204 @@
+"""The loss head in chunks: losses and gradients are those of the whole head, and no product is computed twice."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import autopar
+from autopar import DeviceMesh, Plan, Precision
+from autopar.codegen import chunks, joint
+from autopar.graph.graph import Graph
+from autopar.graph.kept import NotKept
+from autopar.letters import NotServed
+from autopar.testing import Equality, Unequal, on_processes, on_threads
+from autopar.tracer import ColoTracer
+from autopar.turns import chunks_for, head_of, in_chunks
+from tests import language
+from tests.models import eager_links
+from tests.oracle import ByPosition, InFloat64
+from tests.training import whole
+from tests.turns.test_micro_batches import SEED, case, check, values
+
+MODELS = ("gpt2", "llama", "bert", "t5")
+
+
+def in_pieces(rank, name, count, mesh, **how):
+    """What a parallel model whose head runs in chunks gives on this rank."""
+    model, batch = case(name)
+    with InFloat64():
+        mine = autopar.autoparallelize(
+            copy.deepcopy(model), batch, mesh=mesh, cluster=eager_links(), chunks=count, **how
+        )
+        mine.random_state.seed = SEED
+        assert mine.plan.chunks == count
+        return values(mine, batch)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("count, mesh", [(2, (1,)), (8, (1,)), (4, (2, 2))], ids=str)
+def test_a_head_in_chunks_is_the_head(name, count, mesh):
+    mesh = DeviceMesh(mesh)
+    case(name)
+    check(f"{name} in {count} on {mesh}", on_threads(mesh.size, lambda rank: in_pieces(rank, name, count, mesh)), name)
+
+
+@pytest.mark.parametrize(
+    "parallel, mesh",
+    [
+        ("dp", (4,)),
+        ("zero3", (4,)),
+        ("megatron", (2,)),
+        ({"tensor": {"size": 2, "mode": "megatron", "sequence": True}}, (2,)),
+        ({"tensor": 2, "data": 2}, (2, 2)),
+    ],
+    ids=str,
+)
+def test_experts_plans_have_heads_in_chunks(parallel, mesh):
+    """The vocabulary is cut under tensor parallelism, and its sums are exchanged for every chunk."""
+    mesh = DeviceMesh(mesh, ("dp", "tp")[: len(mesh)])
+    case("llama")
+    body = functools.partial(in_pieces, name="llama", count=4, mesh=mesh, parallel=parallel)
+    check(str(parallel), on_threads(mesh.size, body), "llama")
+
+
+@pytest.mark.machines
+def test_gloo_ranks_have_heads_in_chunks_and_micro_batches():
+    body = functools.partial(in_pieces, name="gpt2", count=2, mesh=DeviceMesh((2,)), microbatches=2, parallel="zero2")
+    check("gpt2 on processes", on_processes(2, body), "gpt2")
+
+
+def test_half_precision_is_added_up_in_float32():
+    """The gradients of a head in chunks are no further from those in float64 than those of the whole head."""
+    torch.manual_seed(0)
+    model, batch = language.llama(), language.drawn(8, 32, 256)
+    exact = copy.deepcopy(model).double()
+    with InFloat64():
+        exact(**batch).loss.backward()
+    expected = {n: p.grad for n, p in exact.named_parameters()}
+    errors = {}
+    for count in (1, 8):
+        mine = autopar.autoparallelize(
+            copy.deepcopy(model), batch, mesh=(1,), chunks=count, precision=Precision("bfloat16", "float32")
+        )
+        mine(**batch).loss.backward()
+        found = {n: whole(p.grad).double() for n, p in mine.named_parameters()}
+        errors[count] = Equality.in_float64("bfloat16", found, expected, 1.0).worst
+    assert errors[8] < 1.2 * errors[1], errors
+
+
+def test_no_product_is_computed_twice():
+    model, batch = case("llama")
+    counted = {}
+    for count in (1, 4):
+        mine = autopar.autoparallelize(copy.deepcopy(model).float(), batch, mesh=(1,), chunks=count)
+        with FlopCounterMode(display=False) as counter:
+            mine(**batch).loss.backward()
+        counted[count] = counter.get_total_flops()
+    assert counted[4] == counted[1] > 0
+
+
+def test_logits_of_a_head_in_chunks_are_not_kept():
+    model, batch = case("gpt2")
+    still = copy.deepcopy(model).eval()
+    mine = autopar.autoparallelize(copy.deepcopy(still), batch, mesh=(1,), chunks=4)
+    assert isinstance(mine(**batch).logits, NotKept)
+    with torch.no_grad():
+        torch.testing.assert_close(mine(**batch).logits, still(**batch).logits)
+    for outputs in ("full", "sharded", ("logits",)):
+        with pytest.raises(NotServed, match="the logits leave the step, or gradients arrive"):
+            autopar.plan(model, batch, mesh=(1,), chunks=4, outputs=outputs)
+    with pytest.raises(NotServed, match="do not share its 16 rows"):
+        autopar.plan(model, batch, mesh=(1,), chunks=3)
+
+
+def test_a_model_without_a_head_says_so():
+    model = torch.nn.Linear(4, 4)
+
+    def loss(outputs, inputs):
+        return outputs.square().sum()
+
+    with pytest.raises(NotServed, match="computes no loss of classes"):
+        autopar.plan(model, (torch.randn(4, 4),), mesh=(1,), chunks=2, loss=loss)
+
+
+def test_a_budget_takes_the_head_in_chunks_by_itself():
+    """Where the fastest plan does not fit; without a budget, or where logits are wanted, it stays whole."""
+    torch.manual_seed(0)
+    model, batch = language.gpt2(vocabulary=8192), language.drawn(8, 64, 8192)
+    ask = functools.partial(autopar.plan, model, batch, mesh=(1,), cluster=eager_links())
+    free = ask()
+    assert free.chunks == 1
+    budget = int(0.7 * free.peak_bytes)
+    tight = ask(memory_budget=budget)
+    assert tight.chunks > 1 and tight.peak_bytes <= budget and not tight.recomputed
+    assert f"in {tight.chunks} chunks of rows" in str(tight)
+    assert "chunk" in tight.explain("lm_head")
+    wanted = ask(memory_budget=int(0.95 * free.peak_bytes), outputs="full")
+    assert wanted.chunks == 1 and "the logits leave the step" in str(wanted)
+    mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=Plan.from_dict(tight.to_dict()))
+    mine.random_state.seed = SEED
+    reference = copy.deepcopy(model)
+    with ByPosition(SEED) as numbers:
+        numbers.next_step()
+        expected = reference(**batch).loss
+    torch.testing.assert_close(mine(**batch).loss, expected)
+
+
+def test_a_graph_with_a_head_in_chunks_is_written_and_read():
+    model, batch = case("bert")
+    graph = in_chunks(ColoTracer().trace(model, batch), 4, False)
+    assert graph.chunks == 4 and Graph.from_json(graph.to_json()) == graph
+    plan = autopar.plan(model, batch, mesh=(1,), chunks=4)
+    assert plan.digest == graph.digest
+    Plan.from_dict(plan.to_dict()).validate(model, batch)
+
+
+def test_chunks_follow_the_budget():
+    model, batch = case("llama")
+    head = head_of(ColoTracer().trace(model, batch), False).head
+    assert [chunks_for(head, 1, budget) for budget in (float("inf"), 2**40, 2**10)] == [1, 2, 16]
+    counts = [chunks_for(head, 1, 2.0**k) for k in range(10, 40)]
+    assert counts == sorted(counts, reverse=True)
+
+
+# -- broken compilers
+
+
+def _one_chunk_twice(patch):
+    rows = chunks._rows
+    patch.setattr(chunks, "_rows", lambda graph, node, place: rows(graph, node, 0))
+
+
+def _unscaled(patch):
+    """The gradient that arrives is taken for 1."""
+    patch.setattr(
+        chunks._Region,
+        "_scale",
+        lambda self, graph, end, whole, inside: end.replace_all_uses_with(
+            whole, delete_user_cb=lambda user: user not in inside
+        ),
+    )
+
+
+def _last_sum(patch):
+    """The last chunk stands for all."""
+    patch.setattr(chunks._Region, "_add", lambda self, graph, end, value: self.sums.__setitem__(end, value))
+
+
+def _out_of_order(patch):
+    whole = chunks._side_by_side
+    patch.setattr(chunks, "_side_by_side", lambda graph, node, parts: whole(graph, node, parts[::-1]))
+
+
+@pytest.mark.parametrize("mutant", [_one_chunk_twice, _unscaled, _last_sum, _out_of_order])
+def test_a_broken_compiler_is_noticed(mutant, monkeypatch):
+    joint.LOWERED.clear()
+    mutant(monkeypatch)
+    with pytest.raises(Unequal):
+        check("broken", [in_pieces(0, "gpt2", 4, DeviceMesh((1,)))], "gpt2")
+    joint.LOWERED.clear()
