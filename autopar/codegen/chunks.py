@@ -14,8 +14,9 @@ Gradients are linear in the one that arrives at the sum: they are made for 1, an
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -163,9 +164,9 @@ def _move_before(place: fx.Node, nodes: Iterable[fx.Node]) -> None:
         place.prepend(node)
 
 
-def _call(graph: fx.Graph, target: object, *args: object, **kwargs: object) -> fx.Node:
+def _call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
     """A new call, and what it gives."""
-    made = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+    made = graph.call_function(target, args, kwargs)
     values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
     made.meta["val"] = target(*values[0], **values[1])
     return made

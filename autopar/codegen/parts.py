@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.graph.graph import Graph, info, type_of
+from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.letters import BadInput, Disagreement, NotServed
 from autopar.runtime.world import exchanged, numbers_of, world_size
 from autopar.sharding.convert import Step
@@ -38,7 +38,31 @@ def rows_of(graph: Graph, plan: Plan) -> Rows:
         if paths and len(common) > len(axes):
             axes, rows = common, type_of(graph.inputs[name]).shape[0]
     having = [name for name, node in graph.inputs.items() if rows is not None and type_of(node).shape[:1] == (rows,)]
-    return axes, frozenset(having)
+    targets = {graph.inputs[name].target for name in having}  # of which turns may also have all rows
+    also = [name for name, node in graph.inputs.items() if having and node.target in targets]
+    if axes and graph.turns > 1:
+        _check_turns(graph, math.prod(plan.mesh.shape[a] for a in axes), rows or 0)
+    return axes, frozenset((*having, *also))
+
+
+def _check_turns(graph: Graph, parts: int, rows: int) -> None:
+    """Raise a letter where micro-batches of the ranks' own rows would not be those of the batch.
+
+    A turn takes some rows of every rank: what counts rows in the batch's order would count others.
+    """
+    counted = [n for n in graph.nodes if info(n).in_time[0] or op_name(n) == "turn"]
+    if counted:
+        raise NotServed(
+            f'inputs="local" and micro-batches: {info(counted[0]).key} goes by the places of rows in the batch, and '
+            "turns take some rows of every rank",
+            at=info(counted[0]).source,
+            advice='inputs="global", or microbatches=1',
+        )
+    if rows % parts:
+        raise NotServed(
+            f'inputs="local" and micro-batches: {parts} devices do not share the {rows} rows of a turn evenly',
+            advice='inputs="global", or other microbatches=',
+        )
 
 
 def cut_rows(steps: Sequence[Step]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, info
@@ -42,7 +43,17 @@ class Told:
         lines = [self._line("forward", 1, kernel, "forward") for kernel in kernels.forward]
         lines += [self._line("backward", count, kernel, "backward") for count, kernel in kernels.backward]
         lines += [self._line(f"backward, {k.names[0]}", count, k, "forward") for count, k in kernels.beside]
-        return [line for line in lines if line]
+        return [*self._of_chunks(chosen), *(line for line in lines if line)]
+
+    def _of_chunks(self, chosen: Chosen) -> list[str]:
+        """Of an op that runs once for each chunk: how often, and what adding up its gradients takes."""
+        count = info(chosen.node).chunks
+        if count == 1:
+            return []
+        nothing = np.zeros(1)
+        added = float(self.seconds.in_chunks(chosen, (nothing, nothing))[1][0])
+        sums = f"; sums of gradients {added * 1e6:.1f} us" if added else ""
+        return [f"in {count} chunks of rows, each of which takes what follows{sums}"]
 
     def _line(self, what: str, count: int, kernel: Kernel, way: str) -> str:
         """The line of a kernel that runs so often; "" where it takes no time."""

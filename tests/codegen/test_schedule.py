@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import autopar
 from autopar import DeviceMesh, Plan
 from autopar.codegen import joint, joint_passes, lower
+from autopar.codegen.local import local_program
 from autopar.graph.graph import info
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
 from autopar.space.schedule import schedule_of
@@ -225,3 +227,22 @@ def test_a_weight_with_two_readers_is_fetched_before_the_first():
 
     for gradient in on_threads(2, body):
         torch.testing.assert_close(gradient, own.a.weight.grad)
+
+
+def test_a_bucket_begins_with_what_is_read_of_it():
+    """Of gradients that travel together some wait for the end of micro-batches, and are read before."""
+    model, batch = case()
+    plan = autopar.plan(model, batch, mesh=2, cluster=eager_links(), parallel="dp")
+    graph = ColoTracer().trace(model, batch)
+    program = local_program(graph, plan, (0,))
+    names = list(graph.parameters)
+    joint.LOWERED.clear()
+    lowered = joint.lower_jointly(program, graph.differentiable, scattered=names[1:3])
+    begun = lowered.hold.find_nodes(op="call_function", target=BEGIN["all_reduce"])
+    assert [len(n.args[0].args[0]) for n in begun] == [2]
+    parts = [v for v in lowered.hold.output_node().args[0] if v.target is operator.getitem]
+    read = [value for value in parts if value.args[0].target is finish]
+    assert len(read) == 2
+    for value in read:
+        (packed, _) = value.args[0].args[0].args[0].args
+        assert value.meta["val"].shape == packed[value.args[1]].meta["val"].shape

@@ -332,6 +332,27 @@ def test_turns_share_one_program():
     assert counts == {2: 2, 8: 2}
 
 
+def test_ranks_pass_their_own_rows_in_micro_batches():
+    """Where nothing goes by the places of rows; dropout does."""
+    batch = words(256)
+
+    def body(rank, model, **how):
+        with InFloat64():
+            mine = autopar.autoparallelize(
+                copy.deepcopy(model), batch, mesh=2, parallel="dp", microbatches=2, inputs="local", **how
+            )
+            return values(mine, {name: value.chunk(2)[rank] for name, value in batch.items()})
+
+    model = case("llama")[0]
+    with InFloat64():
+        expected = values(copy.deepcopy(model), batch)
+    for result in on_threads(2, lambda rank: body(rank, model, assume=language.NO_PADDING)):
+        found = {n: t for n, t in result.items() if n in expected}
+        Equality.in_float64("own rows", found, expected, 1e-9).check()
+    with pytest.raises(NotServed, match="goes by the places of rows in the batch"):
+        on_threads(2, lambda rank: body(rank, case("gpt2")[0]))
+
+
 SEEDS = 24
 
 
