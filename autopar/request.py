@@ -49,7 +49,7 @@ from autopar.space.space import Space
 from autopar.space.windows import BUCKET
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
-from autopar.turns import chunks_for, head_of, in_chunks, in_micro_batches, rows_of_batch
+from autopar.turns import chunks_for, head_of, in_chunks, in_micro_batches, numbers_of_chunks, rows_of_batch
 
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
@@ -343,18 +343,28 @@ class _Planning:
                 has_asked = asked.memory_budget is not None and math.isfinite(asked.budget)
                 return replace(plan, budget=float(int(asked.budget))) if has_asked else plan
         if not self.is_tight and asked.chunks == "auto":
-            return self._with_head_in_chunks(mesh)._planned(mesh, known)
+            return self._under_budget(mesh, known)
         # it hardly fits with every copy kept
         return self._fastest(space_in(replace(setting, regather=True)), asked.budget, defaults)
 
-    def _with_head_in_chunks(self, mesh: DeviceMesh) -> _Planning:
-        """The same for the graph whose loss head runs in as many chunks as the budget asks for."""
-        found = head_of(self.graph, self.request.keeps_outputs)
+    def _under_budget(self, mesh: DeviceMesh, known: float) -> Plan:
+        """The plan where the fastest one does not fit: the loss head runs in chunks, in as many as there may be where
+        fewer leave no plan.
+        """
+        keeps = self.request.keeps_outputs
+        found = head_of(self.graph, keeps)
+        tight = replace(self, is_tight=True, why_whole=found.why)
         if found.head is None:
-            return replace(self, is_tight=True, why_whole=found.why)
+            return tight._planned(mesh, known)
         chunks = chunks_for(found.head, mesh.size, self.request.budget)
-        graph = in_chunks(self.graph, chunks, self.request.keeps_outputs)
-        return replace(self, is_tight=True, graph=graph)
+        most = max((chunks, *numbers_of_chunks(found.head)))
+        try:
+            return replace(tight, graph=in_chunks(self.graph, chunks, keeps))._planned(mesh, known)
+        except Infeasible:
+            graph = in_chunks(self.graph, most, keeps)
+            if most == chunks or graph.chunks == 1:
+                raise
+            return replace(tight, graph=graph)._planned(mesh, known)
 
     def _fastest(
         self,
