@@ -1,6 +1,6 @@
 """What turns give and cost: the loss head in chunks, and micro-batches inside a call.
 
-    python -m benchmarks.turns [head recompute choice large lowering]      all of them, or some; fails where a bar is missed
+    python -m benchmarks.turns [head recompute choice large lowering]      all, or some; fails where a bar is missed
 
 Bytes and seconds are a plan's; `benchmarks/memory.py` holds such bytes against MemTracker. A share is of the peak of
 the whole head less what no recompute changes: parameters, their gradients and the optimizer's states.
