@@ -49,9 +49,10 @@ from autopar.space.space import Space
 from autopar.space.windows import BUCKET
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
-from autopar.turns import chunks_for, head_of, in_chunks, in_micro_batches, numbers_of_chunks, rows_of_batch
+from autopar.turns import FEW, Head, head_of, in_chunks, in_micro_batches, numbers_of_chunks, rows_of_batch
 
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
+FREE = 0.02  # of a step: what chunks of the loss head may take before the whole head is also searched under a budget
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
 
 
@@ -142,18 +143,19 @@ class Request:
         until = math.inf if self.time_limit is None else started + self.time_limit
         if self.microbatches != "auto":
             return self._on_meshes(_Planning(self, self._in_turns(graph, int(self.microbatches)), until))
-        letter: Infeasible | None = None
+        letters: list[Infeasible] = []
         for turns in _numbers_of_turns(graph):
             try:
                 return self._on_meshes(_Planning(self, self._in_turns(graph, turns), until))
             except Infeasible as e:
-                letter = letter or e
-            except NotServed:
-                if letter is None:
+                letters.append(e)
+                if not _may_fit(letters, self.budget):
+                    break
+            except (NotServed, BadConstraint, BadPreset):
+                if not letters:
                     raise
-                break  # the model looks at all rows
-        assert letter is not None
-        raise letter
+                break  # the model looks at all rows, or devices cannot share so few
+        raise letters[0]
 
     def as_planned(self, graph: Graph, plan: Plan) -> Graph:
         """The graph that a plan is of: that of one of its micro-batches, with the head in its chunks."""
@@ -343,28 +345,32 @@ class _Planning:
                 has_asked = asked.memory_budget is not None and math.isfinite(asked.budget)
                 return replace(plan, budget=float(int(asked.budget))) if has_asked else plan
         if not self.is_tight and asked.chunks == "auto":
-            return self._under_budget(mesh, known)
+            return self._under_budget(space, mesh, known)
         # it hardly fits with every copy kept
         return self._fastest(space_in(replace(setting, regather=True)), asked.budget, defaults)
 
-    def _under_budget(self, mesh: DeviceMesh, known: float) -> Plan:
-        """The plan where the fastest one does not fit: the loss head runs in chunks, in as many as there may be where
-        fewer leave no plan.
+    def _under_budget(self, space: Space, mesh: DeviceMesh, known: float) -> Plan:
+        """The plan where the fastest one does not fit: the loss head runs in chunks where that takes next to no time.
+
+        Where it takes some, the faster of that and of the whole head.
         """
         keeps = self.request.keeps_outputs
         found = head_of(self.graph, keeps)
-        tight = replace(self, is_tight=True, why_whole=found.why)
-        if found.head is None:
-            return tight._planned(mesh, known)
-        chunks = chunks_for(found.head, mesh.size, self.request.budget)
-        most = max((chunks, *numbers_of_chunks(found.head)))
+        whole = replace(self, is_tight=True, why_whole=found.why)
+        head = found.head
+        numbers = () if head is None else numbers_of_chunks(head)
+        if head is None or not numbers:
+            return whole._planned(mesh, known)
+        few = in_chunks(self.graph, min(numbers[-1], FEW), keeps)
+        plan = replace(whole, graph=few)._planned(mesh, known)
+        if _seconds_of_chunks(space, head, plan) <= FREE * plan.step_time_s:
+            return plan
         try:
-            return replace(tight, graph=in_chunks(self.graph, chunks, keeps))._planned(mesh, known)
+            other = whole._planned(mesh, known)
         except Infeasible:
-            graph = in_chunks(self.graph, most, keeps)
-            if most == chunks or graph.chunks == 1:
-                raise
-            return replace(tight, graph=graph)._planned(mesh, known)
+            return plan
+        bound = min(plan.lower_bound_s, other.lower_bound_s)
+        return replace(min(other, plan, key=lambda p: p.step_time_s), lower_bound_s=bound)
 
     def _fastest(
         self,
@@ -396,6 +402,23 @@ class _Planning:
         if self.graph.chunks > 1:
             return [("head", f"in {self.graph.chunks} chunks of rows, whose logits are not kept")]
         return [("head", f"whole: {self.why_whole}")] if self.why_whole else []
+
+
+def _may_fit(letters: Sequence[Infeasible], budget: float) -> bool:
+    """May twice as many turns fit, after these did not?
+
+    Each halves at best what the last two differ by, so that all that follow take as much again.
+    """
+    smallest = [e.smallest for e in letters[-2:]]
+    return len(smallest) < 2 or 2 * smallest[1] - smallest[0] <= budget
+
+
+def _seconds_of_chunks(space: Space, head: Head, plan: Plan) -> float:
+    """Seconds that the head of a plan takes in chunks over the fastest choices of its ops where it is whole."""
+    ops = {info(node).key for node in head.ops}
+    least = sum(float(site.seconds.min()) for site in space.sites if site.name in ops)
+    takes = sum(d.seconds for name, d in plan.decisions.items() if name in ops or d.op in ("chunk", "added_up"))
+    return takes - least
 
 
 def _numbers_of_turns(graph: Graph) -> Iterator[int]:

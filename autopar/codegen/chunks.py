@@ -46,7 +46,13 @@ def region_of(program: LocalProgram) -> frozenset[str]:
 
 
 def write_out_chunks(joint: JointGraph) -> None:
-    """Run a region on some rows at a time: see above."""
+    """Run a region once for each chunk of its rows, forward and backward of a chunk together.
+
+    before    c = chunk(x, 0, 2, 8);  s = loss(c);  u = added_up(s);  d = seed(g);  e = loss_backward(d, c);
+              dx = unchunk(e, 0, 2, 8)
+    after     c = slice(x, 0, 0, 4);  s = loss(c);  e = loss_backward(1, c);  c1 = slice(x, 0, 4, 8);  ...
+              u = add(s, s1);  k = cat([e, e1]);  dx = mul(k, g)
+    """
     for total in joint.graph.find_nodes(op="call_function", target=ADDED_UP):
         _Region.of(joint, total).write_out(joint)
     joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))

@@ -159,7 +159,8 @@ class Plan:
         """The fastest step under one memory budget after the other, all from one search; printed, it is a table.
 
         `budgets` are bytes a device, or how many between the lowest peak that was found and that of the fastest plan.
-        A plan for one of them is looked at more closely. As `explain`, it needs the space.
+        A plan for one of them is looked at more closely, and may take turns that this plan does not. As `explain`, it
+        needs the space.
         """
         if self.search is None or self.search.is_over:
             raise BadPlan("the space that this plan was chosen from is gone", advice="autopar.plan(...).curve()")

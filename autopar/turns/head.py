@@ -11,8 +11,6 @@ gradients: those of a sum are known before backward begins, up to the factor tha
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,9 +29,7 @@ from autopar.turns.time_axis import WHOLE, OnTime, strategy_in_turns
 from autopar.turns.writer import EVERYWHERE, Value, Writer
 
 MOST = 16  # chunks: a region is written out once for each
-# of a budget, that the values of the head may take where all devices share them: what was fastest for GPT-2 within
-# budgets from .9 to .15 of its peak (`python -m benchmarks.turns choice`)
-SHARE = 0.6
+FEW = 4  # chunks, beyond which less is gained than they take, as long as there is room (`benchmarks/turns.py`)
 _LOSSES = ("cross_entropy", "nll_loss")
 
 
@@ -46,12 +42,6 @@ class Head:
     ops: frozenset[fx.Node]
     dim: int  # of the logits: the rows that come one after the other
     rows: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all values in it, each with its gradient: what is there of all rows at most."""
-        made = [t for n in self.ops if op_name(n) != "identity" for t in info(n).outputs]
-        return sum(t.nbytes for t in made) + sum(t.nbytes for t in made if t.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +89,13 @@ def _between(product: fx.Node, loss: fx.Node) -> set[fx.Node]:
     return behind & walks.ancestors([loss])
 
 
-def numbers_of_chunks(head: Head) -> Iterator[int]:
+def numbers_of_chunks(head: Head) -> tuple[int, ...]:
     """Two, four, ... as far as they share the rows."""
-    chunks = 2
+    found, chunks = [], 2
     while chunks <= MOST and head.rows % chunks == 0:
-        yield chunks
+        found.append(chunks)
         chunks *= 2
+    return tuple(found)
 
 
 def in_chunks(graph: Graph, chunks: int, keeps_outputs: bool) -> Graph:
@@ -220,12 +211,3 @@ class _Chunked(Writer):
             output_names=tuple(names),
             chunks=self.turns,
         )
-
-
-def chunks_for(head: Head, devices: int, budget: float) -> int:
-    """As many chunks as leave the head its share of a budget, and at most so many as share its rows."""
-    possible = list(numbers_of_chunks(head))
-    if not possible or math.isinf(budget):
-        return 1
-    wanted = head.nbytes / devices / (budget * SHARE)
-    return next((n for n in possible if n >= wanted), possible[-1])

@@ -299,11 +299,14 @@ def on_cpu():
     return replace(generic, device=replace(generic.device, kernels="cpu"))
 
 
+NO_TURNS = {"microbatches": 1, "chunks": 1}  # what a budget may take beside recompute
+
+
 @pytest.fixture(scope="module")
 def halved():
     """A model, its batch, and its plan in half of the memory."""
     model, batch = wide()
-    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu())
+    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu(), **NO_TURNS)
     free = autopar.plan(model, batch, memory_budget="inf", **how)
     return model, batch, autopar.plan(model, batch, memory_budget=free.peak_bytes // 2, **how)
 
@@ -410,7 +413,7 @@ class Deep(nn.Module):
 def test_a_deep_model_fits_in_segments_where_one_more_run_of_each_is_not_enough():
     """The plan says so, its program holds no more than it says, and computes the same."""
     model, batch = Deep(), (torch.randn(4096, 32),)
-    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu())
+    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu(), **NO_TURNS)
     free = autopar.plan(model, batch, memory_budget="inf", **how)
     plan = autopar.plan(model, batch, memory_budget=int(0.12 * free.peak_bytes), **how)
     assert plan.segments and f"in {len(plan.segments)} segments" in str(plan)
@@ -486,7 +489,7 @@ def test_a_file_keeps_what_is_recomputed(halved, monkeypatch):
 
 def test_the_letter_names_a_budget_that_a_plan_fits_in(halved):
     model, batch, plan = halved
-    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu())
+    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu(), **NO_TURNS)
     budget = plan.budget
     while True:  # the first that nothing fits; where it is not hopeless the letter tells of recompute
         budget = int(budget * 0.9)
@@ -555,7 +558,7 @@ def test_the_models_own_regions_are_kept_to_as_written():
 
 def test_auto_is_no_slower_than_any_policy_with_a_name(halved):
     model, batch, _ = halved
-    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu())
+    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu(), **NO_TURNS)
     for policy in policies.POLICIES:
         named = autopar.plan(model, batch, memory_budget="inf", recompute=policy, **how)
         best = autopar.plan(model, batch, memory_budget=named.peak_bytes, **how)
@@ -564,7 +567,7 @@ def test_auto_is_no_slower_than_any_policy_with_a_name(halved):
 
 def test_a_smaller_budget_is_never_faster(halved):
     model, batch, _ = halved
-    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu())
+    how = dict(mesh=(1,), optimizer=0, cluster=on_cpu(), **NO_TURNS)
     free = autopar.plan(model, batch, memory_budget="inf", **how)
     last = free.step_time_s
     for share in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4):

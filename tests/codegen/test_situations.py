@@ -130,7 +130,7 @@ def test_one_kind_of_call_is_planned_once_however_it_is_written(monkeypatch):
     planned = []
     again = Request.plan_again
     monkeypatch.setattr(
-        Request, "plan_again", lambda self, graph, first: planned.append(graph) or again(self, graph, first)
+        Request, "plan_again", lambda self, graph, *how: planned.append(graph) or again(self, graph, *how)
     )
 
     def body(rank):

@@ -22,6 +22,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import autopar
 from autopar.codegen import lower
+from autopar.request import Request
 from autopar.tracer import ColoTracer
 from tests import language
 from tests.models import LlamaBlock, eager_links
@@ -44,6 +45,7 @@ class Case:
         precision = self.asked.get("precision")
         graph = ColoTracer().trace(model, batch, precision=precision)
         plan = autopar.plan(model, batch, mesh=self.mesh, cluster=eager_links(), **self.asked)
+        graph = Request.of(plan).as_planned(graph, plan)
         joint = lower(graph, plan, self.coordinate or (0,) * len(self.mesh.shape)).joint
         data = plan.to_dict()
         for decision in data["decisions"].values():

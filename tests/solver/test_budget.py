@@ -168,7 +168,9 @@ def test_more_memory_is_never_slower(name):
     how = {
         "mesh": (2,) if name == "llama" else (2, 2),
         "loss": (lambda out, inputs: out.square().mean()) if name == "convolutions" else None,
-        "recompute": "none",  # what recompute adds is in tests/codegen/test_recompute.py
+        "recompute": "none",  # what recompute adds is in tests/codegen/test_recompute.py,
+        "microbatches": 1,  # and what turns do in tests/turns
+        "chunks": 1,
     }
     free = autopar.plan(model, batch, **how)
     with pytest.raises(Infeasible) as letter:

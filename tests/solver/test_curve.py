@@ -18,7 +18,7 @@ WORSE = 0.05  # a plan for one budget is looked at more closely than a point of 
 
 def planned(name, **how):
     model, batch = MODELS[name]()
-    return autopar.plan(model, batch, mesh=(2, 2), **how)
+    return autopar.plan(model, batch, mesh=(2, 2), microbatches=1, chunks=1, **how)
 
 
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(n, marks=pytest.mark.nightly) for n in MODELS if n != "gpt2")])

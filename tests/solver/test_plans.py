@@ -321,7 +321,7 @@ def test_what_no_op_reads_lies_in_memory_too():
 def test_a_budget_names_the_constraint_that_it_breaks_on():
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)), torch.zeros(512, 1024)
-    how = dict(mesh=(8,), cluster="h100-8x1", loss=lambda out, inputs: out.square().mean())
+    how = dict(mesh=(8,), cluster="h100-8x1", loss=lambda out, inputs: out.square().mean(), microbatches=1)
     for pins, named in (
         (dict(constraints={"*.weight": "R", "*.bias": "R"}), r"without the constraint '\*\.weight'"),
         (dict(parallel="dp"), "without parallel='dp'"),

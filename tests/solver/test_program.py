@@ -282,7 +282,7 @@ def test_a_hopeless_budget_is_known_after_a_few_eliminations(monkeypatch):
     monkeypatch.setattr(Budgeted, "at", lambda self, *how, **more: asked.append(how) or eliminate(self, *how, **more))
     model, batch = two_layers()
     with pytest.raises(Infeasible, match="no plan of"):
-        autopar.plan(model, batch, mesh=(2, 2), memory_budget=1 << 20)
+        autopar.plan(model, batch, mesh=(2, 2), memory_budget=1 << 20, microbatches=1, chunks=1)
     assert len(asked) <= 70
 
 

@@ -33,7 +33,7 @@ def ops(function):
         ),
         (
             lambda m, x: F.margin_ranking_loss(x @ m.weight, x, x),
-            ["matmul", "sub", "neg", "mul", "add", "clamp", "sum", "div"],
+            ["matmul", "sub", "neg", "mul", "clamp", "sum", "div"],
         ),  # a write into a temporary
         (lambda m, x: (x @ m.weight).movedim(0, 1), ["matmul", "permute"]),
         (lambda m, x: torch.hsplit(x @ m.weight, 2)[1], ["matmul", "narrow"]),

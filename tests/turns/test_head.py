@@ -17,12 +17,12 @@ from autopar.graph.kept import NotKept
 from autopar.letters import NotServed
 from autopar.testing import Equality, Unequal, on_processes, on_threads
 from autopar.tracer import ColoTracer
-from autopar.turns import chunks_for, head_of, in_chunks
+from autopar.turns import in_chunks
 from tests import language
 from tests.models import eager_links
 from tests.oracle import ByPosition, InFloat64
 from tests.training import whole
-from tests.turns.test_micro_batches import SEED, case, check, values
+from tests.turns.cases import SEED, case, check, values
 
 MODELS = ("gpt2", "llama", "bert", "t5")
 
@@ -156,14 +156,6 @@ def test_a_graph_with_a_head_in_chunks_is_written_and_read():
     plan = autopar.plan(model, batch, mesh=(1,), chunks=4)
     assert plan.digest == graph.digest
     Plan.from_dict(plan.to_dict()).validate(model, batch)
-
-
-def test_chunks_follow_the_budget():
-    model, batch = case("llama")
-    head = head_of(ColoTracer().trace(model, batch), False).head
-    assert [chunks_for(head, 1, budget) for budget in (float("inf"), 2**40, 2**10)] == [1, 2, 16]
-    counts = [chunks_for(head, 1, 2.0**k) for k in range(10, 40)]
-    assert counts == sorted(counts, reverse=True)
 
 
 # -- broken compilers
