@@ -5,6 +5,7 @@ It traces a model, plans a graph, and plans again for another batch of a model t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import numbers
@@ -352,7 +353,7 @@ class _Planning:
     def _under_budget(self, space: Space, mesh: DeviceMesh, known: float) -> Plan:
         """The plan where the fastest one does not fit: the loss head runs in chunks where that takes next to no time.
 
-        Where it takes some, the faster of that and of the whole head.
+        Where it takes some, the fastest of fewer chunks and of the whole head, under one bound.
         """
         keeps = self.request.keeps_outputs
         found = head_of(self.graph, keeps)
@@ -361,16 +362,15 @@ class _Planning:
         numbers = () if head is None else numbers_of_chunks(head)
         if head is None or not numbers:
             return whole._planned(mesh, known)
-        few = in_chunks(self.graph, min(numbers[-1], FEW), keeps)
-        plan = replace(whole, graph=few)._planned(mesh, known)
-        if _seconds_of_chunks(space, head, plan) <= FREE * plan.step_time_s:
-            return plan
-        try:
-            other = whole._planned(mesh, known)
-        except Infeasible:
-            return plan
-        bound = min(plan.lower_bound_s, other.lower_bound_s)
-        return replace(min(other, plan, key=lambda p: p.step_time_s), lower_bound_s=bound)
+        few = [n for n in numbers if n <= FEW]
+        plans = [replace(whole, graph=in_chunks(self.graph, few.pop(), keeps))._planned(mesh, known)]
+        if _seconds_of_chunks(space, head, plans[0]) <= FREE * plans[0].step_time_s:
+            return plans[0]
+        for chunks in (*few, 1):
+            with contextlib.suppress(Infeasible):
+                plans.append(replace(whole, graph=in_chunks(self.graph, chunks, keeps))._planned(mesh, known))
+        fastest = min(reversed(plans), key=lambda p: p.step_time_s)
+        return replace(fastest, lower_bound_s=min(p.lower_bound_s for p in plans))
 
     def _fastest(
         self,
