@@ -33,9 +33,10 @@ from autopar.arguments import (
     refuse_unserved,
 )
 from autopar.collector import without_collections
-from autopar.graph.graph import Graph, info
+from autopar.graph.graph import Graph, info, type_of
 from autopar.letters import BadCluster, BadConstraint, BadPreset, Infeasible, NotServed
 from autopar.sharding.cluster import Cluster
+from autopar.sharding.costs import optimizer_figures
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
@@ -147,7 +148,8 @@ class Request:
         letters: list[Infeasible] = []
         for turns in _numbers_of_turns(graph):
             try:
-                return self._on_meshes(_Planning(self, self._in_turns(graph, turns), until))
+                planning = _Planning(self, self._in_turns(graph, turns), until, is_trial=turns > 1)
+                return self._on_meshes(planning)
             except Infeasible as e:
                 letters.append(e)
                 if not _may_fit(letters, self.budget):
@@ -252,6 +254,7 @@ class _Planning:
     graph: Graph
     until: float  # a time of the monotonic clock, after which a plan that was found is not improved
     why_whole: str = ""  # why the loss head does not run in chunks under a budget
+    is_trial: bool = False  # is there another way to ask, if nothing fits?
     is_tight: bool = False  # is it known that the fastest plan does not fit in the budget?
 
     @without_collections
@@ -299,6 +302,13 @@ class _Planning:
         return f"there is one without {' or without '.join(guilty) if guilty else 'all of the constraints together'}"
 
     def _planned(self, mesh: DeviceMesh, known: float) -> Plan:
+        """The plan on a mesh; where the fastest one does not fit in the budget, one of those that do."""
+        try:
+            return self._by_preset(mesh, known)
+        except _DoesNotFit as e:
+            return self._under_budget(e.space, mesh, known)
+
+    def _by_preset(self, mesh: DeviceMesh, known: float) -> Plan:
         """The plan on a mesh, by a preset or freely."""
         parallel, defaults = self.request.parallel, self.request.defaults(self.graph)
         if parallel is None:
@@ -339,14 +349,14 @@ class _Planning:
             known=known,
             shared=Shared.of(self.graph, setting),
         )
-        space = space_in(setting)
-        if math.isinf(asked.budget) or (not self.is_tight and peak_where_nothing_is_dear(space) <= asked.budget):
+        space = None if self.is_tight else space_in(setting)
+        if space is not None and (math.isinf(asked.budget) or peak_where_nothing_is_dear(space) <= asked.budget):
             plan = self._fastest(space, math.inf, defaults, lambda: space_in(replace(setting, regather=True)))
             if plan.peak_bytes <= asked.budget:
                 has_asked = asked.memory_budget is not None and math.isfinite(asked.budget)
                 return replace(plan, budget=float(int(asked.budget))) if has_asked else plan
-        if not self.is_tight and asked.chunks == "auto":
-            return self._under_budget(space, mesh, known)
+        if space is not None and asked.chunks == "auto":
+            raise _DoesNotFit(space)
         # it hardly fits with every copy kept
         return self._fastest(space_in(replace(setting, regather=True)), asked.budget, defaults)
 
@@ -360,15 +370,25 @@ class _Planning:
         whole = replace(self, is_tight=True, why_whole=found.why)
         head = found.head
         numbers = () if head is None else numbers_of_chunks(head)
-        if head is None or not numbers:
+        if head is None or not numbers or _is_hopeless(self.request, self.graph, mesh):
             return whole._planned(mesh, known)
         few = [n for n in numbers if n <= FEW]
-        plans = [replace(whole, graph=in_chunks(self.graph, few.pop(), keeps))._planned(mesh, known)]
+        trial = replace(whole, graph=in_chunks(self.graph, few.pop(), keeps), is_trial=True)
+        try:
+            plans = [trial._planned(mesh, known)]
+        except Infeasible as e:
+            if self.is_trial:
+                raise
+            try:
+                return whole._planned(mesh, known)
+            except Infeasible as letter:
+                raise _of_the_smaller(letter, e.smallest, trial.graph.chunks) from e
         if _seconds_of_chunks(space, head, plans[0]) <= FREE * plans[0].step_time_s:
             return plans[0]
         for chunks in (*few, 1):
             with contextlib.suppress(Infeasible):
-                plans.append(replace(whole, graph=in_chunks(self.graph, chunks, keeps))._planned(mesh, known))
+                other = replace(trial, graph=in_chunks(self.graph, chunks, keeps))
+                plans.append(other._planned(mesh, known))
         fastest = min(reversed(plans), key=lambda p: p.step_time_s)
         return replace(fastest, lower_bound_s=min(p.lower_bound_s for p in plans))
 
@@ -388,6 +408,7 @@ class _Planning:
             until=self.until,
             recompute=asked.recompute,
             wide=wide,
+            is_trial=self.is_trial,
         )
         return replace(
             plan,
@@ -402,6 +423,34 @@ class _Planning:
         if self.graph.chunks > 1:
             return [("head", f"in {self.graph.chunks} chunks of rows, whose logits are not kept")]
         return [("head", f"whole: {self.why_whole}")] if self.why_whole else []
+
+
+def _is_hopeless(request: Request, graph: Graph, mesh: DeviceMesh) -> bool:
+    """Does what no turns make less exceed the budget: parameters, gradients and states, on all devices?"""
+    types = [type_of(node) for node in graph.parameters.values()]
+    kept = {t.itemsize: optimizer_figures(request.optimizer, t.itemsize)["kept"] for t in types}
+    standing = sum(t.nbytes * (1 + t.requires_grad * (1 + kept[t.itemsize])) for t in types)
+    return bool(standing / mesh.size > request.budget)
+
+
+def _of_the_smaller(letter: Infeasible, smallest: float, chunks: int) -> Infeasible:
+    """The letter about the whole head, or where a plan with a head in chunks is smaller, of that."""
+    if not smallest < letter.smallest:
+        return letter
+    return Infeasible(
+        letter.what,
+        seen=f"{smallest:,.0f} bytes in the smallest plan that was found, whose loss head runs in {chunks} chunks; "
+        f"{letter.smallest:,.0f} where it is whole",
+        advice=f"memory_budget={math.ceil(smallest)}, or more devices",
+    ).of_bytes(letter.needs, smallest)
+
+
+class _DoesNotFit(Exception):
+    """The fastest plan of a space needs more than the budget."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__()
+        self.space = space
 
 
 def _may_fit(letters: Sequence[Infeasible], budget: float) -> bool:

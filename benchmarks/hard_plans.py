@@ -40,6 +40,9 @@ BARS: dict[str, tuple[str, float, float | None]] = {
 }
 
 
+WHOLE = {"chunks": 1, "microbatches": 1}
+
+
 def cpu() -> float:
     own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
@@ -176,10 +179,10 @@ def run(case: str) -> None:
     elif case == "infeasible":
         model, batch, how = llama_8b()
         timed("1 GiB", lambda: autopar.plan(model, batch, memory_budget=1 << 30, **how))
-        timed("6 GiB", lambda: autopar.plan(model, batch, memory_budget=6 << 30, **how))
+        timed("3 GiB", lambda: autopar.plan(model, batch, memory_budget=3 << 30, **how))
         timed(
             "0.1 % under the smallest that recomputes nothing",
-            lambda: autopar.plan(model, batch, memory_budget=30_459_031_894, recompute="none", **how),
+            lambda: autopar.plan(model, batch, memory_budget=30_459_031_894, recompute="none", **WHOLE, **how),
         )
     elif case == "explain":
         model, batch, how = llama_8b()

@@ -33,11 +33,13 @@ def solve(
     searches: Sequence[Search] = SEARCHES,
     recompute: str | Policy = "none",
     wide: Callable[[], Space] | None = None,
+    is_trial: bool = False,
 ) -> Plan:
     """The fastest plan of the space that was found. No device holds more than `budget` bytes.
 
     `recompute` is the policy by which backward makes values again (`recompute.py`). `wide` makes the space with all
-    that saves memory, where this is not it: the plan's curve is of that.
+    that saves memory, where this is not it: the plan's curve is of that. Where nothing fits, the letter about a trial
+    names the smallest plan that was met, and none is looked for.
 
     The search ends within `gap` of its bound, or where the searches can do no more; the plan's own gap says how near
     that is. `until` is a time of the monotonic clock after which a plan that was found is not improved.
@@ -52,6 +54,8 @@ def solve(
         found = without()
     else:
         found = recomputing(task, recompute, without)
+    if found.best is None and task.has_budget and is_trial:
+        raise Infeasible("no plan was found").of_bytes(0.0, found.lowest.peak if found.lowest else math.inf)
     if found.best is None and task.has_budget:
         known = found.lowest or (lowest(task) if task.recomputes and not found.hopeless else None)
         raise over_budget(task, known)
