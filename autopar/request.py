@@ -5,8 +5,6 @@ It traces a model, plans a graph, and plans again for another batch of a model t
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,29 +31,19 @@ from autopar.arguments import (
     refuse_unserved,
 )
 from autopar.collector import without_collections
-from autopar.graph.graph import Graph, info, type_of
+from autopar.graph.graph import Graph, info
 from autopar.letters import BadCluster, BadConstraint, BadPreset, Infeasible, NotServed
+from autopar.planning import Planning
 from autopar.sharding.cluster import Cluster
-from autopar.sharding.costs import optimizer_figures
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Plan
 from autopar.solver.policies import POLICIES, Policy
-from autopar.solver.program import peak_where_nothing_is_dear, solve
-from autopar.space.constraints import Preset
-from autopar.space.presets import preset_of, said_of, window_of
-from autopar.space.setting import Setting
-from autopar.space.shardings import shardings
-from autopar.space.shared import Shared
-from autopar.space.space import Space
-from autopar.space.windows import BUCKET
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
-from autopar.turns import FEW, Head, head_of, in_chunks, in_micro_batches, numbers_of_chunks, rows_of_batch
+from autopar.turns import head_of, in_chunks, in_micro_batches, rows_of_batch
 
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
-FREE = 0.02  # of a step: what chunks of the loss head may take before the whole head is also searched under a budget
-_MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +132,11 @@ class Request:
         """
         until = math.inf if self.time_limit is None else started + self.time_limit
         if self.microbatches != "auto":
-            return self._on_meshes(_Planning(self, self._in_turns(graph, int(self.microbatches)), until))
+            return self._on_meshes(Planning(self, self._in_turns(graph, int(self.microbatches)), until))
         letters: list[Infeasible] = []
         for turns in _numbers_of_turns(graph):
             try:
-                planning = _Planning(self, self._in_turns(graph, turns), until, is_trial=turns > 1)
+                planning = Planning(self, self._in_turns(graph, turns), until, is_trial=turns > 1)
                 return self._on_meshes(planning)
             except Infeasible as e:
                 letters.append(e)
@@ -190,7 +178,7 @@ class Request:
             )
         return in_micro_batches(graph, turns, keeps_outputs=self.outputs == "full")
 
-    def _on_meshes(self, planning: _Planning) -> Plan:
+    def _on_meshes(self, planning: Planning) -> Plan:
         """The fastest plan found on the mesh that is asked for, or on the best one."""
         until = planning.until
         if self.mesh is None or (isinstance(self.mesh, numbers.Integral) and not isinstance(self.mesh, bool)):
@@ -246,213 +234,6 @@ class Request:
         return said
 
 
-@dataclass(frozen=True, slots=True)
-class _Planning:
-    """A request for a graph, on one mesh or another."""
-
-    request: Request
-    graph: Graph
-    until: float  # a time of the monotonic clock, after which a plan that was found is not improved
-    why_whole: str = ""  # why the loss head does not run in chunks under a budget
-    is_trial: bool = False  # is there another way to ask, if nothing fits?
-    is_tight: bool = False  # is it known that the fastest plan does not fit in the budget?
-
-    @without_collections
-    def on(self, mesh: DeviceMesh, known: float = math.inf) -> Plan:
-        """The fastest plan on a mesh. `known` are the seconds of a plan on another mesh."""
-        asked = self.request
-        try:
-            return self._planned(mesh, known)
-        except BadConstraint as e:
-            if asked.parallel is None or asked.constraints:
-                raise
-            raise BadPreset(
-                f"parallel={asked.parallel!r} does not fit this model on mesh {mesh}: {e.what}",
-                at=e.at,
-                seen=e.seen,
-                advice="another preset, or constraints beside it that free what is named",
-            ) from e
-        except Infeasible as e:
-            if (asked.parallel is None and not asked.constraints) or math.isinf(asked.budget):
-                raise
-            seen = f"{e.seen}; {self._in_the_way(mesh)}"
-            raise Infeasible(e.what, at=e.at, seen=seen, advice=e.advice).of_bytes(e.needs, e.smallest) from e
-
-    def _in_the_way(self, mesh: DeviceMesh) -> str:
-        """The constraints that a budget breaks on: there is a plan without them."""
-
-        def fits(**freer: Any) -> bool:
-            planning = replace(self, request=replace(self.request, **freer))
-            try:
-                planning._planned(mesh, math.inf)
-            except (Infeasible, BadConstraint, BadPreset):
-                return False
-            return True
-
-        given, preset = dict(self.request.constraints or {}), self.request.parallel
-        parts: list[tuple[str, dict[str, Any]]] = []
-        if preset is not None:
-            parts.append((f"parallel={preset!r}", {"parallel": None}))
-        for pattern in list(given)[:_MOST_TRIED]:
-            others = {p: sharding for p, sharding in given.items() if p != pattern}
-            parts.append((f"the constraint {pattern!r}", {"constraints": others}))
-        if not fits(parallel=None, constraints=None):
-            return "without the constraints there is none either"
-        guilty = [what for what, freer in parts if fits(**freer)] if len(parts) > 1 else [parts[0][0]]
-        return f"there is one without {' or without '.join(guilty) if guilty else 'all of the constraints together'}"
-
-    def _planned(self, mesh: DeviceMesh, known: float) -> Plan:
-        """The plan on a mesh; where the fastest one does not fit in the budget, one of those that do."""
-        try:
-            return self._by_preset(mesh, known)
-        except _DoesNotFit as e:
-            return self._under_budget(e.space, mesh, known)
-
-    def _by_preset(self, mesh: DeviceMesh, known: float) -> Plan:
-        """The plan on a mesh, by a preset or freely."""
-        parallel, defaults = self.request.parallel, self.request.defaults(self.graph)
-        if parallel is None:
-            return self._solved(mesh, known, defaults)
-        expert = preset_of(parallel, self.graph, mesh)
-        try:
-            plan = self._solved(mesh, known, defaults, expert)
-        except (BadConstraint, Infeasible):
-            if not expert.habits:
-                raise
-            kept = ", ".join(f"{habit} along {mesh.axes[a]}" for a, habit in expert.habits)
-            broken = "parallel", f"{parallel!r} is not kept to everywhere: {kept} leaves no plan"
-            plan = self._solved(mesh, known, [broken, *defaults], replace(expert, habits=()))
-        said = said_of(parallel, mesh, plan.parameters, plan.parameter_bytes)
-        return replace(plan, defaults=(*said, *plan.defaults))
-
-    def _solved(
-        self, mesh: DeviceMesh, known: float, defaults: Sequence[tuple[str, str]], preset: Preset | None = None
-    ) -> Plan:
-        """The fastest plan of the space on a mesh that fits in the budget."""
-        asked = self.request
-        setting = Setting(
-            mesh,
-            asked.hardware,
-            asked.optimizer,
-            asked.accumulation,
-            asked.precision.reduce if asked.precision else "",
-            BUCKET if preset is None else window_of(asked.parallel, mesh),
-            compiled=asked.compile,
-            strict=asked.strict,
-            turns=self.graph.turns,
-        )
-        space_in = functools.partial(
-            shardings,
-            self.graph,
-            constraints=asked.constraints,
-            preset=preset,
-            known=known,
-            shared=Shared.of(self.graph, setting),
-        )
-        space = None if self.is_tight else space_in(setting)
-        if space is not None and (math.isinf(asked.budget) or peak_where_nothing_is_dear(space) <= asked.budget):
-            plan = self._fastest(space, math.inf, defaults, lambda: space_in(replace(setting, regather=True)))
-            if plan.peak_bytes <= asked.budget:
-                has_asked = asked.memory_budget is not None and math.isfinite(asked.budget)
-                return replace(plan, budget=float(int(asked.budget))) if has_asked else plan
-        if space is not None and asked.chunks == "auto":
-            raise _DoesNotFit(space)
-        # it hardly fits with every copy kept
-        return self._fastest(space_in(replace(setting, regather=True)), asked.budget, defaults)
-
-    def _under_budget(self, space: Space, mesh: DeviceMesh, known: float) -> Plan:
-        """The plan where the fastest one does not fit: the loss head runs in chunks where that takes next to no time.
-
-        Where it takes some, the fastest of fewer chunks and of the whole head, under one bound.
-        """
-        keeps = self.request.keeps_outputs
-        found = head_of(self.graph, keeps)
-        whole = replace(self, is_tight=True, why_whole=found.why)
-        head = found.head
-        numbers = () if head is None else numbers_of_chunks(head)
-        if head is None or not numbers or _is_hopeless(self.request, self.graph, mesh):
-            return whole._planned(mesh, known)
-        few = [n for n in numbers if n <= FEW]
-        trial = replace(whole, graph=in_chunks(self.graph, few.pop(), keeps), is_trial=True)
-        try:
-            plans = [trial._planned(mesh, known)]
-        except Infeasible as e:
-            if self.is_trial:
-                raise
-            try:
-                return whole._planned(mesh, known)
-            except Infeasible as letter:
-                raise _of_the_smaller(letter, e.smallest, trial.graph.chunks) from e
-        if _seconds_of_chunks(space, head, plans[0]) <= FREE * plans[0].step_time_s:
-            return plans[0]
-        for chunks in (*few, 1):
-            with contextlib.suppress(Infeasible):
-                other = replace(trial, graph=in_chunks(self.graph, chunks, keeps))
-                plans.append(other._planned(mesh, known))
-        fastest = min(reversed(plans), key=lambda p: p.step_time_s)
-        return replace(fastest, lower_bound_s=min(p.lower_bound_s for p in plans))
-
-    def _fastest(
-        self,
-        space: Space,
-        budget: float,
-        defaults: Sequence[tuple[str, str]],
-        wide: Callable[[], Space] | None = None,
-    ) -> Plan:
-        asked = self.request
-        plan = solve(
-            space,
-            asked.solver,
-            budget=budget,
-            gap=asked.gap,
-            until=self.until,
-            recompute=asked.recompute,
-            wide=wide,
-            is_trial=self.is_trial,
-        )
-        return replace(
-            plan,
-            precision=(asked.precision.param, asked.precision.reduce) if asked.precision else None,
-            assumptions=tuple(self.graph.assumptions),
-            defaults=(*defaults, *self._said_of_head()),
-            chunks=self.graph.chunks,
-        )
-
-    def _said_of_head(self) -> list[tuple[str, str]]:
-        """How the loss head runs under a budget, where that says something."""
-        if self.graph.chunks > 1:
-            return [("head", f"in {self.graph.chunks} chunks of rows, whose logits are not kept")]
-        return [("head", f"whole: {self.why_whole}")] if self.why_whole else []
-
-
-def _is_hopeless(request: Request, graph: Graph, mesh: DeviceMesh) -> bool:
-    """Does what no turns make less exceed the budget: parameters, gradients and states, on all devices?"""
-    types = [type_of(node) for node in graph.parameters.values()]
-    kept = {t.itemsize: optimizer_figures(request.optimizer, t.itemsize)["kept"] for t in types}
-    standing = sum(t.nbytes * (1 + t.requires_grad * (1 + kept[t.itemsize])) for t in types)
-    return bool(standing / mesh.size > request.budget)
-
-
-def _of_the_smaller(letter: Infeasible, smallest: float, chunks: int) -> Infeasible:
-    """The letter about the whole head, or where a plan with a head in chunks is smaller, of that."""
-    if not smallest < letter.smallest:
-        return letter
-    return Infeasible(
-        letter.what,
-        seen=f"{smallest:,.0f} bytes in the smallest plan that was found, whose loss head runs in {chunks} chunks; "
-        f"{letter.smallest:,.0f} where it is whole",
-        advice=f"memory_budget={math.ceil(smallest)}, or more devices",
-    ).of_bytes(letter.needs, smallest)
-
-
-class _DoesNotFit(Exception):
-    """The fastest plan of a space needs more than the budget."""
-
-    def __init__(self, space: Space) -> None:
-        super().__init__()
-        self.space = space
-
-
 def _may_fit(letters: Sequence[Infeasible], budget: float) -> bool:
     """May twice as many turns fit, after these did not?
 
@@ -460,14 +241,6 @@ def _may_fit(letters: Sequence[Infeasible], budget: float) -> bool:
     """
     smallest = [e.smallest for e in letters[-2:]]
     return len(smallest) < 2 or 2 * smallest[1] - smallest[0] <= budget
-
-
-def _seconds_of_chunks(space: Space, head: Head, plan: Plan) -> float:
-    """Seconds that the head of a plan takes in chunks over the fastest choices of its ops where it is whole."""
-    ops = {info(node).key for node in head.ops}
-    least = sum(float(site.seconds.min()) for site in space.sites if site.name in ops)
-    takes = sum(d.seconds for name, d in plan.decisions.items() if name in ops or d.op in ("chunk", "added_up"))
-    return takes - least
 
 
 def _numbers_of_turns(graph: Graph) -> Iterator[int]:

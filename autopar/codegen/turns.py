@@ -31,7 +31,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
+class InTwo:
     """The two parts of a program before they are lowered."""
 
     turn: LocalProgram
@@ -45,7 +45,7 @@ class Parts:
         return next(i for i, node in enumerate(self.crossing) if info(node).outputs[0].requires_grad)
 
 
-def in_two(program: LocalProgram) -> Parts:
+def in_two(program: LocalProgram) -> InTwo:
     """Cut a program behind what turns add up.
 
     before    s = cross_entropy(x, t);  u = total(s);  loss = convert(u, "all_reduce@dp", ...);  return loss
@@ -63,7 +63,7 @@ def in_two(program: LocalProgram) -> Parts:
     first, last = [n for n in ends if n not in behind], [n for n in ends if n in behind]
     results = tuple((n in behind, (last if n in behind else first).index(n)) for n in ends)
     shardings = dict(zip(ends, program.outputs, strict=True))
-    return Parts(
+    return InTwo(
         _turn(program, behind, [*first, *crossing], tuple(shardings[n] for n in first)),
         _ending(program, behind, crossing, last, tuple(shardings[n] for n in last)),
         crossing,
@@ -104,7 +104,7 @@ def _ending(
     return LocalProgram(made, names, (), (), types, outputs, False, program.notes)
 
 
-def lowered_ending(parts: Parts, turn: Joint, device: str) -> Ending:
+def lowered_ending(parts: InTwo, turn: Joint, device: str) -> Ending:
     """The ending as forward and backward, on values as a turn leaves them."""
     left = list(turn.forward.output_node().args[0])[: turn.outputs]
     crossing = left[len(left) - len(parts.crossing) :]
@@ -119,7 +119,7 @@ def lowered_ending(parts: Parts, turn: Joint, device: str) -> Ending:
     return Ending(program, joint, sums, parts.seed, parts.results)
 
 
-def seed_of(parts: Parts) -> int:
+def seed_of(parts: InTwo) -> int:
     """The result of a turn that gradients go back through."""
     ends = parts.turn.fx.output_node().args[0]
     return len(ends) - len(parts.crossing) + parts.seed

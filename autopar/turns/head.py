@@ -45,39 +45,38 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class HeadFound:
     """The head of a graph, or why there is none that can run in chunks."""
 
     head: Head | None
     why: str = ""
 
 
-def head_of(graph: Graph, keeps_outputs: bool) -> Found:
+def head_of(graph: Graph, keeps_outputs: bool) -> HeadFound:
     """The loss head of a graph, where its rows may come one after the other."""
     losses = [n for n in graph.nodes if op_name(n) in _LOSSES and type_of(n).requires_grad]
     if graph.loss is None or len(losses) != 1:
-        return Found(None, "the model computes no loss of classes, or several")
+        return HeadFound(None, "the model computes no loss of classes, or several")
     (loss,) = losses
     if loss.kwargs.get("reduction", "mean") != "sum" or type_of(loss).shape:
-        return Found(None, "the loss of classes is no sum over rows")
+        return HeadFound(None, "the loss of classes is no sum over rows")
     logits = loss.kwargs["input"]
     assert isinstance(logits, fx.Node)
     product = walks.origin(logits, lambda n: n.op == "call_function" and facts_of(op_name(n)).flops is None)
     if product.op != "call_function":
-        return Found(None, "no product gives the logits")
+        return HeadFound(None, "no product gives the logits")
     ops = _between(product, loss)
     outside = {u for n in ops - {loss} for u in n.users if u not in ops}
     if any(u.op != "output" for u in outside):
-        return Found(
-            None, f"the logits are also read by {', '.join(sorted(info(u).key for u in outside if u.op != 'output'))}"
-        )
+        readers = sorted(info(u).key for u in outside if u.op != "output")
+        return HeadFound(None, f"the logits are also read by {', '.join(readers)}")
     if outside and (keeps_outputs or graph.backward_from):
-        return Found(None, "the logits leave the step, or gradients arrive at them")
+        return HeadFound(None, "the logits leave the step, or gradients arrive at them")
     shape = type_of(product).shape
     if len(shape) < 2:
-        return Found(None, "the logits are of one row")
+        return HeadFound(None, "the logits are of one row")
     dim = len(shape) - 2
-    return Found(Head(product, loss, frozenset(ops), dim, shape[dim]))
+    return HeadFound(Head(product, loss, frozenset(ops), dim, shape[dim]))
 
 
 def _between(product: fx.Node, loss: fx.Node) -> set[fx.Node]:
@@ -100,7 +99,7 @@ def numbers_of_chunks(head: Head) -> tuple[int, ...]:
 
 def in_chunks(graph: Graph, chunks: int, keeps_outputs: bool) -> Graph:
     """The graph whose loss head runs in so many chunks; the same graph where it cannot."""
-    found = head_of(graph, keeps_outputs) if chunks > 1 else Found(None)
+    found = head_of(graph, keeps_outputs) if chunks > 1 else HeadFound(None)
     if found.head is None or found.head.rows % chunks:
         return graph
     made = _Chunked(graph, chunks, found.head).run()
