@@ -41,7 +41,7 @@ def memory_of(
     edges = EdgePieces(wiring, schedule, lifetimes, buckets, bytes_)
     for index in range(len(wiring.edges)):
         edges.add(index)
-    pieces = (*sites.found, *edges.found, *_unread(graph, wiring, clock))
+    pieces = (*sites.found, *edges.found, *_unread(graph, wiring, clock), *_rows_out(graph, wiring, clock))
     passages = passages_of(wiring, lifetimes, bytes_)
     temporaries = Temporaries(wiring, lifetimes, schedule, passages, pieces, conversions, bytes_)
     return Memory(pieces, tuple(info(n).key for n in clock.ops), clock.updates, passages, edges.readers, temporaries)
@@ -56,6 +56,15 @@ def _unread(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:
         if type_.nbytes:
             found.append(Piece(kind, 0, False, whole, 0, clock.last))
     return found
+
+
+def _rows_out(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:
+    """Pieces of outputs that are kept while rows pass in turns: whole on every device, but for those of one turn."""
+    rows = dict(graph.rows_out)
+    named = zip(graph.output_names, info(graph.output).outputs, strict=False)
+    nbytes = sum(t.nbytes for name, t in named if name in rows) * (graph.turns - 1)
+    whole = np.full(len(wiring.sites[0].choices), float(nbytes))
+    return [Piece("inputs and buffers", 0, False, whole, 0, clock.last)] if nbytes else []
 
 
 def _updates(trained: int, setting: Setting) -> int:

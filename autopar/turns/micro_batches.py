@@ -12,6 +12,7 @@ What turns add up is a `total`; the ops behind it run once, after the last turn.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,8 +50,9 @@ def in_micro_batches(graph: Graph, turns: int, keeps_outputs: bool) -> Graph:
 
 
 def rows_of_batch(graph: Graph) -> int:
-    """The rows of the batch: the first dim of the first input that has one."""
-    return next((type_of(n).shape[0] for n in graph.inputs.values() if type_of(n).shape), 1)
+    """The rows of the batch: the first dim that most inputs have, or the first of them."""
+    first = Counter(type_of(n).shape[0] for n in graph.inputs.values() if type_of(n).shape)
+    return first.most_common(1)[0][0] if first else 1
 
 
 class _MicroBatch(Writer):
