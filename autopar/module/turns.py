@@ -99,7 +99,7 @@ class InTurns(Runner):
         """The results of the ending, beside what turns have left."""
         ending, count = self.ending, len(self.ending.sums)
         crossing = [
-            sum(each[1:], each[0]) if is_sum else each[-1]
+            _added_up(each) if is_sum else each[-1]
             for is_sum, each in zip(ending.sums, zip(*(o[-count:] for o in left), strict=True), strict=True)
         ]
         last = list(self.end.forward(*crossing))
@@ -142,3 +142,9 @@ class InTurns(Runner):
                 if other is not self:
                     self._add_those_of(other, found)
         return found
+
+
+def _added_up(values: Sequence[Tensor]) -> Tensor:
+    """The sum of what turns have, in single precision at least."""
+    wide = torch.promote_types(values[0].dtype, torch.float32) if values[0].is_floating_point() else values[0].dtype
+    return torch.stack([value.to(wide) for value in values]).sum(0).to(values[0].dtype)
