@@ -294,6 +294,21 @@ def _means_of_means(patch):
     patch.setattr(InTurns, "_rows", own)
 
 
+def _counts_of_a_turn(patch):
+    """A turn counts its own targets alone."""
+    rows = InTurns._rows
+
+    def own(self, primal, place):
+        is_whole = place < len(self.in_turns) and not self.in_turns[place]
+        if not is_whole:
+            return rows(self, primal, place)
+        parts = [torch.full_like(part, -100) for part in primal.chunk(self.turns.size)]
+        parts[self.turns.index] = primal.chunk(self.turns.size)[self.turns.index]
+        return torch.cat(parts)
+
+    patch.setattr(InTurns, "_rows", own)
+
+
 def _bits_by_turn(patch):
     """Every turn draws for the rows of the first."""
     patch.setattr(InTurns, "_axes", lambda self: {**super(InTurns, self)._axes(), "time": _first()})
@@ -320,7 +335,7 @@ def _last_alone(patch):
     patch.setattr(InTurns, "_add", lambda self, totals, fresh: totals.__setitem__(slice(None), fresh))
 
 
-@pytest.mark.parametrize("mutant", [_means_of_means, _bits_by_turn, _scaled_twice, _last_alone])
+@pytest.mark.parametrize("mutant", [_means_of_means, _counts_of_a_turn, _bits_by_turn, _scaled_twice, _last_alone])
 def test_a_broken_compiler_is_noticed(mutant, monkeypatch):
     joint.LOWERED.clear()
     mutant(monkeypatch)
