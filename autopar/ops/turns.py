@@ -21,9 +21,9 @@ from autopar.runtime.chunks import added_up, chunk
 from autopar.sharding.notation import Rule
 
 
-def turn(input: Tensor, dim: int, turns: int) -> Tensor:
-    """The rows of the first turn."""
-    return input.narrow(dim, 0, input.shape[dim] // turns).clone()
+def turn(input: Tensor, dim: int, turns: int, size: int) -> Tensor:
+    """The rows of the first turn, of each block of so many along a dim."""
+    return some_rows(input, dim, turns, size).clone()
 
 
 def once(input: Tensor, turns: int) -> Tensor:
@@ -36,17 +36,9 @@ def total(input: Tensor) -> Tensor:
     return input.clone()
 
 
-def rows_of_a_turn(arguments: Mapping[str, Any]) -> Rule:
-    """Every other dim is as it was; the rows stay whole."""
-    rank, dim = len(arguments["input"].shape), arguments["dim"]
-    before = " ".join("all!" if d == dim else f"a{d}" for d in range(rank))
-    after = " ".join("rows!" if d == dim else f"a{d}" for d in range(rank))
-    return parse(f"{before} -> {after}", linear="x")
-
-
 def rows_now(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """The rows of the turn that runs."""
-    return forms.rows_of_turn, {**kwargs, "rows": call.outputs[0].shape[kwargs["dim"]]}
+    return forms.rows_of_turn, kwargs
 
 
 def in_first_turn(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
@@ -54,7 +46,6 @@ def in_first_turn(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     return forms.value_of_first_turn, kwargs
 
 
-op("turn", turn, "input:T, dim, turns", rule=rows_of_a_turn, form=rows_now, keeps="")
 op("once", once, "input:T, turns", rule="... -> ...", linear="x", form=in_first_turn, keeps="")
 
 
@@ -69,7 +60,7 @@ def sum_of_chunks(input: Tensor) -> Tensor:
     return input.clone()
 
 
-def rows_of_a_chunk(arguments: Mapping[str, Any]) -> Rule:
+def rows_of_blocks(arguments: Mapping[str, Any]) -> Rule:
     """Every other dim is as it was, and blocks of rows too; the rows of a block stay whole."""
     shape, dim, size = arguments["input"].shape, arguments["dim"], arguments["size"]
     blocks = shape[dim] // size
@@ -91,6 +82,7 @@ def as_a_sum(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     return added_up, {"x": kwargs["input"]}
 
 
-op("chunk", some_rows, "input:T, dim, chunks, size", rule=rows_of_a_chunk, form=as_one_chunk, keeps="")
+op("turn", turn, "input:T, dim, turns, size", rule=rows_of_blocks, form=rows_now, keeps="")
+op("chunk", some_rows, "input:T, dim, chunks, size", rule=rows_of_blocks, form=as_one_chunk, keeps="")
 op("added_up", sum_of_chunks, "input:T", rule="... -> ...", linear="x", one_gradient=True, form=as_a_sum, keeps="")
 op("total", total, "input:T", rule="... -> ...", linear="x", one_gradient=True, keeps="")

@@ -407,10 +407,13 @@ def arange_part(start: float, step: float, length: int, cuts: Cuts, dtype: torch
     return (places * step + start).to(dtype)
 
 
-def rows_of_turn(input: Tensor, dim: int, turns: int, rows: int) -> Tensor:
-    """The rows of a value that belong to the turn that runs."""
-    places = torch.arange(rows, device=input.device)
-    return input.index_select(dim, places + start_of(places, ((TIME, turns * rows),)))
+def rows_of_turn(input: Tensor, dim: int, turns: int, size: int) -> Tensor:
+    """The rows of a value that belong to the turn that runs, of each block of so many."""
+    places = torch.arange(size // turns, device=input.device)
+    places = places + start_of(places, ((TIME, size),))
+    if input.shape[dim] == size:
+        return input.index_select(dim, places)
+    return input.unflatten(dim, (-1, size)).index_select(dim + 1, places).flatten(dim, dim + 1)
 
 
 def value_of_first_turn(input: Tensor, turns: int) -> Tensor:

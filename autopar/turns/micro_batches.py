@@ -142,12 +142,13 @@ class _MicroBatch(Writer):
 
     def share(self, whole: fx.Node, wanted: Placement) -> fx.Node:
         """The share of a turn of a whole value: its rows, or its part of the sum."""
-        assert not wanted.blocks  # rows of a batch come first
         about, type_ = info(whole), type_of(whole)
         if wanted.is_partial:
             return self.emitted("once", whole, about, type_, turns=self.turns)
         shape = tuple(n // self.turns if d == wanted.dim else n for d, n in enumerate(type_.shape))
-        return self.emitted("turn", whole, about, replace(type_, shape=shape), dim=wanted.dim, turns=self.turns)
+        size = wanted.blocks[0] if wanted.blocks else type_.shape[wanted.dim]
+        made = replace(type_, shape=shape)
+        return self.emitted("turn", whole, about, made, dim=wanted.dim, turns=self.turns, size=size)
 
     # -- behind the last turn
 
