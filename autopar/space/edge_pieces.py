@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import TensorType, type_of
+from autopar.graph.graph import TensorType, info, type_of
 from autopar.space.gradient_buckets import GradientBuckets
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import EdgeBytes, LocalBytes
@@ -104,6 +104,8 @@ class EdgePieces:
         schedule, parameter, now = self.schedule, self.owners[passage.value], passage.now
         made, sent = passage.bytes.made, passage.bytes.sent
         again = () if parameter in schedule.stays else self.wiring.sites[passage.edge.source].regathered
+        if info(passage.taker).chunks > 1:  # backward of a chunk follows its forward: the copy is there for all of them
+            again = ()
         begins = schedule.gathered(parameter, now)
         if any(again):
             edge = passage.edge
