@@ -206,7 +206,7 @@ class Planning:
         )
 
     def _said_of_head(self) -> list[tuple[str, str]]:
-        """How the loss head runs under a budget, where that says something."""
+        """Words about the loss head under a budget, where there is something to say."""
         if self.graph.chunks > 1:
             return [("head", f"in {self.graph.chunks} chunks of rows, whose logits are not kept")]
         return [("head", f"whole: {self.why_whole}")] if self.why_whole else []

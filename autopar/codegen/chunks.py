@@ -92,7 +92,7 @@ class _Region:
         """Put copies of the region in the place of its sum, and what they come to in the places of its results."""
         graph, inside = joint.graph, {*self.forward, *self.backward}
         _move_before(self.total, (a for n in self.backward for a in n.all_input_nodes if a not in inside))
-        ends = [n for n in self.backward if any(u not in inside for u in n.users)]
+        ends = [n for n in self.backward if not inside.issuperset(n.users)]
         loss = self.total.args[0]
         assert isinstance(loss, fx.Node)
         for place in range(self.chunks):
@@ -142,7 +142,7 @@ class _Region:
         made.meta["val"] = before.meta["val"]
 
     def _whole(self, graph: fx.Graph, end: fx.Node) -> fx.Node:
-        """What all chunks come to, for a gradient of 1."""
+        """The sum of all chunks, or their rows side by side, for a gradient of 1."""
         if end.target is UNCHUNK:
             return _side_by_side(graph, end, self.rows[end])
         value = self.sums[end]

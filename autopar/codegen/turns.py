@@ -115,7 +115,7 @@ def lowered_ending(parts: InTwo, turn: Joint, device: str) -> Ending:
     program = replace(parts.ending, types=types)
     wants = [info(n).outputs[0].requires_grad for n in program.fx.output_node().args[0]]
     joint = lower_jointly(program, [i for i, want in enumerate(wants) if want], device=device)
-    sums = tuple(any(u.target == OPS["total"] for u in node.users) for node in parts.crossing)
+    sums = tuple(map(_is_added_up, parts.crossing))
     return Ending(program, joint, sums, parts.seed, parts.results)
 
 
@@ -123,3 +123,8 @@ def seed_of(parts: InTwo) -> int:
     """The result of a turn that gradients go back through."""
     ends = parts.turn.fx.output_node().args[0]
     return len(ends) - len(parts.crossing) + parts.seed
+
+
+def _is_added_up(node: fx.Node) -> bool:
+    """Is it the operand of a total?"""
+    return any(user.target == OPS["total"] for user in node.users)

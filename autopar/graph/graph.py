@@ -110,7 +110,7 @@ class Graph:
         return {info(n).key: n for n in self.nodes if info(n).kind == "input"}
 
     def copies_of_input(self, node: fx.Node) -> int:
-        """How often an input or buffer is held as its node has it.
+        """The number of times that an input or buffer is held as its node has it.
 
         All of a batch is there while its rows pass in turns; where a turn also has all of it, it is counted there.
         """

@@ -127,7 +127,7 @@ def _kept_by(joint: Joint) -> set[int]:
 
 
 def tangents_of(joint: Joint) -> list[Tangent]:
-    """How the gradients lie that arrive at the outputs of a program."""
+    """The layouts of the gradients that arrive at the outputs of a program."""
     results = list(joint.forward.output_node().args[0])
     return [Tangent.of(results[i].meta["val"]) for i in joint.differentiable]
 
@@ -183,7 +183,7 @@ class Runner:
         return dict(bind_axes(self.setup.mesh))
 
     def results(self, given: Iterable[Tensor]) -> Sequence[Tensor]:
-        """What forward gives for these primals: the outputs, then what is saved for backward."""
+        """Run forward on these primals: the outputs, then what is saved for backward."""
         return self.halves.forward(*given)
 
     def check_arrived(self, arrived: tuple[bool, ...]) -> None:

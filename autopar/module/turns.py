@@ -26,7 +26,7 @@ from autopar.sharding.placement import R, Sharding
 
 
 def runner_of(lowered: Lowered, setup: Setup, waiting: Waiting) -> Runner:
-    """What runs a program on this rank."""
+    """The runner of a program on this rank."""
     return Runner(lowered, setup, waiting) if lowered.ending is None else InTurns(lowered, setup, waiting)
 
 
@@ -98,10 +98,8 @@ class InTurns(Runner):
     def _ended(self, left: list[list[Tensor]], totals: list[Tensor | None]) -> list[Tensor]:
         """The results of the ending, beside what turns have left."""
         ending, count = self.ending, len(self.ending.sums)
-        crossing = [
-            _added_up(each) if is_sum else each[-1]
-            for is_sum, each in zip(ending.sums, zip(*(o[-count:] for o in left), strict=True), strict=True)
-        ]
+        columns = zip(*[outputs[-count:] for outputs in left], strict=True)
+        crossing = [_added_up(each) if is_sum else each[-1] for is_sum, each in zip(ending.sums, columns, strict=True)]
         last = list(self.end.forward(*crossing))
         outputs = []
         for place, (is_last, at) in enumerate(ending.results):
@@ -123,7 +121,7 @@ class InTurns(Runner):
         return dtensor_of(output, self.setup.mesh, self.parts[place], shape).full_tensor()
 
     def gradients(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
-        """What turns have added up, times the gradient that goes back through the ending."""
+        """The sums of the turns, times the gradient that goes back through the ending."""
         has = [node is not None for node in self.joint.hold.output_node().args[0]]
         saved = len(list(self.ending.joint.forward.output_node().args[0])) - self.ending.joint.outputs
         held = given[saved : saved + sum(has)]

@@ -95,22 +95,6 @@ class OpSeconds:
             backward += count * self.costs.forward(kernel)
         return forward, backward
 
-    def in_chunks(self, chosen: Chosen, once: Ways) -> Ways:
-        """Seconds of an op that runs once for each chunk, `once` those of one.
-
-        What it gives to the gradients of parameters is added up: each chunk but the first reads and writes the sum.
-        """
-        count, added = info(chosen.node).chunks, np.zeros(len(chosen.choices))
-        for place, operand in enumerate(chosen.given):
-            type_ = type_of(operand)
-            if type_.requires_grad and info(operand).chunks == 1 and chosen.op != "chunk":
-                held = [largest_local_shape(type_.shape, values(c.operand(place)), self.mesh) for c in chosen.choices]
-                width = type_.itemsize + 2 * max(4, type_.itemsize)
-                moved = np.array([math.prod(shape) for shape in held], float) * width
-                added += (count - 1) * moved / self.cluster.device.bandwidth
-        forward, backward = once if once else (np.zeros(len(chosen.choices)),) * 2
-        return forward * count, backward * count + added
-
     def source(self, chosen: Chosen) -> str:
         """The source of the seconds of computing: of the op's own kernel, or of the first beside it."""
         kernels = self.kernels(chosen)
@@ -299,3 +283,20 @@ def _copies(graph: Graph) -> frozenset[fx.Node]:
         return not shares and not any(info(u).kind == "part" for u in node.users)
 
     return frozenset(filter(is_copied, graph.nodes))
+
+
+def seconds_in_chunks(prices: OpSeconds, chosen: Chosen, once: Ways) -> Ways:
+    """Seconds of an op that runs once for each chunk, `once` those of one.
+
+    What it gives to the gradients of parameters is added up: each chunk but the first reads and writes the sum.
+    """
+    count, added = info(chosen.node).chunks, np.zeros(len(chosen.choices))
+    for place, operand in enumerate(chosen.given):
+        type_ = type_of(operand)
+        if type_.requires_grad and info(operand).chunks == 1 and chosen.op != "chunk":
+            held = [largest_local_shape(type_.shape, values(c.operand(place)), prices.mesh) for c in chosen.choices]
+            width = type_.itemsize + 2 * max(4, type_.itemsize)
+            moved = np.array([math.prod(shape) for shape in held], float) * width
+            added += (count - 1) * moved / prices.cluster.device.bandwidth
+    forward, backward = once if once else (np.zeros(len(chosen.choices)),) * 2
+    return forward * count, backward * count + added

@@ -26,5 +26,5 @@ class Setting:
 
     @property
     def passes(self) -> int:
-        """How often the graph is run in a step."""
+        """The number of runs of the graph in a step."""
         return self.accumulation * self.turns

@@ -28,7 +28,7 @@ from autopar.sharding.strategies import (
 from autopar.space.bindings import Bindings
 from autopar.space.dim_blocks import DimBlocks, Sizes
 from autopar.space.discovery import suspected
-from autopar.space.op_seconds import Chosen, OpSeconds
+from autopar.space.op_seconds import Chosen, OpSeconds, seconds_in_chunks
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.setting import Setting
 from autopar.space.shared import Shared
@@ -197,7 +197,7 @@ class SiteBuilder:
         chosen = Chosen(node, binding, choices, self.bindings.tensors[node])
         compute = self.seconds.compute(chosen)
         if about.chunks > 1:
-            compute = self.seconds.in_chunks(chosen, compute)
+            compute = seconds_in_chunks(self.seconds, chosen, compute)
         seconds = np.zeros(len(choices))
         if compute:
             seconds = (compute[0] + compute[1] + self.seconds.exchange(chosen) * about.chunks) * self.setting.passes

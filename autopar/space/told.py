@@ -13,7 +13,7 @@ from autopar.sharding.certainty import FROM
 from autopar.sharding.cost_model import Kernel
 from autopar.sharding.strategies import Choice
 from autopar.space.bindings import Bindings
-from autopar.space.op_seconds import Chosen, OpSeconds
+from autopar.space.op_seconds import Chosen, OpSeconds, seconds_in_chunks
 from autopar.space.setting import Setting
 
 
@@ -46,12 +46,12 @@ class Told:
         return [*self._of_chunks(chosen), *(line for line in lines if line)]
 
     def _of_chunks(self, chosen: Chosen) -> list[str]:
-        """Of an op that runs once for each chunk: how often, and what adding up its gradients takes."""
+        """A line about an op that runs once a chunk: their number, and the seconds of adding up its gradients."""
         count = info(chosen.node).chunks
         if count == 1:
             return []
         nothing = np.zeros(1)
-        added = float(self.seconds.in_chunks(chosen, (nothing, nothing))[1][0])
+        added = float(seconds_in_chunks(self.seconds, chosen, (nothing, nothing))[1][0])
         sums = f"; sums of gradients {added * 1e6:.1f} us" if added else ""
         return [f"in {count} chunks of rows, each of which takes what follows{sums}"]
 

@@ -111,7 +111,7 @@ def _blocks(binding: Binding, given: Sequence[OnTime]) -> dict[str, set[tuple[in
 
 
 def _changes(strategy: Strategy, given: Sequence[OnTime], operands: Sequence[fx.Node], turns: int) -> int | None:
-    """How far operands are taken otherwise than they lie; None where one cannot be."""
+    """The number of operands that are taken otherwise than they lie, by weight; None where one cannot be."""
     count = 0
     for taken, lies, node in zip(strategy.operands, given, operands, strict=True):
         if taken.value == lies.flow.value and (taken.gradient == lies.flow.gradient or not type_of(node).requires_grad):
