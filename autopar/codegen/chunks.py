@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from autopar.codegen.joint_graph import BACK, OP, JointGraph
+from autopar.codegen.joint_graph import BACK, EARLY, OP, REGION, JointGraph
 from autopar.codegen.local import LocalProgram
 from autopar.graph import walks
 from autopar.runtime.chunks import added_up, chunk
@@ -33,7 +33,13 @@ ADDED_UP, SEED = torch.ops.autopar.added_up.default, torch.ops.autopar.seed.defa
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def region_of(program: LocalProgram) -> frozenset[str]:
+def mark_region(joint: JointGraph, program: LocalProgram) -> None:
+    """Note at the sum that ends a region which ops of the local program run once for each chunk."""
+    for total in joint.graph.find_nodes(op="call_function", target=ADDED_UP):
+        total.meta[REGION] = _region_of(program)
+
+
+def _region_of(program: LocalProgram) -> frozenset[str]:
     """The nodes of a local program that run once for each chunk, by name."""
     found: set[fx.Node] = set()
     for node in program.fx.nodes:
@@ -76,13 +82,14 @@ class _Region:
         forward: dict[fx.Node, None] = {}
         backward: dict[fx.Node, None] = {}
         seeds = list(joint.graph.find_nodes(op="call_function", target=SEED))
+        region = total.meta[REGION]
         for node in joint.graph.nodes:
             if node.op != "call_function" or node is total:
                 continue
             varies = any(a in forward or a in backward for a in node.all_input_nodes)
-            if node.target is CHUNK or (varies and node.meta.get(OP) in joint.region):
+            if node.target is CHUNK or (varies and node.meta.get(OP) in region):
                 forward[node] = None
-            elif node.target is SEED or (varies and (node.meta.get(BACK) in joint.region or _is_part(node, backward))):
+            elif node.target is SEED or (varies and (node.meta.get(BACK) in region or _is_part(node, backward))):
                 backward[node] = None
         chunks = {int(str(n.args[2])) for n in forward if n.target is CHUNK}
         assert len(chunks) == 1 and len(seeds) <= 1, (chunks, seeds)
@@ -108,8 +115,8 @@ class _Region:
         with graph.inserting_before(self.total):
             made = {end: self._whole(graph, end) for end in ends}
         for end, whole in made.items():
+            whole.meta[EARLY] = True
             self._scale(graph, end, whole, inside)
-        joint.early = list(made.values())
 
     def _copies(self, graph: fx.Graph, place: int) -> dict[fx.Node, fx.Node]:
         """The region for one chunk."""

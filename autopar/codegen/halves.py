@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.buffers import COPIES, buffer_of, is_view, shows
-from autopar.codegen.joint_graph import CONVERTED, OP, RECOMPUTED, JointGraph
+from autopar.codegen.joint_graph import CONVERTED, EARLY, OP, RECOMPUTED, JointGraph
 from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, Axis, part_start
@@ -51,7 +51,7 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Rec
     does what comes of the `recomputed` ops of the local program: backward makes it again. Copies count because only
     some ranks may need one: an uneven part of one row is in memory order however it is turned.
     """
-    forward = walks.ancestors([*joint.outputs, *joint.early])
+    forward = walks.ancestors([*joint.outputs, *(n for n in joint.graph.nodes if n.meta.get(EARLY))])
     for node in joint.graph.nodes:  # the parts of an op with several results live with it
         if node.target is operator.getitem and node.args[0] in forward:
             forward.add(node)

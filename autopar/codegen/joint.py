@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.codegen import joint_graph, joint_passes, schedule
-from autopar.codegen.chunks import region_of
+from autopar.codegen.chunks import mark_region
 from autopar.codegen.halves import Joint, split
 from autopar.codegen.joint_graph import JointGraph
 from autopar.codegen.local import LocalProgram
@@ -87,7 +87,7 @@ def lower_jointly(
 def _lower(program: LocalProgram, differentiable: Sequence[int], states: States, device: str) -> Joint:
     with clean_room():
         joint = trace(program, differentiable, device)
-    joint.region = region_of(program)
+    mark_region(joint, program)
     primals = dict(zip(program.parameters, joint.primals[joint.inputs :], strict=False))
     types = dict(zip(program.parameters, list(program.types.values())[joint.inputs :], strict=False))
     at = {primal: states.reads.get(name) or Read(0, 0, types[name].nbytes) for name, primal in primals.items()}

@@ -11,6 +11,9 @@ CONVERT = torch.ops.autopar.convert.default
 # entries of a node's `meta`: the op of the local program that it comes of, or that whose backward it is; whether that
 # is a conversion between ops; whether backward makes it again, and the place that wants it then
 OP, BACK, CONVERTED, RECOMPUTED, WANTED = "op", "backward", "converted", "recomputed", "wanted"
+# of the sum that ends a region: the ops of the local program that run once a chunk; of a gradient that forward makes for
+# what arrives to scale, that it does
+REGION, EARLY = "region", "early"
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +33,6 @@ class JointGraph:
     held: list[fx.Node | None] = field(
         default_factory=list
     )  # of each gradient of a parameter: what waits while micro-batches accumulate,
-    region: frozenset[str] = frozenset()  # ops of the local program that run once for each chunk of rows
-    early: list[fx.Node] = field(default_factory=list)  # gradients that forward makes, for what arrives to scale
     cuts: list[fx.Node | None] = field(default_factory=list)  # and where it stands in the way to that gradient
 
     def write_output(self) -> None:

@@ -53,7 +53,6 @@ def write(graph: Graph) -> str:
             "turns": graph.turns,
             "in_turns": graph.in_turns,
             "rows_out": graph.rows_out,
-            "chunks": graph.chunks,
         }
     )
 
@@ -85,7 +84,6 @@ def read_fields(text: str) -> dict[str, Any]:
             "backward_from": tuple(map(str, data.get("backward_from", ()))),
             "turns": int(data.get("turns", 1)),
             "in_turns": tuple(map(str, data.get("in_turns", ()))),
-            "chunks": int(data.get("chunks", 1)),
             "rows_out": tuple((str(name), int(dim)) for name, dim in data.get("rows_out", ())),
         }
     except BadGraph:

@@ -90,7 +90,6 @@ class Graph:
     in_turns: tuple[str, ...] = ()  # inputs of which it takes the rows of one
     # outputs that are rows of one: of each the dim
     rows_out: tuple[tuple[str, int], ...] = ()
-    chunks: int = 1  # in which the loss head runs
     idle: tuple[IdleHook, ...] = field(default=(), repr=False)  # calls of hooks that do nothing to it; not written
 
     @property
@@ -119,6 +118,11 @@ class Graph:
             return 1
         also_whole = any(n.target == node.target and info(n).key != about.key for n in self.inputs.values())
         return 0 if also_whole else self.turns
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks in which its loss head runs."""
+        return max((info(n).chunks for n in self.nodes), default=1)
 
     @property
     def result_names(self) -> tuple[str, ...]:

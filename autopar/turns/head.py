@@ -208,5 +208,4 @@ class _Chunked(Writer):
             fx=self.fx,
             output_leaves=tuple(leaves[v.position] if isinstance(v, Leaf) else v for v in graph.output_leaves),
             output_names=tuple(names),
-            chunks=self.turns,
         )
