@@ -11,8 +11,8 @@ CONVERT = torch.ops.autopar.convert.default
 # entries of a node's `meta`: the op of the local program that it comes of, or that whose backward it is; whether that
 # is a conversion between ops; whether backward makes it again, and the place that wants it then
 OP, BACK, CONVERTED, RECOMPUTED, WANTED = "op", "backward", "converted", "recomputed", "wanted"
-# of the sum that ends a region: the ops of the local program that run once a chunk; of a gradient that forward makes for
-# what arrives to scale, that it does
+# of the sum that ends a region: the ops of the local program that run once a chunk; of a gradient that forward makes,
+# for what arrives to scale, that it does
 REGION, EARLY = "region", "early"
 
 
