@@ -299,13 +299,14 @@ def prices_of(points: Sequence[Point], times: Sequence[int], budget: float, kind
         return Prices(dict.fromkeys(times, 1.0), (0.0,) * kinds), math.inf
     program = pulp.LpProblem("prices", pulp.LpMaximize)
     most = max(p.seconds for p in points) or 1.0
-    unit = budget / most  # prices are in seconds a budget's worth of bytes, seconds in those of the slowest plan
+    worth = max(1.0, budget)  # of nothing, a byte
+    unit = worth / most  # prices are in seconds a budget's worth of bytes, seconds in those of the slowest plan
     theta = pulp.LpVariable("theta")
     price = {t: pulp.LpVariable(f"p_{t}", lowBound=0, upBound=1e4) for t in times}
     share = [pulp.LpVariable(f"e_{k}", lowBound=0, upBound=1) for k in range(kinds)]
     program.setObjective(theta + 0)
     for p in points:
-        rows = [(v, float((p.held[t] - budget) / budget)) for t, v in price.items()] + [
+        rows = [(v, float((p.held[t] - budget) / worth)) for t, v in price.items()] + [
             (v, o / most) for v, o in zip(share, p.over, strict=True)
         ]
         program.addConstraint(theta - pulp.LpAffineExpression(rows) <= p.in_line / most)

@@ -16,10 +16,12 @@ import autopar
 from autopar import Cluster, DeviceMesh
 from autopar.letters import BadBudget, Infeasible
 from autopar.solver import solve
-from autopar.solver.budget import Budgeted
+from autopar.solver.budget import Budgeted, prices_of
+from autopar.solver.points import Point
 from autopar.space.memory import Memory, Piece
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
+from autopar.space.timeline import Momentary
 from autopar.space.windows import Window
 from autopar.tracer import ColoTracer
 from tests.language import CASES, gpt2, zeros
@@ -230,3 +232,10 @@ def test_on_one_device_the_peak_is_what_torch_counts():
         or tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     )
     assert plan.peak_bytes == pytest.approx(measured, rel=0.1)
+
+
+def test_a_budget_of_nothing_has_prices():
+    """A plan that holds nothing is the smallest, and its peak a budget."""
+    point = Point([0], 1.0, np.array([27.0]), Momentary.nothing(1), 1.0)
+    prices, worth = prices_of([point], [0], 0.0, 0)
+    assert np.isfinite(worth) and np.isfinite(prices.of_bytes[0])
