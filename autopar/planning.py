@@ -15,7 +15,8 @@ from typing import Any
 
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, type_of
-from autopar.letters import BadConstraint, BadPreset, Infeasible
+from autopar.letters import BadConstraint, BadPreset, Infeasible, NotServed
+from autopar.runtime.collectives import TIME
 from autopar.sharding.costs import optimizer_figures
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
@@ -27,7 +28,7 @@ from autopar.space.shardings import shardings
 from autopar.space.shared import Shared
 from autopar.space.space import Space
 from autopar.space.windows import BUCKET
-from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks
+from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_whole
 
 FREE = 0.02  # of a step: what chunks of the loss head may take before the whole head is also searched under a budget
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
@@ -48,6 +49,11 @@ class Planning:
     def on(self, mesh: DeviceMesh, known: float = math.inf) -> Plan:
         """The fastest plan on a mesh. `known` are the seconds of a plan on another mesh."""
         asked = self.request
+        if self.graph.turns > 1 and TIME in mesh.axes:
+            raise NotServed(
+                f"an axis of mesh {mesh} has the name of the axis of time, on which micro-batches are",
+                advice=f"another name than {TIME!r}, or microbatches=1",
+            )
         try:
             return self._planned(mesh, known)
         except BadConstraint as e:
@@ -161,6 +167,8 @@ class Planning:
             return whole._planned(mesh, known)
         few = [n for n in numbers if n <= FEW]
         trial = replace(whole, graph=in_chunks(self.graph, few.pop(), keeps), is_trial=True)
+        if trial.graph.chunks == 1:
+            return replace(whole, why_whole=why_whole(self.graph, numbers[0], keeps))._planned(mesh, known)
         try:
             plans = [trial._planned(mesh, known)]
         except Infeasible as e:
@@ -226,8 +234,8 @@ def _of_the_smaller(letter: Infeasible, smallest: float, chunks: int) -> Infeasi
         return letter
     return Infeasible(
         letter.what,
-        seen=f"{smallest:,.0f} bytes in the smallest plan that was found, whose loss head runs in {chunks} chunks; "
-        f"{letter.smallest:,.0f} where it is whole",
+        seen=f"{letter.smallest:,.0f} bytes in the smallest plan with a whole loss head; {smallest:,.0f} bytes in the "
+        f"smallest that was found, whose head runs in {chunks} chunks",
         advice=f"memory_budget={math.ceil(smallest)}, or more devices",
     ).of_bytes(letter.needs, smallest)
 

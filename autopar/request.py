@@ -41,7 +41,7 @@ from autopar.solver.plan import Plan
 from autopar.solver.policies import POLICIES, Policy
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
-from autopar.turns import head_of, in_chunks, in_micro_batches, rows_of_batch
+from autopar.turns import head_of, in_chunks, in_micro_batches, rows_of_batch, why_whole
 
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
 
@@ -164,8 +164,7 @@ class Request:
             return made
         chunked = in_chunks(made, int(self.chunks), self.keeps_outputs)
         if chunked.chunks == 1:
-            found = head_of(made, self.keeps_outputs)
-            why = found.why or f"{self.chunks} chunks do not share its {found.head.rows if found.head else 0} rows"
+            why = why_whole(made, int(self.chunks), self.keeps_outputs)
             raise NotServed(f"chunks={self.chunks}, and the loss head runs whole: {why}", advice="chunks=1")
         return chunked
 
@@ -192,13 +191,12 @@ class Request:
         The rest of the request holds where it can.
         """
         before, axes, asked = first.parameters, first.mesh.axes, dict(self.constraints or {})
-        turns = math.gcd(first.microbatches, rows_of_batch(graph)) if has_gradients else 1
-        chunks: int | str = "auto" if has_gradients else 1  # what the budget asks for here
         stored = {escape(name): f"{before[name].text(axes) if name in before else 'R'}; *" for name in graph.parameters}
         reached = _matching(graph, asked)
         mine = {pattern: sharding for pattern, sharding in asked.items() if pattern in reached}
-        again = replace(self, mesh=first.mesh, time_limit=None, gap=max(self.gap, _AGAIN), microbatches=turns)
-        again = replace(again, chunks=chunks if self.chunks == "auto" or not has_gradients else self.chunks)
+        turns, chunks = self._turns_again(graph) if has_gradients else (1, 1)
+        again = replace(self, mesh=first.mesh, time_limit=None, gap=max(self.gap, _AGAIN))
+        again = replace(again, microbatches=turns, chunks=chunks)
         letter: Exception | None = None
         for freer in (
             {"constraints": {**stored, **mine}},
@@ -211,6 +209,15 @@ class Request:
                 letter = letter or e
         assert letter is not None
         raise letter
+
+    def _turns_again(self, graph: Graph) -> tuple[int | str, int | str]:
+        """Micro-batches and chunks of another batch: as many of those that are asked for as share its rows."""
+
+        def shared(asked: int | str, rows: int) -> int | str:
+            return asked if asked == "auto" else math.gcd(int(asked), rows)
+
+        head = head_of(graph, self.keeps_outputs).head
+        return shared(self.microbatches, rows_of_batch(graph)), shared(self.chunks, 1 if head is None else head.rows)
 
     def defaults(self, graph: Graph) -> list[tuple[str, str]]:
         """The meaning of each argument that was left at its default, and of a time limit."""

@@ -24,7 +24,7 @@ from autopar.letters import Infeasible
 from autopar.request import Request
 from autopar.tracer import ColoTracer
 from autopar.turns import in_chunks, in_micro_batches
-from benchmarks.hard_plans import llama_8b
+from benchmarks.hard_plans import language_model, llama_8b
 
 PEAK, OVERHEADS = 0.58, {0.5: 0.015, 0.3: 0.06, 0.15: 0.15}  # the bars of GPT-2 with its head in eight chunks
 SHARES, REGRET = (0.9, 0.7, 0.5, 0.4, 0.3, 0.15), 1.03  # of the fastest number of chunks, at each share of the peak
@@ -32,7 +32,7 @@ LOWERING = 1.2  # of the seconds of lowering without turns
 GIB = 2**30
 
 
-def gpt2(layers: int = 12, width: int = 768, heads: int = 12, rows: int = 8, length: int = 1024) -> tuple[Any, Any]:
+def gpt2(layers: int = 12, width: int = 768, heads: int = 12, rows: int = 8, length: int = 1024) -> Any:
     config = transformers.GPT2Config(
         n_layer=layers,
         n_embd=width,
@@ -42,10 +42,7 @@ def gpt2(layers: int = 12, width: int = 768, heads: int = 12, rows: int = 8, len
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
-    with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(config)
-    ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
-    return model.train(), {"input_ids": ids, "labels": ids.clone()}
+    return language_model("GPT2LMHeadModel", config, rows, length)
 
 
 HOW: dict[str, Any] = dict(

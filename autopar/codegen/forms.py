@@ -11,7 +11,7 @@ import torch.fx as fx
 from autopar.graph.graph import TensorType, call_of, info, type_of
 from autopar.letters import NotServed
 from autopar.ops.entry import SHAPE, SIZES, facts_of
-from autopar.ops.local import Here, OpCall, local_output
+from autopar.ops.local import OpCall, local_output, local_sizes
 from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Flow, Sharding
@@ -44,7 +44,7 @@ def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Calla
     op, call, here = node.target, call_of(node), at.place(node)
     if info(node).in_time[0]:
         call, here = _among_all_turns(node, call, here)
-    for marker, local in ((SHAPE, local_output), (SIZES, _local_sizes)):
+    for marker, local in ((SHAPE, local_output), (SIZES, local_sizes)):
         if (name := op.local(marker)) is not None:
             kwargs = {**kwargs, name: local(here, call)}
     facts = facts_of(op.name)
@@ -81,11 +81,6 @@ def _of_all_turns(type_: TensorType, lies: Flow, turns: int) -> TensorType:
         return type_
     shape = (n * turns if d == lies.value.dim else n for d, n in enumerate(type_.shape))
     return replace(type_, shape=tuple(shape))
-
-
-def _local_sizes(here: Here, call: OpCall) -> tuple[int, ...]:
-    dim = call.arguments.get("dim", 0)
-    return tuple(local_output(here, call, i)[dim] for i in range(len(call.outputs)))
 
 
 _INSTEAD = {

@@ -13,7 +13,7 @@ from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.parts import WHOLE, Rows
 from autopar.codegen.recomputed import recomputed_of
 from autopar.codegen.schedule import Read
-from autopar.codegen.turns import Ending, in_two, lowered_ending, seed_of
+from autopar.codegen.turns import Ending, in_two, lowered_ending
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, type_of
 from autopar.letters import NotServed
@@ -82,7 +82,7 @@ def lower(
     if graph.turns == 1:
         return Lowered(graph, plan, program, lowering(program, differentiable), rows)
     parts = in_two(program)
-    joint = lowering(parts.turn, (seed_of(parts),))
+    joint = lowering(parts.turn, (parts.seed,))
     return Lowered(graph, plan, parts.turn, joint, rows, lowered_ending(parts, joint, device))
 
 

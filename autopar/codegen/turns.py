@@ -25,7 +25,6 @@ class Ending:
     program: LocalProgram
     joint: Joint
     sums: tuple[bool, ...]  # of each operand: is it added up?
-    seed: int  # the operand that gradients go back through
     # of each result of the whole: is it one of the ending, and which of its own part's results
     results: tuple[tuple[bool, int], ...]
 
@@ -41,8 +40,9 @@ class InTwo:
 
     @property
     def seed(self) -> int:
-        """The place of the number, among those that cross, that gradients go back through."""
-        return next(i for i, node in enumerate(self.crossing) if info(node).outputs[0].requires_grad)
+        """The result of a turn that gradients go back through."""
+        first = len(self.turn.fx.output_node().args[0]) - len(self.crossing)
+        return first + next(i for i, node in enumerate(self.crossing) if info(node).outputs[0].requires_grad)
 
 
 def in_two(program: LocalProgram) -> InTwo:
@@ -74,6 +74,7 @@ def in_two(program: LocalProgram) -> InTwo:
 def _turn(
     program: LocalProgram, behind: set[fx.Node], ends: Sequence[fx.Node], outputs: tuple[Sharding, ...]
 ) -> LocalProgram:
+    """The program that every turn runs: all but what is behind, with these ends."""
     made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in program.fx.nodes:
         if node.op != "output" and node not in behind:
@@ -89,6 +90,7 @@ def _ending(
     ends: Sequence[fx.Node],
     outputs: tuple[Sharding, ...],
 ) -> LocalProgram:
+    """The program that runs once: what is behind, on what crosses."""
     made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     types: dict[str, TensorType] = {}
     for node in crossing:
@@ -116,13 +118,7 @@ def lowered_ending(parts: InTwo, turn: Joint, device: str) -> Ending:
     wants = [info(n).outputs[0].requires_grad for n in program.fx.output_node().args[0]]
     joint = lower_jointly(program, [i for i, want in enumerate(wants) if want], device=device)
     sums = tuple(map(_is_added_up, parts.crossing))
-    return Ending(program, joint, sums, parts.seed, parts.results)
-
-
-def seed_of(parts: InTwo) -> int:
-    """The result of a turn that gradients go back through."""
-    ends = parts.turn.fx.output_node().args[0]
-    return len(ends) - len(parts.crossing) + parts.seed
+    return Ending(program, joint, sums, parts.results)
 
 
 def _is_added_up(node: fx.Node) -> bool:

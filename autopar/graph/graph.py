@@ -125,6 +125,14 @@ class Graph:
         return max((info(n).chunks for n in self.nodes), default=1)
 
     @property
+    def passed(self) -> list[str]:
+        """Names of the inputs that a caller passes: one of which turns also have all is one."""
+        first: dict[Any, str] = {}
+        for name, node in self.inputs.items():
+            first.setdefault(node.target, name)
+        return list(first.values())
+
+    @property
     def result_names(self) -> tuple[str, ...]:
         """Names of the values in the output node: the outputs, then buffers and inputs that change."""
         return (*self.output_names, *(f"{name}:new" for _, name in self.updates))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from torch.utils import _pytree as pytree
+
 from autopar.letters import NotServed
 
 
@@ -22,11 +24,17 @@ class NotKept:
             raise AttributeError(attribute)
         self._refuse()
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        leaves = pytree.tree_leaves((args, kwargs))
+        next(leaf for leaf in leaves if isinstance(leaf, NotKept))._refuse()
+
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotServed(
             f"the output {self.name} was made a few rows at a time, and was not kept",
             advice='outputs="full", which keeps all of it; or a call under torch.no_grad()',
         )
 
-    __getitem__ = __len__ = __iter__ = __float__ = __array__ = _refuse
+    __getitem__ = __len__ = __iter__ = __float__ = __bool__ = __array__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = _refuse

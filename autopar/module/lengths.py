@@ -87,7 +87,7 @@ def _tried(state: ModelState, model: nn.Module, named: Leaves, structure: Any, b
         for program, shapes, cuts in ((short, bucket.here, ()), (long, bucket.longer, kind.cuts)):
             given = [_usable(leaf) for leaf in filled(named, shapes, kind.fills)]
             outputs, _ = program.run(model, [given[place] for place in program.places], RandomState(0))
-            results.append(_results(model, exact.differentiable, cut_back(outputs, cuts, bucket.here)))
+            results.append(_results(model, exact.differentiable, cut_back(exact, outputs, cuts, bucket.here)))
     check(exact, results[0], results[1], state.setup.device)
     return kind
 

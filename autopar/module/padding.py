@@ -39,7 +39,7 @@ _NOISE = 1e-2  # a gradient less than this share of all is rounding, a key's bia
 class Follows:
     """A dim of an output that has the size of a dim of an input, and so many more."""
 
-    output: int
+    output: str
     dim: int
     lengths: frozenset[tuple[str, int, int]]  # all that it may follow: the input, its dim, how many more
 
@@ -130,12 +130,13 @@ def filled(named: Mapping[str, Any], shapes: Shapes, fills: Mapping[str, float])
     return [put(name, leaf) for name, leaf in named.items()]
 
 
-def cut_back(outputs: Sequence[Any], cuts: Sequence[Follows], shapes: Shapes) -> list[Any]:
-    """The outputs without what stands for padding."""
-    found = list(outputs)
+def cut_back(graph: Graph, outputs: Sequence[Any], cuts: Sequence[Follows], shapes: Shapes) -> list[Any]:
+    """The outputs of a graph without what stands for padding; it may keep fewer than the call has."""
+    found = dict(zip(graph.output_names, outputs, strict=True))
     for cut in cuts:
-        found[cut.output] = found[cut.output].narrow(cut.dim, 0, cut.size(shapes))
-    return found
+        if cut.output in found:
+            found[cut.output] = found[cut.output].narrow(cut.dim, 0, cut.size(shapes))
+    return list(found.values())
 
 
 def fills_of(graph: Graph, names: Mapping[str, str]) -> dict[str, float]:
@@ -183,7 +184,7 @@ def cuts_of(exact: Graph, padded: Graph, bucket: Bucket) -> tuple[Follows, ...]:
                         f"and of {more} where they are padded, which is no length of an input",
                         advice="pad_to=None, or that output is left out",
                     )
-                found.append(Follows(i, d, lengths & known.get((i, d), lengths) or lengths))
+                found.append(Follows(name, d, lengths & known.get((name, d), lengths) or lengths))
     return tuple(found)
 
 

@@ -70,7 +70,7 @@ class ParallelModule(nn.Module):
         """
         parts, (_, with_rows) = self._autopar.parts, self._autopar.first.rows
         found = {}
-        for name in self.graph.inputs:
+        for name in self.graph.passed:
             local = "" if parts is None else parts.text if name in with_rows else "R"
             found[name.removeprefix("input ")] = local or "global"
         return found
@@ -183,4 +183,4 @@ class ParallelModule(nn.Module):
             write_buffer(self, name, value)
         for hook in program.sight.idle:
             hook.run(self, state.hooks)
-        return build_outputs(graph, outputs if bucket is None else cut_back(outputs, bucket.cuts, bucket.here))
+        return build_outputs(graph, outputs if bucket is None else cut_back(graph, outputs, bucket.cuts, bucket.here))

@@ -30,9 +30,7 @@ def lower_again(
     The storage of the parameters stays.
     """
     start, before, name = time.perf_counter(), state.programs[-1], state.original.__name__
-    # what ran in micro-batches, or was planned to run without gradients, is planned anew for the other
-    runs_so = state.first.plan.microbatches == 1 and state.first.plan.chunks == 1
-    known = next((p for p in state.programs if runs_so and state.fits(p, situation)), None)
+    known = next((p for p in state.programs if state.fits(p, situation) and _serves(state, p, grad)), None)
     if known is not None:  # the same graph, the other half
         graph, plan, sight = known.lowered.graph, known.lowered.plan, known.sight
     else:
@@ -61,6 +59,17 @@ def lower_again(
         differs, took = situation.differs(before.situation), time.perf_counter() - start
         log.warning("autopar planned and lowered %s again (%s), for %s: %.1f s", name, figures, differs, took)
     return program
+
+
+def _serves(state: ModelState, program: SituatedProgram, grad: bool) -> bool:
+    """Is its plan one for calls with gradients, or without, too?
+
+    A plan in turns is of no call without gradients; one of such a call, which has no turns, need not fit with them.
+    """
+    plan = program.lowered.plan
+    if program.has_gradients:
+        return grad or plan.microbatches == plan.chunks == 1
+    return not grad or plan.peak_bytes <= state.first.plan.budget
 
 
 def _captured(state: ModelState, model: nn.Module, call: Call, grad: bool) -> tuple[Graph, Plan, Sight]:

@@ -213,10 +213,7 @@ class Runner:
             found: list[Tensor | None] = list(self.halves.half("backward", arrived)(given))
         else:
             found = self._held(given, arrived, waits)
-        if not waits:
-            for other in list(self.waiting.of):  # micro-batches of other shapes
-                self._add_those_of(other, found)
-        return found
+        return found if waits else self._with_others(found)
 
     def _held(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
         """The gradients, with those of parameters added to what waits.
@@ -236,6 +233,12 @@ class Runner:
         if not waits:
             for i, gradient in zip(places, self.waiting.settled(self), strict=True):
                 found[i] = gradient
+        return found
+
+    def _with_others(self, found: list[Tensor | None]) -> list[Tensor | None]:
+        """The gradients with what has waited of other programs, for micro-batches of other shapes."""
+        for other in list(self.waiting.of):
+            self._add_those_of(other, found)
         return found
 
     def _add_those_of(self, other: Runner, found: list[Tensor | None]) -> None:

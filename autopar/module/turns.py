@@ -135,11 +135,7 @@ class InTurns(Runner):
             total = held.pop() if is_there else None
             found.append(None if total is None else total * scale.to(total.dtype))
         found = self._waited(found, waits)
-        if not waits:
-            for other in list(self.waiting.of):
-                if other is not self:
-                    self._add_those_of(other, found)
-        return found
+        return found if waits else self._with_others(found)
 
 
 def _added_up(values: Sequence[Tensor]) -> Tensor:

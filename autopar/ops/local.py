@@ -55,6 +55,12 @@ def local_output(here: Here, call: OpCall, output: int = 0) -> tuple[int, ...]:
     return local_shape(call.outputs[output].shape, here.leaves(output), here.mesh, here.coordinate)
 
 
+def local_sizes(here: Here, call: OpCall) -> tuple[int, ...]:
+    """The sizes of the outputs on the device, along the dim that a call names."""
+    dim = call.arguments.get("dim", 0)
+    return tuple(local_output(here, call, i)[dim] for i in range(len(call.outputs)))
+
+
 def cuts(here: Here, shape: tuple[int, ...], sharding: Sharding, dim: int) -> tuple[tuple[str, int], ...]:
     """The axes that cut a dim, major first, each with the size that the dim has on this device before it."""
     found, order = [], sharding.cuts.get(dim, [])

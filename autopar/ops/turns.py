@@ -46,9 +46,6 @@ def in_first_turn(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     return forms.value_of_first_turn, kwargs
 
 
-op("once", once, "input:T, turns", rule="... -> ...", linear="x", form=in_first_turn, keeps="")
-
-
 def some_rows(input: Tensor, dim: int, chunks: int, size: int) -> Tensor:
     """The rows of the first chunk, of each block of so many along a dim."""
     shape = [n // chunks if d == dim else n for d, n in enumerate(input.shape)]
@@ -64,13 +61,11 @@ def rows_of_blocks(arguments: Mapping[str, Any]) -> Rule:
     """Every other dim is as it was, and blocks of rows too; the rows of a block stay whole."""
     shape, dim, size = arguments["input"].shape, arguments["dim"], arguments["size"]
     blocks = shape[dim] // size
-    before = " ".join(
-        (f"(b:{blocks} all!)" if blocks > 1 else "all!") if d == dim else f"a{d}" for d in range(len(shape))
+    before, after = (
+        [f"a{d}" if d != dim else f"(b:{blocks} {rows}!)" if blocks > 1 else f"{rows}!" for d in range(len(shape))]
+        for rows in ("all", "some")
     )
-    after = " ".join(
-        (f"(b:{blocks} rows!)" if blocks > 1 else "rows!") if d == dim else f"a{d}" for d in range(len(shape))
-    )
-    return parse(f"{before} -> {after}", linear="x")
+    return parse(f"{' '.join(before)} -> {' '.join(after)}", linear="x")
 
 
 def as_one_chunk(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
@@ -79,9 +74,11 @@ def as_one_chunk(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def as_a_sum(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
+    """The sum of all chunks, of which tracing sees one."""
     return added_up, {"x": kwargs["input"]}
 
 
+op("once", once, "input:T, turns", rule="... -> ...", linear="x", form=in_first_turn, keeps="")
 op("turn", turn, "input:T, dim, turns, size", rule=rows_of_blocks, form=rows_now, keeps="")
 op("chunk", some_rows, "input:T, dim, chunks, size", rule=rows_of_blocks, form=as_one_chunk, keeps="")
 op("added_up", sum_of_chunks, "input:T", rule="... -> ...", linear="x", one_gradient=True, form=as_a_sum, keeps="")

@@ -12,20 +12,18 @@ gradients: those of a sum are known before backward begins, up to the factor tha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.fx as fx
 
 from autopar.graph import walks
-from autopar.graph.graph import Graph, Leaf, TensorType, info, op_name, type_of
-from autopar.graph.kept import NotKept
+from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.graph.verify import verify
 from autopar.ops.entry import facts_of
 from autopar.passes import run_passes
 from autopar.sharding.placement import Placement, S
 from autopar.sharding.strategies import Strategy
 from autopar.tracer.passes import drop_dead, one_name_per_fan_out
-from autopar.turns.time_axis import WHOLE, OnTime, strategy_in_turns
+from autopar.turns.time_axis import WHOLE, OnTime, early_gradient_in_float16, strategy_in_turns
 from autopar.turns.writer import EVERYWHERE, Value, Writer
 
 MOST = 16  # chunks: a region is written out once for each
@@ -55,6 +53,8 @@ class HeadFound:
 def head_of(graph: Graph, keeps_outputs: bool) -> HeadFound:
     """The loss head of a graph, where its rows may come one after the other."""
     losses = [n for n in graph.nodes if op_name(n) in _LOSSES and type_of(n).requires_grad]
+    if early_gradient_in_float16(graph) is not None:
+        return HeadFound(None, "gradients of float16 need the scale of the loss before they are made")
     if graph.loss is None or len(losses) != 1:
         return HeadFound(None, "the model computes no loss of classes, or several")
     (loss,) = losses
@@ -95,6 +95,16 @@ def numbers_of_chunks(head: Head) -> tuple[int, ...]:
         found.append(chunks)
         chunks *= 2
     return tuple(found)
+
+
+def why_whole(graph: Graph, chunks: int, keeps_outputs: bool) -> str:
+    """The reason for which a loss head cannot run in so many chunks."""
+    found = head_of(graph, keeps_outputs)
+    if found.head is None:
+        return found.why
+    if found.head.rows % chunks:
+        return f"{chunks} chunks do not share its {found.head.rows} rows"
+    return "one of its ops looks at several rows, or draws"
 
 
 def in_chunks(graph: Graph, chunks: int, keeps_outputs: bool) -> Graph:
@@ -186,26 +196,5 @@ class _Chunked(Writer):
 
     def _ended(self) -> Graph:
         """The graph with its outputs, but for logits, which are not kept."""
-        graph = self.graph
-        results: list[fx.Node] = []
-        names: list[str] = []
-        types: list[TensorType] = []
-        leaves: dict[int, Any] = {}
-        for i, (source, name) in enumerate(zip(graph.output.args[0], graph.result_names, strict=True)):
-            is_named = i < len(graph.output_names)
-            if source in self.head.ops and source is not self.head.loss:
-                leaves[i] = NotKept(name)
-                continue
-            if is_named:
-                leaves[i] = Leaf(len(names))
-                names.append(name)
-            results.append(self.values[source].turn)
-            types.append(info(graph.output).outputs[i])
-        self.fx.output(tuple(results))
-        self.fx.output_node().meta["info"] = replace(info(graph.output), outputs=tuple(types))
-        return replace(
-            graph,
-            fx=self.fx,
-            output_leaves=tuple(leaves[v.position] if isinstance(v, Leaf) else v for v in graph.output_leaves),
-            output_names=tuple(names),
-        )
+        dropped = self.head.ops - {self.head.loss}
+        return self.ended([None if n in dropped else self.values[n].turn for n in self.graph.output.args[0]])

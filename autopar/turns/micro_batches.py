@@ -15,13 +15,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch.fx as fx
 
 from autopar.graph import walks
-from autopar.graph.graph import Graph, Leaf, TensorType, info, op_name, type_of
-from autopar.graph.kept import NotKept
+from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.graph.verify import verify
 from autopar.letters import NotServed
 from autopar.ops.entry import OPS
@@ -29,7 +27,7 @@ from autopar.passes import run_passes
 from autopar.sharding.placement import P, Placement, R, S, flow
 from autopar.sharding.strategies import Strategy
 from autopar.tracer.passes import drop_dead, one_name_per_fan_out
-from autopar.turns.time_axis import WHOLE, OnTime, strategy_in_turns
+from autopar.turns.time_axis import WHOLE, OnTime, early_gradient_in_float16, strategy_in_turns
 from autopar.turns.writer import ALL, EVERYWHERE, Value, Writer
 
 _AS_A_BATCH = "microbatches=1, and accumulation= of calls with fewer rows"
@@ -71,6 +69,14 @@ class _MicroBatch(Writer):
             raise NotServed(
                 f"microbatches={self.turns} do not share the {self.rows} rows of a batch evenly",
                 advice=f"a divisor of {self.rows}",
+            )
+        if (half := early_gradient_in_float16(self.graph)) is not None:
+            raise NotServed(
+                "gradients of float16 need the scale of the loss before they are made, and those of micro-batches are "
+                "made in forward",
+                at=info(half).source,
+                seen=f"{half.name}: {type_of(half)}",
+                advice="bfloat16, or microbatches=1",
             )
         if wants := [name for name, n in self.graph.inputs.items() if type_of(n).requires_grad]:
             raise NotServed(
@@ -183,53 +189,37 @@ class _MicroBatch(Writer):
 
     def _ended(self) -> Graph:
         """The graph with the outputs that leave a micro-batch, or are there after the last."""
-        graph = self.graph
-        results: list[fx.Node] = []
-        names: list[str] = []
-        types: list[TensorType] = []
-        rows_out: list[tuple[str, int]] = []
-        leaves: dict[int, Any] = {}
-        count = len(graph.output_names)
-        for i, (source, name) in enumerate(zip(graph.output.args[0], graph.result_names, strict=True)):
-            value = self.values[source]
-            if i >= count:
-                if value.lies.flow.value != R or value.is_after:
-                    raise NotServed(
-                        f"{graph.updates[i - count][1]} is written from all rows of a batch, and a micro-batch has "
-                        "some of them",
-                        at=info(walks.origin(source, lambda n: op_name(n) == "identity")).source,
-                        advice=_AS_A_BATCH,
-                    )
-                results.append(value.turn)
-                types.append(info(graph.output).outputs[i])
-                continue
-            node = value.turn
-            if i in graph.differentiable and value.lies.flow == WHOLE:  # of no row
-                node = self.add_up(self.taken(source, flow(P())))
-            elif value.lies.is_added and not value.is_after:
-                node = self._added_up(source, graph.output)
-            elif value.lies.is_cut:
-                if not self.keeps_outputs:
-                    leaves[i] = NotKept(name)
-                    continue
-                rows_out.append((name, value.lies.flow.value.dim))
-            leaves[i] = Leaf(len(names))
-            names.append(name)
-            results.append(node)
-            types.append(replace(type_of(node), requires_grad=info(graph.output).outputs[i].requires_grad))
+        sources = list(self.graph.output.args[0])
+        count = len(self.graph.output_names)
+        results = [self._output(i, source) for i, source in enumerate(sources[:count])]
+        results += [self._update(i, source) for i, source in enumerate(sources[count:])]
         self._check_totals()
-        self.fx.output(tuple(results))
-        self.fx.output_node().meta["info"] = replace(info(graph.output), outputs=tuple(types))
-        made = replace(
-            graph,
-            fx=self.fx,
-            output_leaves=tuple(leaves[v.position] if isinstance(v, Leaf) else v for v in graph.output_leaves),
-            output_names=tuple(names),
-            turns=self.turns,
-            rows_out=tuple(rows_out),
-        )
+        lies = zip(self.graph.output_names, (self.values[source].lies for source in sources), strict=False)
+        rows = [(name, one.flow.value.dim) for name, one in lies if one.is_cut] if self.keeps_outputs else []
+        made = self.ended(results, turns=self.turns, in_turns=self._in_turns(), rows_out=tuple(rows))
         self._drop_what_is_whole_in_vain()
-        return replace(made, in_turns=self._in_turns())
+        return made
+
+    def _output(self, place: int, source: fx.Node) -> fx.Node | None:
+        """An output as it leaves; None where it is rows that are not kept."""
+        value = self.values[source]
+        if place in self.graph.differentiable and value.lies.flow == WHOLE:  # of no row
+            return self.add_up(self.taken(source, flow(P())))
+        if value.lies.is_added:
+            return self._added_up(source, self.graph.output)
+        return None if value.lies.is_cut and not self.keeps_outputs else value.turn
+
+    def _update(self, place: int, source: fx.Node) -> fx.Node:
+        """The new value of a buffer, which every turn makes alike."""
+        value = self.values[source]
+        if value.lies.flow.value != R or value.is_after:
+            raise NotServed(
+                f"{self.graph.updates[place][1]} is written from all rows of a batch, and a micro-batch has some of "
+                "them",
+                at=info(walks.origin(source, lambda n: op_name(n) == "identity")).source,
+                advice=_AS_A_BATCH,
+            )
+        return value.turn
 
     def _drop_what_is_whole_in_vain(self) -> None:
         """Whole values that nobody asked for leave, draws among them: their rows are drawn."""
@@ -252,6 +242,7 @@ class _MicroBatch(Writer):
             )
 
     def _in_turns(self) -> tuple[str, ...]:
+        """The inputs of which a turn takes its rows."""
         found = {info(v.turn).key for n, v in self.values.items() if n.op == "placeholder" and v.lies.is_cut}
         return tuple(sorted(found))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from autopar.graph.graph import TensorType, call_of, info, op_name, type_of
+from autopar.graph.graph import Graph, TensorType, call_of, info, op_name, type_of
 from autopar.ops.entry import facts_of
 from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
@@ -25,6 +25,12 @@ from autopar.sharding.placement import Flow, P, Placement, R, Sharding, flow
 from autopar.sharding.strategies import Choice, Strategy, replicated, strategies_on_one_axis, values
 
 WHOLE, ADDED = Flow(R, P()), flow(P())  # there the whole while, with a gradient that is added up; added up
+
+
+def early_gradient_in_float16(graph: Graph) -> fx.Node | None:
+    """An op whose gradient is of float16, which needs the scale of a loss before it is made: turns scale it after."""
+    ops = (n for n in graph.nodes if info(n).kind == "op")
+    return next((n for n in ops if any(t.dtype == "float16" and t.requires_grad for t in info(n).outputs)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +152,10 @@ def _runs_in_turns(node: fx.Node, binding: Binding | None, strategy: Strategy, t
         return True
     if binding.is_inside(strategy.cut) or any(binding.sizes[f] % turns for f in strategy.cut.factors):
         return False
+    if info(node).random >= 0:  # by place, which it counts from where a part begins
+        return not any(f.value.blocks for f in (*strategy.operands, *strategy.outputs))
     facts = facts_of(op_name(node))
-    if facts.form is None or info(node).random >= 0:
+    if facts.form is None:
         return True
     here = OneTurn(DeviceMesh((turns,), (TIME,)), Choice((strategy,)))
     return facts.form(here, call_of(node), dict(node.kwargs)) is None

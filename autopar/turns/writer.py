@@ -7,6 +7,7 @@ whole is cut for it, once for all that take it so.
 
 from __future__ import annotations
 
+import abc
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,10 @@ from typing import Any, ClassVar
 
 import torch.fx as fx
 
-from autopar.graph.graph import Graph, Info, TensorType, call_of, fresh_key, info, type_of
+from autopar.graph.graph import Graph, Info, Leaf, TensorType, call_of, fresh_key, info, type_of
+from autopar.graph.kept import NotKept
 from autopar.ops.entry import OPS, SHAPE, SIZES
-from autopar.ops.local import Here, OpCall, local_output
+from autopar.ops.local import local_output, local_sizes
 from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Flow, Placement, R, flow
@@ -38,7 +40,7 @@ class Value:
     is_after: bool = False  # is it made of what all turns have added up?
 
 
-class Writer:
+class Writer(abc.ABC):
     """Writes a graph node by node, in its order."""
 
     total: ClassVar[str]  # the op that adds up what turns have
@@ -53,6 +55,7 @@ class Writer:
         self.flows: dict[fx.Node, tuple[Flow, ...]] = {}  # of ops with several results
 
     def copy(self, node: fx.Node, type_: TensorType | None = None) -> fx.Node:
+        """An input, a parameter or a buffer, as it is or of another type."""
         made = self.fx.create_node(node.op, node.target, node.args, node.kwargs, name=node.name)
         made.meta["info"] = info(node) if type_ is None else replace(info(node), outputs=(type_,))
         return made
@@ -69,7 +72,7 @@ class Writer:
         if strategy is not None and strategy.cut is not None:
             here = OneTurn(DeviceMesh((self.turns,), (TIME,)), Choice((strategy,)))
             call = call_of(node)
-            for marker, local in ((SHAPE, local_output), (SIZES, _local_sizes)):
+            for marker, local in ((SHAPE, local_output), (SIZES, local_sizes)):
                 if (name := node.target.local(marker)) is not None:
                     kwargs[name] = local(here, call)
             outputs = tuple(replace(t, shape=local_output(here, call, i)) for i, t in enumerate(outputs))
@@ -127,13 +130,28 @@ class Writer:
         return made
 
     def add_up(self, node: fx.Node) -> fx.Node:
+        """The sum over turns of a number that each has."""
         return self.emitted(self.total, node, info(node), type_of(node))
 
+    @abc.abstractmethod
     def share(self, whole: fx.Node, wanted: Placement) -> fx.Node:
         """The share of a turn of a whole value: its rows, or its part of a sum."""
-        raise NotImplementedError
 
-
-def _local_sizes(here: Here, call: OpCall) -> tuple[int, ...]:
-    dim = call.arguments.get("dim", 0)
-    return tuple(local_output(here, call, i)[dim] for i in range(len(call.outputs)))
+    def ended(self, results: Sequence[fx.Node | None], **facts: Any) -> Graph:
+        """The graph with these results in the places of those of the graph; None where an output is not kept."""
+        graph, names = self.graph, self.graph.output_names
+        types = info(graph.output).outputs
+        kept = [i for i, node in enumerate(results) if node is not None]
+        leaves = [Leaf(kept.index(i)) if i in kept else NotKept(name) for i, name in enumerate(names)]
+        self.fx.output(tuple(results[i] for i in kept))
+        self.fx.output_node().meta["info"] = replace(
+            info(graph.output),
+            outputs=tuple(replace(type_of(results[i]), requires_grad=types[i].requires_grad) for i in kept),
+        )
+        return replace(
+            graph,
+            fx=self.fx,
+            output_leaves=tuple(leaves[v.position] if isinstance(v, Leaf) else v for v in graph.output_leaves),
+            output_names=tuple(name for i, name in enumerate(names) if i in kept),
+            **facts,
+        )

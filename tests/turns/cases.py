@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 
 import torch
 import transformers
 
+import autopar
 from autopar.testing import Equality
 from tests import language
+from tests.models import eager_links
 from tests.oracle import ByPosition, InFloat64
 from tests.training import whole
 
@@ -74,8 +77,17 @@ MODELS = {
 }
 
 
-@functools.cache
 def case(name):
+    """The model of that name and its batch: one for all threads, which are ranks."""
+    with _ONE_AT_A_TIME:
+        return _made(name)
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@functools.cache
+def _made(name):
     torch.manual_seed(0)
     make, batch = MODELS[name]
     return make().double(), {k: v.double() if v.is_floating_point() else v for k, v in batch().items()}
@@ -106,3 +118,14 @@ def check(what, results, name):
     expected = {n: t for n, t in eager(name).items() if "attn.bias" not in n}
     for result in results:
         Equality.in_float64(what, {n: t for n, t in result.items() if n in expected}, expected, 1e-9).check()
+
+
+def on_rank(rank, name, mesh, microbatches=1, chunks=1, **how):
+    """What a parallel model whose batch passes in turns gives on this rank."""
+    model, batch = case(name)
+    turns = {"microbatches": microbatches, "chunks": chunks}
+    with InFloat64():
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=mesh, cluster=eager_links(), **turns, **how)
+        mine.random_state.seed = SEED
+        assert (mine.plan.microbatches, mine.plan.chunks) == (microbatches, chunks)
+        return values(mine, batch)

@@ -22,29 +22,20 @@ from tests import language
 from tests.models import eager_links
 from tests.oracle import ByPosition, InFloat64
 from tests.training import whole
-from tests.turns.cases import SEED, case, check, values
+from tests.turns.cases import SEED, case, check, on_rank
 
 MODELS = ("gpt2", "llama", "bert", "t5")
-
-
-def in_pieces(rank, name, count, mesh, **how):
-    """What a parallel model whose head runs in chunks gives on this rank."""
-    model, batch = case(name)
-    with InFloat64():
-        mine = autopar.autoparallelize(
-            copy.deepcopy(model), batch, mesh=mesh, cluster=eager_links(), chunks=count, **how
-        )
-        mine.random_state.seed = SEED
-        assert mine.plan.chunks == count
-        return values(mine, batch)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("count, mesh", [(2, (1,)), (8, (1,)), (4, (2, 2))], ids=str)
 def test_a_head_in_chunks_is_the_head(name, count, mesh):
     mesh = DeviceMesh(mesh)
-    case(name)
-    check(f"{name} in {count} on {mesh}", on_threads(mesh.size, lambda rank: in_pieces(rank, name, count, mesh)), name)
+    check(
+        f"{name} in {count} on {mesh}",
+        on_threads(mesh.size, lambda rank: on_rank(rank, name, mesh, chunks=count)),
+        name,
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,14 +52,13 @@ def test_a_head_in_chunks_is_the_head(name, count, mesh):
 def test_experts_plans_have_heads_in_chunks(parallel, mesh):
     """The vocabulary is cut under tensor parallelism, and its sums are exchanged for every chunk."""
     mesh = DeviceMesh(mesh, ("dp", "tp")[: len(mesh)])
-    case("llama")
-    body = functools.partial(in_pieces, name="llama", count=4, mesh=mesh, parallel=parallel)
+    body = functools.partial(on_rank, name="llama", mesh=mesh, chunks=4, parallel=parallel)
     check(str(parallel), on_threads(mesh.size, body), "llama")
 
 
 @pytest.mark.machines
 def test_gloo_ranks_have_heads_in_chunks_and_micro_batches():
-    body = functools.partial(in_pieces, name="gpt2", count=2, mesh=DeviceMesh((2,)), microbatches=2, parallel="zero2")
+    body = functools.partial(on_rank, name="gpt2", mesh=DeviceMesh((2,)), chunks=2, microbatches=2, parallel="zero2")
     check("gpt2 on processes", on_processes(2, body), "gpt2")
 
 
@@ -192,5 +182,5 @@ def test_a_broken_compiler_is_noticed(mutant, monkeypatch):
     joint.LOWERED.clear()
     mutant(monkeypatch)
     with pytest.raises(Unequal):
-        check("broken", [in_pieces(0, "gpt2", 4, DeviceMesh((1,)))], "gpt2")
+        check("broken", [on_rank(0, "gpt2", DeviceMesh((1,)), chunks=4)], "gpt2")
     joint.LOWERED.clear()

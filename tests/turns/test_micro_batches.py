@@ -25,20 +25,8 @@ from tests.fuzz.trial import fuzz
 from tests.models import eager_links, mlp_case
 from tests.oracle import ByPosition, InFloat64
 from tests.training import whole
-from tests.turns.cases import MODELS, ROWS, SEED, case, check, pictures, values, words
+from tests.turns.cases import MODELS, ROWS, SEED, case, check, on_rank, pictures, values, words
 from tests.zoo import families
-
-
-def in_turns(rank, name, turns, mesh, **how):
-    """What the parallel model gives on this rank."""
-    model, batch = case(name)
-    with InFloat64():
-        mine = autopar.autoparallelize(
-            copy.deepcopy(model), batch, mesh=mesh, cluster=eager_links(), microbatches=turns, **how
-        )
-        mine.random_state.seed = SEED
-        assert mine.plan.microbatches == turns
-        return values(mine, batch)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -47,8 +35,7 @@ def test_a_model_in_micro_batches_is_the_model(name, turns, mesh):
     mesh = DeviceMesh(mesh)
     if mesh.size > 1 and name in ("t5", "convnext"):
         mesh = DeviceMesh((2,))
-    case(name)  # made once, before there are threads
-    results = on_threads(mesh.size, lambda rank: in_turns(rank, name, turns, mesh))
+    results = on_threads(mesh.size, lambda rank: on_rank(rank, name, mesh, microbatches=turns))
     check(f"{name} in {turns} on {mesh}", results, name)
 
 
@@ -57,13 +44,13 @@ def test_a_model_in_micro_batches_is_the_model(name, turns, mesh):
 )
 def test_experts_plans_run_in_micro_batches(parallel, mesh):
     mesh = DeviceMesh(mesh, ("dp", "tp")[: len(mesh)])
-    body = functools.partial(in_turns, name="gpt2", turns=2, mesh=mesh, parallel=parallel)
+    body = functools.partial(on_rank, name="gpt2", mesh=mesh, microbatches=2, parallel=parallel)
     check(f"{parallel}", on_threads(mesh.size, body), "gpt2")
 
 
 @pytest.mark.machines
 def test_gloo_ranks_run_in_micro_batches():
-    body = functools.partial(in_turns, name="llama", turns=4, mesh=DeviceMesh((2,)), parallel="zero3")
+    body = functools.partial(on_rank, name="llama", mesh=DeviceMesh((2,)), microbatches=4, parallel="zero3")
     check("llama on processes", on_processes(2, body), "llama")
 
 
@@ -164,8 +151,9 @@ def test_outputs_of_a_step_are_kept_where_they_are_asked_for():
     mine = autopar.autoparallelize(copy.deepcopy(still), batch, mesh=(1,), microbatches=4)
     logits = mine(**batch).logits
     assert isinstance(logits, NotKept) and "logits" in repr(logits)
-    with pytest.raises(NotServed, match='outputs="full"'):
-        logits.argmax(-1)
+    for use in (lambda: logits.argmax(-1), lambda: torch.cat([logits]), lambda: logits > 0, lambda: logits[0]):
+        with pytest.raises(NotServed, match='outputs="full"'):
+            use()
     with torch.no_grad():  # evaluation is whole
         torch.testing.assert_close(mine(**batch).logits, expected)
     with pytest.raises(NotServed, match="one loss"):
@@ -250,6 +238,65 @@ def test_ranks_pass_their_own_rows_in_micro_batches():
         Equality.in_float64("own rows", found, expected, 1e-9).check()
     with pytest.raises(NotServed, match="goes by the places of rows in the batch"):
         on_threads(2, lambda rank: body(rank, case("gpt2")[0]))
+
+
+class Turned(nn.Module):
+    """Rows behind positions in one dim, as recurrent models have them, and a dropout of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6).double()
+
+    def forward(self, x):
+        flat = self.layer(x).transpose(0, 1).reshape(-1, 6)
+        return {"loss": nn.functional.dropout(flat, 0.5, self.training).square().mean()}
+
+
+def test_draws_of_rows_that_lie_apart_are_no_others():
+    """They are counted from where a part begins: a letter, where rows lie in blocks."""
+    with pytest.raises(NotServed, match="dropout looks at all rows"):
+        autopar.plan(Turned(), {"x": torch.randn(4, 3, 6).double()}, mesh=(1,), microbatches=2)
+    autopar.plan(Turned().eval(), {"x": torch.randn(4, 3, 6).double()}, mesh=(1,), microbatches=2)
+
+
+@pytest.mark.parametrize("how", [{"microbatches": 2}, {"chunks": 4}], ids=str)
+@pytest.mark.parametrize("pad_to, length", [(8, 13), (None, 15), (None, 14)], ids=str)
+def test_other_lengths_pass_in_turns(how, pad_to, length):
+    """Where outputs are dropped, those that stay are cut back; chunks that do not share a length are fewer."""
+    model, few = case("llama")[0], language.drawn(ROWS, length, 256)
+    with InFloat64():
+        mine = autopar.autoparallelize(
+            copy.deepcopy(model), words(256), mesh=(1,), pad_to=pad_to, assume=language.NO_PADDING, **how
+        )
+        values(mine, words(256), 1)
+        found, expected = values(mine, few, 1), values(copy.deepcopy(model), few, 1)
+    Equality.in_float64(f"{length} tokens", found, {n: t for n, t in expected.items() if n in found}, 1e-9).check()
+
+
+def test_what_turns_cannot_serve_is_a_letter():
+    model, batch = case("gpt2")
+    with pytest.raises(NotServed, match="the name of the axis of time"):
+        autopar.plan(model, batch, mesh=DeviceMesh((2,), ("time",)), microbatches=2)
+    half = autopar.Precision("float16", "float32")
+    for how in ({"microbatches": 2}, {"chunks": 2}):
+        with pytest.raises(NotServed, match="gradients of float16 need the scale"):
+            autopar.plan(copy.deepcopy(model).float(), batch, mesh=(1,), precision=half, **how)
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True, False)], ids=["trained first", "evaluated first"])
+def test_evaluation_of_a_batch_that_trains_in_turns_is_whole(order):
+    """Also where only a later batch is planned in turns."""
+    model, batch = case("gpt2")
+    large = language.drawn(ROWS, 48, 128)
+    budget = autopar.plan(model, batch, mesh=(1,), cluster=eager_links()).peak_bytes
+    mine = autopar.autoparallelize(
+        copy.deepcopy(model), batch, mesh=(1,), cluster=eager_links(), memory_budget=budget, recompute="none"
+    )
+    assert (mine.plan.microbatches, mine.plan.chunks) == (1, 1)
+    for trains in order:
+        with torch.set_grad_enabled(trains):
+            logits = mine(**large).logits
+        assert isinstance(logits, NotKept) if trains else logits.shape == (ROWS, 48, 128)
 
 
 SEEDS = 18
@@ -340,4 +387,4 @@ def test_a_broken_compiler_is_noticed(mutant, monkeypatch):
     joint.LOWERED.clear()
     mutant(monkeypatch)
     with pytest.raises(Unequal):
-        check("broken", [in_turns(0, "gpt2", 4, DeviceMesh((1,)))], "gpt2")
+        check("broken", [on_rank(0, "gpt2", DeviceMesh((1,)), microbatches=4)], "gpt2")
