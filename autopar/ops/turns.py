@@ -47,9 +47,9 @@ def in_first_turn(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def some_rows(input: Tensor, dim: int, chunks: int, size: int) -> Tensor:
-    """The rows of the first chunk, of each block of so many along a dim."""
+    """A copy of the rows of the first chunk, of each block of so many along a dim."""
     shape = [n // chunks if d == dim else n for d, n in enumerate(input.shape)]
-    return input.unflatten(dim, (-1, size)).narrow(dim + 1, 0, size // chunks).reshape(shape)
+    return input.unflatten(dim, (-1, size)).narrow(dim + 1, 0, size // chunks).reshape(shape).clone()
 
 
 def sum_of_chunks(input: Tensor) -> Tensor:
@@ -80,6 +80,6 @@ def as_a_sum(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 op("once", once, "input:T, turns", rule="... -> ...", linear="x", form=in_first_turn, keeps="")
 op("turn", turn, "input:T, dim, turns, size", rule=rows_of_blocks, form=rows_now, keeps="")
-op("chunk", some_rows, "input:T, dim, chunks, size", rule=rows_of_blocks, form=as_one_chunk, keeps="")
+op("chunk", some_rows, "input:T, dim, chunks, size", rule=rows_of_blocks, form=as_one_chunk, keeps="", last="input")
 op("added_up", sum_of_chunks, "input:T", rule="... -> ...", linear="x", one_gradient=True, form=as_a_sum, keeps="")
 op("total", total, "input:T", rule="... -> ...", linear="x", one_gradient=True, keeps="")

@@ -18,19 +18,26 @@ _Shape = tuple[int, ...]
 
 
 def temporaries(
-    path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh: DeviceMesh, is_turned: bool = False
+    path: Sequence[Step],
+    shape: Sequence[int],
+    source: Sharding,
+    mesh: DeviceMesh,
+    is_turned: bool = False,
+    is_last_use: bool = False,
 ) -> int:
     """Elements that the steps hold on the fullest device beside the tensor itself and what they end with.
 
-    The tensor may be `turned`: it does not lie in memory order.
+    The tensor may be `turned`: it does not lie in memory order. Where this is its last use, it is gone after the first
+    step.
     """
     first = (0,) * len(mesh.shape)
     steps, _ = localise(path, shape, source, mesh, first)
     _, local = localise((), shape, source, mesh, first)
     most = between = 0
-    for step in steps:
+    gone = math.prod(local) if is_last_use else 0
+    for place, step in enumerate(steps):
         after, held = _STEPS[step.kind](step, local, mesh.shape[mesh.axis(step.axis)], is_turned)
-        most = max(most, between + held)
+        most = max(most, between + held - (gone if place else 0))
         local, between, is_turned = after, math.prod(after), False
     return max(0, most - between)
 

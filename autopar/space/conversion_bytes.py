@@ -68,9 +68,9 @@ class _Found:
         if self.of_value[given, taken] == _UNKNOWN:
             leaves, arrives = self.edge.given[given], self.edge.taken[taken]
             leads = bool(np.isfinite(self.edge.seconds[given, taken]))
-            value = self._bytes(manager, values(leaves), values(arrives), self.is_turned) if leads else 0.0
+            value = self._bytes(manager, values(leaves), values(arrives), is_turned=self.is_turned) if leads else 0.0
             leads = leads and self.type.requires_grad
-            gradient = self._bytes(manager, gradients(arrives), gradients(leaves), False) if leads else 0.0
+            gradient = self._bytes(manager, gradients(arrives), gradients(leaves), is_last_use=True) if leads else 0.0
             self.of_value[given, taken], self.of_gradient[given, taken] = value, gradient
         return float(self.of_value[given, taken]), float(self.of_gradient[given, taken])
 
@@ -87,12 +87,12 @@ class _Found:
             self.between[given, taken] = between(steps, shape, source, manager.mesh) * itemsize
         return float(self.between[given, taken])
 
-    def _bytes(self, manager: ShapeConsistencyManager, source: Sharding, target: Sharding, is_turned: bool) -> float:
+    def _bytes(self, manager: ShapeConsistencyManager, source: Sharding, target: Sharding, **how: bool) -> float:
         if source == target:
             return 0.0
         shape, itemsize = self.type.shape, self.type.itemsize
         steps = manager.path(shape, itemsize, source, target).steps
-        return float(temporaries(steps, shape, source, manager.mesh, is_turned) * itemsize)
+        return float(temporaries(steps, shape, source, manager.mesh, **how) * itemsize)
 
 
 class Temporaries:

@@ -8,7 +8,7 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import TensorType, info, type_of
-from autopar.space.gradient_buckets import GradientBuckets
+from autopar.space.gradient_buckets import GradientBuckets, is_always
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import EdgeBytes, LocalBytes
 from autopar.space.memory import Piece, Readers
@@ -103,7 +103,7 @@ class EdgePieces:
         """Add the gathered copy of a parameter, which is there ahead of its use, and its message."""
         schedule, parameter, now = self.schedule, self.owners[passage.value], passage.now
         made, sent = passage.bytes.made, passage.bytes.sent
-        again = () if parameter in schedule.stays else self.wiring.sites[passage.edge.source].regathered
+        again = () if parameter in schedule.stays else self._regathered(passage, parameter)
         if info(passage.taker).chunks > 1:  # backward of a chunk follows its forward: the copy is there for all of them
             again = ()
         begins = schedule.gathered(parameter, now)
@@ -117,6 +117,17 @@ class EdgePieces:
             self._put("gathered parameters", passage, made, begins, needed)
         if schedule.together(parameter, now, again=False):
             self._message(passage, sent, made, begins, schedule.taken(parameter, now))
+
+    def _regathered(self, passage: _Passage, parameter: fx.Node) -> tuple[bool, ...]:
+        """By choice of what gives the value: is the copy dropped after its use, and made again for backward?
+
+        A copy of a parameter that an op has handed on goes with the gathered parameter, where that always does.
+        """
+        source, owner = self.wiring.sites[passage.edge.source], self.wiring.site(parameter)
+        is_handed_on = passage.value is not parameter and not source.regathered
+        if is_handed_on and is_always(owner, owner.regathered):
+            return (True,) * len(source.choices)
+        return source.regathered
 
     def _gathered_again(self, passage: _Passage, dropped: np.ndarray) -> None:
         """Add the copy that is gathered again in backward, if that reads it; an embedding's does not."""
@@ -144,18 +155,21 @@ class EdgePieces:
     def _gradient_of_parameter(self, passage: _Passage) -> None:
         """Add the gradient of a parameter before it lies as the parameter does.
 
-        As it comes until its bucket is full, then the bucket, until it has been scattered.
+        A sum stays as it comes until its bucket is full, then the bucket, until it has been scattered. What is no sum
+        is cut and cast where it comes.
         """
         owner, back = self.owners[passage.value], passage.back
         if owner not in self.buckets.closes:
             return
         full, reduced = self.buckets.closes[owner], self.schedule.reduced(passage.now)
-        unreduced, stored, whole = passage.bytes.unreduced, passage.bytes.reduced, passage.bytes.gradient
-        pair = unreduced, stored
+        tables, width = passage.bytes, type_of(owner).itemsize / passage.type.itemsize
+        whole, stored, cut = self.bytes.once(("settles", width), (tables,), lambda: _settling(tables, width))
+        pair = self.bytes.once("sums", (tables,), lambda: np.where(tables.is_sum, tables.unreduced, 0.0)), stored
         scattered = self.bytes.once("scattered", pair, lambda: _scattered(*pair))
         packed = self.bytes.once("packed", pair, lambda: _packed(*pair))
         if not self._enters(passage):
-            whole = self.bytes.once("nothing", (whole,), lambda: np.zeros_like(unreduced))
+            whole = self.bytes.once("grows", (tables, whole), lambda: _growing(tables, whole))
+        self._put("gradients", passage, cut, back, back)
         if owner not in self.buckets.wait:
             self._put("gradients", passage, whole, back, full - 1)
             self._put("gradients", passage, packed, max(back, full), max(back, full))
@@ -164,7 +178,7 @@ class EdgePieces:
         settled = self.clock.settled
         # reduced in each micro-batch; else it waits as it comes
         in_each = passage.edge.marked(self.wiring.sites[passage.edge.source].scattered)[:, None]
-        waits = np.where(in_each & (unreduced > 0), np.minimum(whole, stored), whole)
+        waits = np.where(in_each & tables.is_sum, np.minimum(whole, stored), whole)
         self._put("gradients", passage, waits, 0, settled)
         if self.buckets.adds_twice:
             self._put("gradients", passage, waits, 0, settled)
@@ -191,6 +205,24 @@ class EdgePieces:
 def _divided(made: np.ndarray, is_again: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of gathered copies that stay, and of those that are dropped and gathered again."""
     return np.where(is_again[:, None], 0.0, made), np.where(is_again[:, None], made, 0.0)
+
+
+def _settling(tables: EdgeBytes, width: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes of a parameter's gradient until its bucket is full, when it lies as the parameter, and while it is cut.
+
+    An element of the parameter has `width` times the bytes of one of the value that is read.
+    """
+    stored = np.where(tables.is_sum, tables.reduced, tables.reduced * width)
+    whole = np.where(tables.is_sum, tables.gradient, stored)
+    part = np.where(tables.unreduced > 0, tables.reduced, 0.0)  # what is cut out, before it is cast
+    changes = ~tables.is_sum & ((tables.unreduced > 0) | (width != 1.0))
+    cut = np.where(changes, np.maximum(tables.gradient + part - stored, part), 0.0)
+    return whole, stored, cut
+
+
+def _growing(tables: EdgeBytes, whole: np.ndarray) -> np.ndarray:
+    """Bytes by which a gradient that goes through grows, where it is gathered."""
+    return np.where(tables.is_sum, 0.0, np.maximum(0.0, whole - tables.gradient))
 
 
 def _scattered(unreduced: np.ndarray, stored: np.ndarray) -> np.ndarray:

@@ -30,7 +30,7 @@ class GradientBuckets:
         clock, accumulates = lifetimes.clock, setting.passes > 1
         whole = [clock.mirrored(lifetimes.first_use(n)) for n in trained]
         closes = _closes(whole, [type_of(n).nbytes for n in trained])
-        wait = [n for n in trained if not _is_always_scattered(wiring.site(n))] if accumulates else []
+        wait = [n for n in trained if not is_always(wiring.site(n), wiring.site(n).scattered)] if accumulates else []
         twice = setting.accumulation > 1 and setting.turns > 1
         closing = dict(zip(trained, closes, strict=True))
         return GradientBuckets(closing, frozenset(wait), accumulates, twice, clock.settled)
@@ -57,9 +57,9 @@ def _closes(ready: Sequence[int], sizes: Sequence[int]) -> list[int]:
     return closes
 
 
-def _is_always_scattered(site: Site) -> bool:
-    """Is the gradient of a parameter reduced in each micro-batch, whatever is chosen of what is left?"""
-    if not site.scattered:
+def is_always(site: Site, policy: Sequence[bool]) -> bool:
+    """Is this policy of a parameter that is cut the one of all its choices, whatever is chosen of what is left?"""
+    if not policy:
         return False
-    marks = [scattered for scattered, is_cut in zip(site.scattered, site.is_cut(), strict=True) if is_cut]
+    marks = [is_so for is_so, is_cut in zip(policy, site.is_cut(), strict=True) if is_cut]
     return bool(marks) and all(marks)

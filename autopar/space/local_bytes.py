@@ -29,6 +29,7 @@ class EdgeBytes:
     gradient: np.ndarray  # the gradient as it comes,
     unreduced: np.ndarray  # that which a conversion takes,
     reduced: np.ndarray  # and the gradient as it goes on
+    is_sum: np.ndarray  # is the gradient a sum that a conversion reduces?
 
 
 class Tensors(NamedTuple):
@@ -79,9 +80,10 @@ class LocalBytes:
         moves, leaves, arrives = _differ(given, taken), self._column(type_, given), self._row(type_, taken)
         given, taken = [gradients(f) for f in edge.given], [gradients(f) for f in edge.taken]
         moves_back, goes_on, comes = _differ(given, taken), self._column(type_, given), self._row(type_, taken)
+        is_sum = reduces(edge.taken, edge.given).T
         wide = np.ones(moves.shape)
         if edge.reduced_in:  # cast as it comes, where it is reduced
-            wide = np.where(reduces(edge.taken, edge.given).T, edge.reduced_in / type_.itemsize, 1.0)
+            wide = np.where(is_sum, edge.reduced_in / type_.itemsize, 1.0)
         return EdgeBytes(
             made=np.where(moves, arrives, 0.0),
             kept=np.where(moves, 0.0, leaves),
@@ -89,6 +91,7 @@ class LocalBytes:
             gradient=comes * wide,
             unreduced=np.where(moves_back, comes * wide, 0.0),
             reduced=goes_on * wide,
+            is_sum=is_sum,
         )
 
     def _row(self, type_: TensorType, shardings: Sequence[Sharding]) -> np.ndarray:

@@ -89,7 +89,8 @@ def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
 def kept_by(node: fx.Node, kind: str, emitted: bool = False) -> tuple[list[fx.Node], int]:
     """Values that one op keeps for its backward on a kind of device, and bytes of what it makes besides.
 
-    As torch runs it, or as it is emitted.
+    As torch runs it, or as it is emitted: an op that runs once for each chunk reads what is whole until the last has
+    come back.
     """
     about = info(node)
     if about.kind != "op" or not any(t.requires_grad for t in about.outputs):
@@ -105,6 +106,8 @@ def kept_by(node: fx.Node, kind: str, emitted: bool = False) -> tuple[list[fx.No
     for name, gradient_of in line.values:
         if not gradient_of or _is_trained(node.kwargs.get(gradient_of)):
             values += walks.results(node) if name == "out" else _nodes(node.kwargs.get(name))
+    if emitted and about.chunks > 1:
+        values += [n for n in node.all_input_nodes if info(n).chunks == 1 and n not in values]
     formula = dict(line.extra).get(kind)
     return values, int(_bytes(formula)(**_quantities(node))) if formula else 0
 

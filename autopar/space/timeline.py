@@ -121,7 +121,7 @@ class Timeline:
     momentary: Momentary  # what of these bytes is not there all the time of an op
     run_of: tuple[int, ...]  # of each op its run
     travels: dict[int, tuple[int, int]]  # edge -> the value that leaves and the value that arrives, of those in runs
-    of_chunks: frozenset[int] = frozenset()  # values of some rows: their backward follows at once
+    of_chunks: frozenset[int] = frozenset()  # values of a region in chunks: its backward follows at once
 
     def __post_init__(self) -> None:
         self.needed = frozenset(v for run in self.runs for v in run.keeps)  # values that some backward reads
@@ -369,7 +369,7 @@ class _Writer:
             is_core=op.is_core,
         )
         if op.in_chunks:
-            self.of_chunks.update(makes)
+            self.of_chunks.update(v for v in (*makes, *keeps) if v != RESIDENT)
         self.run_of.append(len(self.runs))
         self._write(run)
 

@@ -63,11 +63,14 @@ class EachReadTwice(torch.nn.Module):
         return self.layers(x).square().mean()
 
 
+BFLOAT16 = {"precision": autopar.Precision(param="bfloat16", reduce="float32")}
 MODELS = {
     "dropout, tied weights, two micro-batches": lambda: (gpt2(), zeros(16, 64)),
     "regathered": lambda: (llama(inner=192, vocabulary=512), zeros(16, 64)),
     "read in parts, then whole": lambda: (EachReadTwice(), {"x": torch.zeros(512, 256)}),
     "queries that are gathered": lambda: (llama(inner=192, vocabulary=512), zeros(16, 64)),
+    "gradients that are cut and cast": lambda: (MLP(256, 4), {"x": torch.zeros(8, 256), "y": torch.zeros(8, 256)}),
+    "gradients that are gathered": lambda: (MLP(256, 4), {"x": torch.zeros(8, 256), "y": torch.zeros(8, 256)}),
     "recomputed": lambda: (gpt2(dropout=0.0), zeros(16, 64)),
     "mostly parameters": lambda: (MLP(256, 4), {"x": torch.zeros(8, 256), "y": torch.zeros(8, 256)}),
 }
@@ -79,6 +82,21 @@ MODELS = {
         ("dropout, tied weights, two micro-batches", (4,), {"parallel": "dp", "accumulation": 2}),
         ("regathered", (4,), {"parallel": "zero3"}),
         ("mostly parameters", (2,), {"parallel": "dp"}),
+        (
+            "gradients that are cut and cast",
+            (4,),
+            {"parallel": "zero3", "accumulation": 2, "constraints": {"x": "R", "y": "R"}, **BFLOAT16},
+        ),
+        (
+            "gradients that are gathered",
+            (4,),
+            {
+                "parallel": "zero3",
+                "accumulation": 2,
+                "constraints": {"x": "R", "y": "R", "blocks.*": "R", "head": "R"},
+                **BFLOAT16,
+            },
+        ),
         ("recomputed", (4,), {"recompute": "full"}),
         ("queries that are gathered", (4,), {"constraints": {"model.layers.*.self_attn.q_proj": "S(2)@0"}}),
         ("read in parts, then whole", (2,), {"constraints": {"*.linear": "R", "*.square": "S(0)@0"}}),
