@@ -63,7 +63,7 @@ def plan(
     accumulation: int = 1,
     microbatches: int | str = "auto",
     chunks: int | str = "auto",
-    kernels: bool = True,
+    kernels: bool | str | Sequence[str] = True,
     solver: str = "cbc",
     time_limit: float | None = None,
     gap: float = 0.0,

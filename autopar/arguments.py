@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from autopar.kernels import NAMES
 from autopar.letters import BadBudget, BadSharding, NotServed
 from autopar.runtime.world import world_size
 from autopar.sharding.cluster import Cluster
@@ -31,6 +32,20 @@ def refuse_unserved(**arguments: tuple[Any, tuple[Any, ...]]) -> None:
     for name, (given, served) in arguments.items():
         if given not in served:
             raise NotServed(f"{name}={given!r} is not served by any stage yet", advice=f"leave {name} at its default")
+
+
+def kernels_of(given: Any) -> bool | tuple[str, ...]:
+    """Which kernels may take the place of ops: those measured to be faster (True), none, or families by their names."""
+    if isinstance(given, bool):
+        return given
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, (list, tuple)) or not set(names) <= set(NAMES):
+        raise NotServed(
+            f"kernels={given!r} names no kernels",
+            seen=f"known: {', '.join(NAMES)}",
+            advice="True, those that were measured to be faster on the device; False; or some of these",
+        )
+    return tuple(name for name in NAMES if name in names)
 
 
 def check_gap(gap: Any) -> None:

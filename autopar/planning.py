@@ -211,6 +211,7 @@ class Planning:
             assumptions=tuple(self.graph.assumptions),
             defaults=(*defaults, *self._said_of_head()),
             chunks=self.graph.chunks,
+            kernels=asked.named_kernels,
         )
 
     def _said_of_head(self) -> list[tuple[str, str]]:

@@ -28,7 +28,7 @@ from autopar.arguments import (
     check_recompute,
     check_time_limit,
     device_count,
-    refuse_unserved,
+    kernels_of,
 )
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info
@@ -65,7 +65,7 @@ class Request:
     microbatches: int | str = "auto"
     chunks: int | str = "auto"  # in which the loss head runs
     compile: bool = False  # does torch.compile make the code?
-    kernels: bool = True
+    kernels: bool | str | Sequence[str] = True
     solver: str = "cbc"
     time_limit: float | None = None
     gap: float = 0.0
@@ -74,7 +74,7 @@ class Request:
     budget: float = field(init=False)  # bytes; infinite where there is none
 
     def __post_init__(self) -> None:
-        refuse_unserved(kernels=(self.kernels, (True, False)))
+        object.__setattr__(self, "kernels", kernels_of(self.kernels))
         check_recompute(self.recompute, POLICIES)
         check_gap(self.gap)
         check_kinds(self.solver, self.strict, self.loss, self.assume)
@@ -112,6 +112,7 @@ class Request:
             accumulation=plan.accumulation,
             microbatches=plan.microbatches,
             chunks=plan.chunks,
+            kernels=plan.kernels,
             compile=plan.compiled,
             outputs=outputs,
         )
@@ -219,6 +220,11 @@ class Request:
         head = head_of(graph, self.keeps_outputs).head
         return shared(self.microbatches, rows_of_batch(graph)), shared(self.chunks, 1 if head is None else head.rows)
 
+    @property
+    def named_kernels(self) -> tuple[str, ...]:
+        """The families of kernels that take the place of ops: those by name, or those measured to be faster."""
+        return self.kernels if isinstance(self.kernels, tuple) else ()
+
     def defaults(self, graph: Graph) -> list[tuple[str, str]]:
         """The meaning of each argument that was left at its default, and of a time limit."""
         said = []
@@ -235,6 +241,8 @@ class Request:
                 ', not the model\'s own checkpoint regions: recompute="as written" keeps to those' if regions else ""
             )
             said.append(("recompute", f"as little as the budget asks for{instead}"))
+        if self.kernels is True and self.hardware.device.kernels == "cuda":
+            said.append(("kernels", "none of autopar's was measured on this device: ops run as torch has them"))
         if self.time_limit is not None:
             found = f"{self.time_limit:g} s: what was found by then; another run may give another plan"
             said.append(("time_limit", found))

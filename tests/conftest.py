@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import hypothesis
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from autopar.testing import fake_world as _fake_world
 from autopar.testing import on_local_tensor, on_processes, on_threads
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is defined
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(
     "shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

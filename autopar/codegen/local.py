@@ -8,7 +8,7 @@ It prints as Python: a reader sees every collective, its axis, and why it is the
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +43,8 @@ class LocalProgram:
     types: dict[str, TensorType]  # of every placeholder, local, by placeholder name
     outputs: tuple[Sharding, ...]  # how each output lies
     is_random: bool = False  # a last placeholder takes the random key of the step
-    notes: Mapping[str, str] = field(default_factory=dict)  # remarks for who reads it, by the names of nodes
+    notes: dict[str, str] = field(default_factory=dict)  # remarks for who reads it, by the names of nodes
+    kernels: tuple[str, ...] = ()  # families of kernels that may take the place of ops
 
     def __str__(self) -> str:
         return print_program(self)
@@ -122,6 +123,7 @@ class Localiser:
             tuple(shardings),
             self.graph.is_random,
             {node.name: note for node in self.fx.nodes if (note := self._note(node))},
+            self.plan.kernels,
         )
 
     def _note(self, node: fx.Node) -> str:
@@ -229,5 +231,6 @@ def _call(node: fx.Node) -> str:
         return f"convert({x}, {forward!r}, backward={backward!r}{cast})    # {info(node).key}"
     if info(node).kind == "part":
         return f"{node.args[0]}[{node.args[1]}]"
-    name = op_name(node) if isinstance(node.target, Op) else node.target.__name__
+    target: Any = node.target
+    name = op_name(node) if isinstance(target, Op) else getattr(target, "__name__", "") or target._name
     return f"{name}({', '.join(f'{k}={v!r}' for k, v in node.kwargs.items())})"

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import torch.fx as fx
 
+from autopar import kernels
 from autopar.codegen.local import LocalProgram
-from autopar.graph.graph import info
+from autopar.graph.graph import info, op_name
+from autopar.kernels import families
 
 
 def drop_unread_ops(program: LocalProgram) -> None:
@@ -22,7 +24,30 @@ def drop_unread_ops(program: LocalProgram) -> None:
             program.fx.erase_node(node)
 
 
-PASSES: tuple[Callable[[LocalProgram], None], ...] = (drop_unread_ops,)
+def use_kernels(program: LocalProgram) -> None:
+    """Put one call in the place of ops that a kernel stands for, where no conversion and no local form is among them.
+
+    before    a = silu(g);  y = mul(a, u)
+    after     y = gated(g, u, 0)
+    """
+    for family in families(program.kernels):
+        for node in reversed(program.fx.nodes):
+            place = family.find(node) if node.op == "call_function" else None
+            if place is None:
+                continue
+            found, arguments = place
+            program.notes[node.name] = f"one kernel, in the place of {', '.join(map(op_name, found.nodes))}"
+            node.target, node.args, node.kwargs = family.call, (), dict(arguments)
+            for op in reversed(found.nodes[:-1]):
+                program.fx.erase_node(op)
+
+
+def is_kernel(node: fx.Node) -> bool:
+    """Does this node of a local program stand for several ops?"""
+    return node.op == "call_function" and getattr(node.target, "__module__", "").startswith(kernels.__name__)
+
+
+PASSES: tuple[Callable[[LocalProgram], None], ...] = (drop_unread_ops, use_kernels)
 
 
 def verify(program: LocalProgram, after: str) -> None:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar import kernels
 from autopar.codegen import local_passes
 from autopar.codegen.halves import Joint
 from autopar.codegen.joint import lower_jointly
@@ -55,6 +56,11 @@ def lower(
 
     `rows` say what ranks pass their own rows of.
     """
+    if plan.kernels and device != "cpu" and not kernels.can_run():
+        raise NotServed(
+            f"kernels={plan.kernels}, and Triton is not installed, which runs them on a {device} device",
+            advice="pip install autopar[kernels], or kernels=False",
+        )
     program = local_program(graph, plan, coordinate, rows)
     run_passes("local graph", local_passes.PASSES, program, local_passes.verify)
     reads = reads_of_parameters(graph, plan.window_bytes)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch.fx as fx
 
 from autopar.codegen.local import LocalProgram
+from autopar.codegen.local_passes import is_kernel
 from autopar.graph import walks
 from autopar.graph.graph import Graph, info
 from autopar.solver.plan import Plan
@@ -57,7 +58,9 @@ def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) 
         follows = about.kind == "part" or about.key in views
         if is_named or (follows and any(operand in found for operand in node.all_input_nodes)):
             found[node] = None
-    demands = _Demands(nodes, found, _keeps(graph, device), _Passing.of(graph, nodes, views, plan.segments))
+    # a kernel remakes what stands between its ends, from its operands
+    keeps = _keeps(graph, device) | {n.name: {a.name for a in n.all_input_nodes} for n in nodes if is_kernel(n)}
+    demands = _Demands(nodes, found, keeps, _Passing.of(graph, nodes, views, plan.segments))
     wanted = demands.places()
     exchanged = frozenset(n.name for n in wanted if info(n).kind == "conversion")
     return Recomputed(places, {n.name: tuple(wanted.get(n, [places[n.name]])) for n in found}, exchanged)

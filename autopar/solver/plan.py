@@ -85,6 +85,7 @@ class Plan:
     hidden_s: float = 0.0  # and the part of it that compute hides
     accumulation: int = 1  # calls in a step, each of a micro-batch of it
     chunks: int = 1  # in which the loss head runs
+    kernels: tuple[str, ...] = ()  # families of kernels that may take the place of ops
     microbatches: int = 1  # turns in which the batch of a call passes
     sources: Mapping[str, float] = field(default_factory=dict)  # seconds of the step by where they are from
     compiled: bool = False  # are the seconds those of code that torch.compile makes?

@@ -26,8 +26,11 @@ class Schedule:
 
     of: tuple[int, ...]  # op -> the window that it stands in
     spans: tuple[Span, ...]  # window -> its ops
-    ends: tuple[int, ...]  # window -> the last op that reads a parameter
-    # parameter -> the ops that read anything of the bucket in which it moves when it moves alone
+    # window -> the last op that reads a parameter and whose backward reads a copy that was gathered again: where a
+    # region runs in chunks, one copy serves both
+    ends: tuple[int, ...]
+    # parameter -> the ops that read anything of the bucket in which it moves when it moves alone: the first of them in
+    # forward, and the last whose backward does
     buckets: Mapping[fx.Node, Span]
     # parameters first read in the last of several windows: what is gathered of them is still there as backward begins,
     # and is not gathered again
@@ -76,14 +79,14 @@ def schedule_of(ops: Sequence[fx.Node], least: int = BUCKET) -> Schedule:
         reads[min(places)].append(parameter)
     spans = _spans(ops, reads, least)
     window_of = [w for w, (first, last) in enumerate(spans) for _ in range(first, last + 1)]
-    reading = sorted(set(itertools.chain.from_iterable(readers.values())))
+    reading = sorted({i for places in readers.values() for i in places if info(ops[i]).chunks == 1})
     last_reads = {window_of[i]: i for i in reading}
     last_begins = spans[-1][0] if len(spans) > 1 else len(ops)
     return Schedule(
         tuple(window_of),
         spans,
         tuple(last_reads.get(w, last) for w, (_, last) in enumerate(spans)),
-        _bucket_spans(readers, reads, spans),
+        _bucket_spans(ops, readers, reads, spans),
         frozenset(parameter for parameter, places in readers.items() if min(places) >= last_begins),
     )
 
@@ -125,7 +128,10 @@ def _spans(ops: Sequence[fx.Node], reads: Sequence[Sequence[fx.Node]], least: in
 
 
 def _bucket_spans(
-    readers: Mapping[fx.Node, Sequence[int]], reads: Sequence[Sequence[fx.Node]], spans: Sequence[Span]
+    ops: Sequence[fx.Node],
+    readers: Mapping[fx.Node, Sequence[int]],
+    reads: Sequence[Sequence[fx.Node]],
+    spans: Sequence[Span],
 ) -> dict[fx.Node, Span]:
     """The ops that read anything of the bucket of each parameter."""
     found: dict[fx.Node, Span] = {}
@@ -133,8 +139,9 @@ def _bucket_spans(
         read = [parameters for parameters in reads[first : last + 1] if parameters]
         for places in buckets([_bytes(parameters) for parameters in read]):
             bucket = [parameter for k in places for parameter in read[k]]
-            ops = [i for parameter in bucket for i in readers[parameter]]
-            found.update(dict.fromkeys(bucket, (min(ops), max(ops))))
+            reading = [i for parameter in bucket for i in readers[parameter]]
+            back = [i for i in reading if info(ops[i]).chunks == 1]
+            found.update(dict.fromkeys(bucket, (min(reading), max(back, default=min(reading)))))
     return found
 
 

@@ -1,0 +1,37 @@
+"""Hot ops in one kernel each: Triton on a GPU, behind torch custom ops.
+
+A family is one file: the ops that it stands for, as patterns of a local program; its reference, which runs those ops;
+the Triton kernels; a custom op for forward and one for backward. `codegen/local_passes.py` puts it in their place after
+sharding and before differentiation, where no conversion stands between them.
+
+    rms_norm      a normalisation by the root of the mean square, with a weight
+    layer_norm    one by mean and variance, with weight and bias
+    gated         silu(gate) * up, or a gelu of the gate
+    gelu_tanh     a gelu that is written out with a tanh
+    rotary        positions turned into a rotation of halves
+
+    backend.py    what runs: a GPU, the interpreter, or the reference
+    patterns.py   finds a piece of a program in another
+    family.py     what all have in common
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Iterable
+
+from autopar.kernels.family import Family
+
+NAMES = ("rms_norm", "layer_norm", "gated", "gelu_tanh", "rotary")  # a larger group before what is a part of it
+
+
+def can_run() -> bool:
+    """Is Triton there, which runs kernels on a GPU?"""
+    return importlib.util.find_spec("triton") is not None
+
+
+def families(names: Collection[str]) -> Iterable[Family]:
+    """The families of these names, in their order; what runs them is imported here."""
+    for name in NAMES:
+        if name in names:
+            yield importlib.import_module(f"autopar.kernels.{name}").FAMILY

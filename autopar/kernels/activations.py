@@ -1,0 +1,47 @@
+"""Activations that kernels make, with their slopes, and the ops of one that models write out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autopar.kernels.backend import jit, tl
+
+# of `x`, as Hugging Face models write it
+GELU_TANH = """
+half = mul(input={x}, other=0.5)
+cube = pow(input={x}, exponent=3.0)
+small = mul(input=cube, other=0.044715)
+sum_ = add(input={x}, other=small)
+inner = mul(input=sum_, other=0.7978845608028654)
+tanh_ = tanh(input=inner)
+above = add(input=tanh_, other=1.0)
+a = mul(input=half, other=above)
+"""
+
+
+def gelu_tanh_by_ops(x: Tensor) -> Tensor:
+    """The same ops."""
+    half = x * 0.5
+    return half * (torch.tanh((x + torch.pow(x, 3.0) * 0.044715) * 0.7978845608028654) + 1.0)
+
+
+@jit
+def activated(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """An activation and its slope: 0 silu, 1 gelu, 2 and 3 gelu by a tanh."""
+    if KIND == 0:
+        s = tl.sigmoid(x)
+        a = x * s
+        slope = s * (1.0 + x * (1.0 - s))
+    elif KIND == 1:
+        share = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        a = x * share
+        slope = share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    else:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        e = tl.exp(-2.0 * tl.abs(inner))
+        t = (1.0 - e) / (1.0 + e)
+        t = tl.where(inner < 0, -t, t)
+        a = 0.5 * x * (1.0 + t)
+        slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+    return a, slope

@@ -1,0 +1,48 @@
+"""What runs a kernel: Triton on a GPU, its interpreter where that is asked for, and else the ops that it stands for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_IS_THERE = importlib.util.find_spec("triton") is not None  # on Linux alone
+triton: Any = importlib.import_module("triton") if _IS_THERE else None
+tl: Any = importlib.import_module("triton.language") if _IS_THERE else None
+
+__all__ = ["MOST_COLUMNS", "VARIABLE", "block_of", "is_traced", "jit", "programs_of", "runs", "tl"]
+
+# for tests on a CPU: "interpret" runs the kernels themselves, by Triton's interpreter; "ops" the custom ops, which run
+# their references
+VARIABLE = "AUTOPAR_KERNELS"
+MOST_COLUMNS = 4096  # of a row that one program holds in registers, with what its backward adds up
+jit: Callable[[Any], Any] = triton.jit if triton is not None else lambda function: function
+
+
+def runs(x: Tensor) -> bool:
+    """Is it the kernel that runs on this tensor, and not its reference?"""
+    return triton is not None and (x.is_cuda or os.environ.get(VARIABLE) == "interpret")
+
+
+def is_traced(x: Tensor) -> bool:
+    """Is it the custom op that stands in a program, and not the ops of its reference one by one?
+
+    On a CPU these are what a program without kernels runs, in the same order.
+    """
+    return x.is_cuda or bool(os.environ.get(VARIABLE))
+
+
+def block_of(columns: int) -> tuple[int, int]:
+    """Elements that a program holds of a row of so many, and its warps: as many as leave registers for a backward."""
+    block = 1 << max(4, (columns - 1).bit_length())
+    return block, min(32, max(1, block // 512))
+
+
+def programs_of(rows: int, x: Tensor) -> int:
+    """Programs that share the rows where each adds up what all of its rows give to a weight."""
+    most = 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+    return max(1, min(rows, most))

@@ -1,0 +1,126 @@
+"""A gate: an activation of one half, times the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.graph.graph import type_of
+from autopar.kernels import backend
+from autopar.kernels.activations import GELU_TANH, activated, gelu_tanh_by_ops
+from autopar.kernels.backend import jit, tl
+from autopar.kernels.family import Family, are_alike, through
+from autopar.kernels.patterns import Found, Pattern
+
+BLOCK = 1024
+KINDS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (  # the kernels know them by their places
+    ("silu", torch.nn.functional.silu),
+    ("gelu", torch.nn.functional.gelu),
+    ("gelu tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+    ("gelu by ops", gelu_tanh_by_ops),
+)
+
+
+def reference(gate: Tensor, up: Tensor, kind: int) -> Tensor:
+    """The ops of the group."""
+    return KINDS[kind][1](gate) * up
+
+
+@jit
+def forward_kernel(G, U, Y, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block of elements a program; the activation is rounded as it is where it stands alone."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(U + at, mask=inside, other=0.0).to(tl.float32)
+    a, _ = activated(g, KIND)
+    tl.store(Y + at, (a.to(Y.dtype.element_ty).to(tl.float32) * u).to(Y.dtype.element_ty), mask=inside)
+
+
+@jit
+def backward_kernel(DY, G, U, DG, DU, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The activation is made once more: nothing but gate and up is kept."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(U + at, mask=inside, other=0.0).to(tl.float32)
+    a, slope = activated(g, KIND)
+    tl.store(DG + at, (dy * u * slope).to(DG.dtype.element_ty), mask=inside)
+    tl.store(DU + at, (dy * a).to(DU.dtype.element_ty), mask=inside)
+
+
+@torch.library.custom_op("autopar::gated", mutates_args=())
+def product(gate: Tensor, up: Tensor, kind: int) -> Tensor:
+    """The activation of the gate, times `up`."""
+    if not backend.runs(gate):
+        return reference(gate, up, kind).contiguous()
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if y.numel():
+        programs = -(-y.numel() // BLOCK)
+        forward_kernel[(programs,)](gate.contiguous(), up.contiguous(), y, y.numel(), KIND=kind, BLOCK=BLOCK)
+    return y
+
+
+@product.register_fake
+def _(gate: Tensor, up: Tensor, kind: int) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("autopar::gated_backward", mutates_args=())
+def product_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up."""
+    if not backend.runs(gate):
+        dg, du = through(lambda g, u: reference(g, u, kind), dy, gate, up)
+        return dg, du
+    dg, du = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    if dg.numel():
+        given = (dy.contiguous(), gate.contiguous(), up.contiguous(), dg, du, dg.numel())
+        backward_kernel[(-(-dg.numel() // BLOCK),)](*given, KIND=kind, BLOCK=BLOCK)
+    return dg, du
+
+
+@product_backward.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, ctx.kind = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *product_backward(dy, *ctx.saved_tensors, ctx.kind), None
+
+
+product.register_autograd(_gradients, setup_context=_remember)
+
+
+def gated(gate: Tensor, up: Tensor, kind: int) -> Tensor:
+    """One kernel in the place of the ops of the group."""
+    return product(gate, up, kind) if backend.is_traced(gate) else reference(gate, up, kind)
+
+
+def _arguments(found: Found) -> Mapping[str, Any] | None:
+    """Those of the call, where both halves are of one shape."""
+    gate, up = found["gate"], found["up"]
+    is_served = are_alike([gate, up]) and type_of(gate).shape == type_of(up).shape
+    return {"gate": gate, "up": up, "kind": found.pattern.variant["kind"]} if is_served else None
+
+
+_TIMES = "y = mul(input=a, other=up)"
+FAMILY = Family(
+    "gated",
+    (
+        Pattern.of(f"a = silu(input=gate)\n{_TIMES}", kind=0),
+        Pattern.of(f"a = gelu(input=gate)\n{_TIMES}", kind=1),
+        Pattern.of(f"a = gelu(input=gate, approximate='tanh')\n{_TIMES}", kind=2),
+        Pattern.of(GELU_TANH.format(x="gate") + _TIMES, kind=3),
+    ),
+    gated,
+    _arguments,
+)

@@ -1,0 +1,151 @@
+"""A piece of a program, and where it stands in another.
+
+A pattern is written as local programs print. Names that are assigned are its ops, the last of them its result; other
+names are operands, capitals are constants that may be any.
+
+    wide = to(input=x, dtype=torch.float32)
+    square = pow(input=wide, exponent=2)
+
+Sums and products match either way round. Only the result may be read from outside.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from autopar.graph.graph import info, op_name
+from autopar.ops.entry import Op
+
+_EITHER_WAY = ("add", "mul")
+_Bound = Mapping[str, Any]  # of a pattern's names, the nodes and constants that they stand for
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An op of a pattern. An argument is the name of a value or constant, a list of names, or a literal."""
+
+    op: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name in a pattern."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Steps by the names of their values, in order; the last is the result."""
+
+    steps: Mapping[str, Step]
+    result: str
+    variant: Mapping[str, Any]  # what a family is told where this one is found
+
+    @staticmethod
+    def of(text: str, **variant: Any) -> Pattern:
+        """Read a pattern as it is written."""
+        steps = dict[str, Step]()
+        for line in ast.parse(text).body:
+            assert isinstance(line, ast.Assign) and isinstance(line.value, ast.Call), "name = op(argument=value, ...)"
+            assert isinstance(line.targets[0], ast.Name) and isinstance(line.value.func, ast.Name)
+            arguments = {str(k.arg): _argument(k.value) for k in line.value.keywords}
+            steps[line.targets[0].id] = Step(line.value.func.id, arguments)
+        return Pattern(steps, next(reversed(steps)), variant)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A place of a pattern: what its names stand for."""
+
+    pattern: Pattern
+    bound: _Bound
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The ops, in the order of the pattern."""
+        return [self.bound[name] for name in self.pattern.steps]
+
+    @property
+    def result(self) -> fx.Node:
+        return self.bound[self.pattern.result]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.bound[name]
+
+
+def find(pattern: Pattern, node: fx.Node) -> Found | None:
+    """The place of a pattern whose result is this node."""
+    for bound in _value(pattern, pattern.result, node, {}):
+        found = Found(pattern, bound)
+        inner = set(found.nodes) - {node}
+        if all(set(n.users) <= {*inner, node} for n in inner) and len(inner) == len(pattern.steps) - 1:
+            return found
+    return None
+
+
+def _argument(written: ast.expr) -> Any:
+    if isinstance(written, ast.Name):
+        return Name(written.id)
+    if isinstance(written, ast.Attribute):
+        return getattr(torch, written.attr)
+    if isinstance(written, ast.List):
+        return [_argument(e) for e in written.elts]
+    return ast.literal_eval(written)
+
+
+def _value(pattern: Pattern, name: str, given: Any, bound: _Bound) -> Iterator[_Bound]:
+    """The ways in which a name may stand for a node or constant, beside those that are bound."""
+    if name in bound:
+        if bound[name] is given or (name.isupper() and bound[name] == given):
+            yield bound
+    elif name.isupper():
+        if not isinstance(given, fx.Node):
+            yield {**bound, name: given}
+    elif isinstance(given, fx.Node):
+        step = pattern.steps.get(name)
+        if step is None:
+            yield {**bound, name: given}
+        elif isinstance(given.target, Op) and info(given).random < 0 and op_name(given) == step.op:
+            for arguments in _orders(step):
+                yield from _arguments(pattern, list(arguments.items()), given.kwargs, {**bound, name: given})
+
+
+def _orders(step: Step) -> Iterator[Mapping[str, Any]]:
+    yield step.arguments
+    if step.op in _EITHER_WAY and set(step.arguments) == {"input", "other"}:
+        yield {"input": step.arguments["other"], "other": step.arguments["input"]}
+
+
+def _arguments(
+    pattern: Pattern, wanted: Sequence[tuple[str, Any]], given: Mapping[str, Any], bound: _Bound
+) -> Iterator[_Bound]:
+    """The ways in which all arguments match, those that are not wanted being absent."""
+    if len(wanted) != len(given):
+        return
+    ways: list[_Bound] = [bound]
+    for key, argument in wanted:
+        if key not in given:
+            return
+        ways = [further for way in ways for further in _one(pattern, argument, given[key], way)]
+    yield from ways
+
+
+def _one(pattern: Pattern, argument: Any, given: Any, bound: _Bound) -> Iterator[_Bound]:
+    if isinstance(argument, Name):
+        yield from _value(pattern, argument.text, given, bound)
+    elif isinstance(argument, list):
+        if isinstance(given, (list, tuple)) and len(given) == len(argument):
+            ways: list[_Bound] = [bound]
+            for a, g in zip(argument, given, strict=True):
+                ways = [further for way in ways for further in _one(pattern, a, g, way)]
+            yield from ways
+    elif not isinstance(given, fx.Node) and isinstance(given, bool) == isinstance(argument, bool) and argument == given:
+        yield bound

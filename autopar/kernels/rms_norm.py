@@ -1,0 +1,180 @@
+"""A normalisation of rows by the root of their mean square, times a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.graph.graph import type_of
+from autopar.kernels import backend
+from autopar.kernels.backend import jit, tl
+from autopar.kernels.family import Family, are_alike, through
+from autopar.kernels.patterns import Found, Pattern
+
+_ROOT = """
+square = pow(input=wide, exponent=2)
+sum_ = sum(input=square, dim=-1, keepdim=True)
+mean = div(input=sum_, other=WIDTH)
+above = add(input=mean, other=EPS)
+root = rsqrt(input=above)
+even = mul(input=wide, other=root)
+"""
+
+
+def reference(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
+    """The ops of the group."""
+    if not rounds:
+        return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+    wide = x.to(torch.float32)
+    even = wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    return weight * even.to(x.dtype)
+
+
+@jit
+def forward_kernel(X, W, Y, columns, eps, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64) * columns
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    x = tl.load(X + row + at, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(W + at, mask=inside, other=0.0).to(tl.float32)
+    even = x * tl.rsqrt(tl.sum(x * x) / columns + eps)
+    if ROUNDS:
+        even = even.to(Y.dtype.element_ty).to(tl.float32)
+    tl.store(Y + row + at, (even * w).to(Y.dtype.element_ty), mask=inside)
+
+
+@jit
+def backward_kernel(DY, X, W, DX, DW, rows, columns, eps, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Every PROGRAMS-th row, and what these give to the gradient of the weight."""
+    program = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    dw = tl.zeros((BLOCK,), tl.float32)
+    start = program.to(tl.int64) * columns
+    for _ in range(program, rows, PROGRAMS):
+        x = tl.load(X + start + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(DY + start + at, mask=inside, other=0.0).to(tl.float32)
+        root = tl.rsqrt(tl.sum(x * x) / columns + eps)
+        even = x * root
+        dw += dy * even
+        dy *= tl.load(W + at, mask=inside, other=0.0).to(tl.float32)  # not held from row to row: registers
+        dx = (dy - even * (tl.sum(dy * even) / columns)) * root
+        tl.store(DX + start + at, dx.to(DX.dtype.element_ty), mask=inside)
+        start += PROGRAMS * columns
+    tl.store(DW + program * columns + at, dw, mask=inside)
+
+
+@torch.library.custom_op("autopar::rms_norm", mutates_args=())
+def normalised(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
+    """Rows by the root of their mean square; `rounds`: to the dtype of `x` before the weight."""
+    if not backend.runs(x):
+        return reference(x, weight, eps, rounds).contiguous()
+    columns = x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel():
+        block, warps = backend.block_of(columns)
+        forward_kernel[(y.numel() // columns,)](
+            x.contiguous(), weight.contiguous(), y, columns, eps, ROUNDS=rounds, BLOCK=block, num_warps=warps
+        )
+    return y
+
+
+@normalised.register_fake
+def _(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("autopar::rms_norm_backward", mutates_args=())
+def normalised_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, rounds: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of `x` and of the weight."""
+    if not backend.runs(x):
+        dx, dw = through(lambda x, w: reference(x, w, eps, rounds), dy, x, weight)
+        return dx, dw
+    columns = x.shape[-1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = dx.numel() // columns
+    programs = backend.programs_of(rows, x)
+    parts = torch.zeros((programs, columns), dtype=torch.float32, device=x.device)
+    if rows:
+        block, warps = backend.block_of(columns)
+        backward_kernel[(programs,)](
+            dy.contiguous(),
+            x.contiguous(),
+            weight.contiguous(),
+            dx,
+            parts,
+            rows,
+            columns,
+            eps,
+            PROGRAMS=programs,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return dx, parts.sum(0).to(weight.dtype)
+
+
+@normalised_backward.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, eps: float, rounds: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, ctx.eps, ctx.rounds = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    return *normalised_backward(dy, *ctx.saved_tensors, ctx.eps, ctx.rounds), None, None
+
+
+normalised.register_autograd(_gradients, setup_context=_remember)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
+    """One kernel in the place of the ops of the group."""
+    return normalised(x, weight, eps, rounds) if backend.is_traced(x) else reference(x, weight, eps, rounds)
+
+
+def _arguments(found: Found) -> Mapping[str, Any] | None:
+    """Those of the call: where rows are along the last dim, and what is rounded is rounded to the input's dtype."""
+    x, weight, eps = found["x"], found["weight"], found["EPS"]
+    width, variant = type_of(x).shape[-1], found.pattern.variant
+    is_served = are_alike([x, weight]) and type_of(weight).shape == (width,) and width <= backend.MOST_COLUMNS
+    if variant["wide"]:
+        is_served &= type_of(found.result).dtype == type_of(x).dtype and found["DTYPE"] is type_of(x).torch_dtype
+    elif variant["rounds"]:
+        is_served &= type_of(x).dtype == "float32"
+    if variant["rounds"]:
+        is_served &= found["WIDTH"] == width
+    else:
+        is_served &= tuple(found["SHAPE"]) == (width,) and eps is not None
+    return {"x": x, "weight": weight, "eps": eps, "rounds": variant["rounds"]} if is_served else None
+
+
+FAMILY = Family(
+    "rms_norm",
+    (
+        Pattern.of(
+            f"wide = to(input=x, dtype=torch.float32){_ROOT}"
+            "round = to(input=even, dtype=DTYPE)\nscaled = mul(input=weight, other=round)",
+            wide=True,
+            rounds=True,
+        ),
+        Pattern.of(
+            f"{_ROOT.replace('wide', 'x')}scaled = mul(input=weight, other=even)",
+            wide=False,
+            rounds=True,
+        ),
+        Pattern.of(
+            "y = rms_norm(input=x, normalized_shape=SHAPE, weight=weight, eps=EPS)",
+            wide=False,
+            rounds=False,
+        ),
+    ),
+    rms_norm,
+    _arguments,
+)

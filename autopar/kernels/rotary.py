@@ -1,0 +1,160 @@
+"""Positions as a rotation: each pair of one element of the first half and one of the second turns by an angle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.graph.graph import type_of
+from autopar.kernels import backend
+from autopar.kernels.backend import jit, tl
+from autopar.kernels.family import Family, are_alike, through
+from autopar.kernels.patterns import Found, Pattern
+
+_TURN = """
+straight = mul(input=x, other=cos)
+first = narrow(input=x, dim=DIM, start=0, length=HALF)
+second = narrow(input=x, dim=DIM, start=HALF, length=HALF)
+back = neg(input=second)
+turned = cat(tensors=[back, first], dim=-1)
+across = mul(input=turned, other=sin)
+y = add(input=straight, other=across)
+"""
+
+
+def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The ops of the group."""
+    half = x.shape[-1] // 2
+    straight, first, second = x * cos, x.narrow(-1, 0, half), x.narrow(-1, half, half)
+    return straight + torch.cat([-second, first], -1) * sin
+
+
+@jit
+def kernel(  # type: ignore[no-untyped-def]
+    X,
+    C,
+    S,
+    Y,
+    heads,
+    places,
+    x_batch,
+    x_head,
+    x_place,
+    c_batch,
+    c_place,
+    y_batch,
+    y_head,
+    y_place,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_BACK: tl.constexpr,
+):
+    """One place of one head a program. Back, the rotation is the other way round."""
+    row = tl.program_id(0).to(tl.int64)
+    place, head, batch = row % places, row // places % heads, row // places // heads
+    at = tl.arange(0, BLOCK)
+    inside = at < HALF
+    angles = batch * c_batch + place * c_place + at
+    c1 = tl.load(C + angles, mask=inside, other=0.0).to(tl.float32)
+    c2 = tl.load(C + angles + HALF, mask=inside, other=0.0).to(tl.float32)
+    s1 = tl.load(S + angles, mask=inside, other=0.0).to(tl.float32)
+    s2 = tl.load(S + angles + HALF, mask=inside, other=0.0).to(tl.float32)
+    x = batch * x_batch + head * x_head + place * x_place + at
+    x1 = tl.load(X + x, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(X + x + HALF, mask=inside, other=0.0).to(tl.float32)
+    if IS_BACK:
+        y1 = x1 * c1 + x2 * s2
+        y2 = x2 * c2 - x1 * s1
+    else:
+        y1 = x1 * c1 - x2 * s1
+        y2 = x2 * c2 + x1 * s2
+    y = batch * y_batch + head * y_head + place * y_place + at
+    tl.store(Y + y, y1.to(Y.dtype.element_ty), mask=inside)
+    tl.store(Y + y + HALF, y2.to(Y.dtype.element_ty), mask=inside)
+
+
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> Tensor:
+    """The kernel on tensors of (batch, heads, places, width), however the first three lie."""
+    y = torch.empty_like(x)
+    batch, heads, places, width = x.shape
+    x = x if x.stride(3) == 1 else x.contiguous()
+    cos, sin = (t.expand(t.shape[0], 1, places, width).contiguous() for t in (cos, sin))
+    c_batch = cos.stride(0) if cos.shape[0] > 1 else 0
+    if y.numel():
+        block = 1 << max(4, (width // 2 - 1).bit_length())
+        kernel[(batch * heads * places,)](
+            x,
+            cos,
+            sin,
+            y,
+            heads,
+            places,
+            *x.stride()[:3],
+            c_batch,
+            cos.stride(2),
+            *y.stride()[:3],
+            HALF=width // 2,
+            BLOCK=block,
+            IS_BACK=is_back,
+            num_warps=1,
+        )
+    return y
+
+
+@torch.library.custom_op("autopar::rotary", mutates_args=())
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each head of each place, turned by its angles; it lies as `x` does."""
+    if backend.runs(x):
+        return _launch(x, cos, sin, is_back=False)
+    return torch.empty_like(x).copy_(reference(x, cos, sin))
+
+
+@rotated.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("autopar::rotary_backward", mutates_args=())
+def rotated_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of what was turned; it lies as `dy` does."""
+    if backend.runs(dy):
+        return _launch(dy, cos, sin, is_back=True)
+    return torch.empty_like(dy).copy_(through(lambda x: reference(x, cos, sin), dy, dy)[0])
+
+
+@rotated_backward.register_fake
+def _(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.empty_like(dy)
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    return rotated_backward(dy, *ctx.saved_tensors), None, None
+
+
+rotated.register_autograd(_gradients, setup_context=_remember)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """One kernel in the place of the ops of the group."""
+    return rotated(x, cos, sin) if backend.is_traced(x) else reference(x, cos, sin)
+
+
+def _arguments(found: Found) -> Mapping[str, Any] | None:
+    """Those of the call, where angles are no parameters and the same for all heads."""
+    x, cos, sin = found["x"], found["cos"], found["sin"]
+    shape, angles = type_of(x).shape, type_of(cos).shape
+    is_served = are_alike([x, cos, sin]) and not type_of(cos).requires_grad and not type_of(sin).requires_grad
+    is_served &= len(shape) == 4 and found["DIM"] in (3, -1) and 2 * found["HALF"] == shape[3]
+    is_served &= angles == type_of(sin).shape and len(angles) == 4
+    is_served &= is_served and angles[1:] == (1, *shape[2:]) and angles[0] in (1, shape[0])
+    return {"x": x, "cos": cos, "sin": sin} if is_served else None
+
+
+FAMILY = Family("rotary", (Pattern.of(_TURN),), rotary, _arguments)

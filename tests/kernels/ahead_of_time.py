@@ -1,0 +1,86 @@
+"""Compile every kernel for GPUs that are not there: prints a line each of registers, spills and shared memory.
+
+Run in a process of its own, where Triton's interpreter is off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from autopar.kernels import backend, gated, gelu_tanh, layer_norm, rms_norm, rotary
+
+CAPABILITIES = (80, 90)
+POINTERS = {"bfloat16": "*bf16", "float32": "*fp32"}
+PTXAS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
+
+
+def variants():
+    """Kernels with their constants, warps, and the arguments that are pointers to float32 whatever the dtype."""
+    for columns in (768, 2048, backend.MOST_COLUMNS):
+        block, warps = backend.block_of(columns)
+        for rounds in (True, False):
+            yield rms_norm.forward_kernel, {"ROUNDS": rounds, "BLOCK": block}, warps, ()
+        yield rms_norm.backward_kernel, {"PROGRAMS": 528, "BLOCK": block}, warps, ("DW",)
+        yield layer_norm.forward_kernel, {"BLOCK": block}, warps, ()
+        yield layer_norm.backward_kernel, {"PROGRAMS": 528, "BLOCK": block}, warps, ("DW", "DB")
+    for kind in range(len(gated.KINDS)):
+        yield gated.forward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, 4, ()
+        yield gated.backward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, 4, ()
+    yield gelu_tanh.forward_kernel, {"BLOCK": gelu_tanh.BLOCK}, 4, ()
+    yield gelu_tanh.backward_kernel, {"BLOCK": gelu_tanh.BLOCK}, 4, ()
+    for half, is_back in itertools.product((32, 64, 128), (False, True)):
+        yield rotary.kernel, {"HALF": half, "BLOCK": half, "IS_BACK": is_back}, 1, ()
+
+
+def compiled(kernel, constants, warps, wide, dtype, capability):
+    """What the assembler says of one variant."""
+    names = kernel.arg_names
+    signature = {n: _type(n, constants, wide, dtype) for n in names}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*")}
+    given = {(names.index(n),): value for n, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=given, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made.asm["ptx"])
+        file.flush()
+        arch = re.search(r"\.target (\w+)", made.asm["ptx"])[1]
+        said = subprocess.run(
+            [PTXAS, "-v", f"-arch={arch}", file.name, "-o", os.devnull], capture_output=True, text=True
+        )
+    assert said.returncode == 0, said.stderr
+    return {
+        "kernel": f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}",
+        "constants": constants,
+        "dtype": dtype,
+        "capability": capability,
+        "warps": warps,
+        "registers": int(re.search(r"Used (\d+) registers", said.stderr)[1]),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said.stderr))),
+        "shared": made.metadata.shared,
+        "doubles": len(re.findall(r"\.f64", made.asm["ptx"])),
+    }
+
+
+def _type(name, constants, wide, dtype):
+    if name in constants:
+        return "constexpr"
+    if name.isupper():
+        return POINTERS["float32" if name in wide else dtype]
+    return "fp32" if name == "eps" else "i32"
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") in (None, "0"), "the interpreter compiles nothing"
+    for (kernel, constants, warps, wide), dtype, capability in itertools.product(variants(), POINTERS, CAPABILITIES):
+        print(json.dumps(compiled(kernel, constants, warps, wide, dtype, capability)), flush=True)
+    sys.exit(0)

@@ -1,0 +1,105 @@
+"""Calls of each family on awkward shapes, with the same function in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.kernels import gated, gelu_tanh, layer_norm, rms_norm, rotary
+from autopar.kernels.family import Family
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes of the operands, those of them that get no gradient, and numbers that the call takes besides."""
+
+    module: Any
+    shapes: tuple[tuple[int, ...], ...]
+    numbers: tuple[Any, ...] = ()
+    still: int = 0  # so many of the last operands get no gradient
+    lies: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # how the first operand lies
+
+    @property
+    def family(self) -> Family:
+        return self.module.FAMILY
+
+    def operands(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        dice = torch.Generator().manual_seed(0)
+        made = [torch.randn(shape, generator=dice).to(dtype) for shape in self.shapes]
+        made[0] = self.lies(made[0])
+        return [x.requires_grad_(i < len(made) - self.still) for i, x in enumerate(made)]
+
+    def reference(self, *operands: torch.Tensor) -> torch.Tensor:
+        return self.module.reference(*operands, *self.numbers)
+
+    def in_double(self, *operands: torch.Tensor) -> torch.Tensor:
+        """The same function without any rounding between its ops."""
+        return _EXACT[self.family.name](*operands, *self.numbers)
+
+    def call(self, *operands: torch.Tensor) -> torch.Tensor:
+        return self.family.call(*operands, *self.numbers)
+
+
+def _exact_gate(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
+    F = torch.nn.functional
+    return up * (F.silu(gate), F.gelu(gate), *2 * (F.gelu(gate, approximate="tanh"),))[kind]
+
+
+def _exact_turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat(
+        [
+            first * cos.chunk(2, -1)[0] - second * sin.chunk(2, -1)[0],
+            second * cos.chunk(2, -1)[1] + first * sin.chunk(2, -1)[1],
+        ],
+        -1,
+    )
+
+
+# in the words of torch, not in those of the families
+_EXACT: dict[str, Callable[..., torch.Tensor]] = {
+    "rms_norm": lambda x, w, eps, rounds: x * w / (x.square().mean(-1, keepdim=True) + eps).sqrt(),
+    "layer_norm": lambda x, w, b, eps: (
+        (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + eps).sqrt() * w + b
+    ),
+    "gated": _exact_gate,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "rotary": _exact_turn,
+}
+
+
+def _halves(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers as every other column of a wider tensor."""
+    return torch.stack([x, x], -1).flatten(-2)[..., ::2]
+
+
+CASES = {
+    "rms_norm, one row": Case(rms_norm, ((1, 64), (64,)), (1e-6, True)),
+    "rms_norm, odd columns": Case(rms_norm, ((3, 5, 57), (57,)), (1e-5, True)),
+    "rms_norm, more rows than programs": Case(rms_norm, ((37, 128), (128,)), (1e-5, True)),
+    "rms_norm of torch": Case(rms_norm, ((2, 9, 100), (100,)), (1e-5, False)),
+    "rms_norm, no rows": Case(rms_norm, ((0, 32), (32,)), (1e-5, True)),
+    "rms_norm, every other column": Case(rms_norm, ((6, 40), (40,)), (1e-5, True), lies=_halves),
+    "layer_norm, one row": Case(layer_norm, ((1, 48), (48,), (48,)), (1e-5,)),
+    "layer_norm, odd columns": Case(layer_norm, ((4, 7, 99), (99,), (99,)), (1e-5,)),
+    "layer_norm, no rows": Case(layer_norm, ((0, 3, 16), (16,), (16,)), (1e-5,)),
+    "gated by silu": Case(gated, ((3, 7, 130), (3, 7, 130)), (0,)),
+    "gated by gelu": Case(gated, ((5, 411), (5, 411)), (1,)),
+    "gated by gelu tanh": Case(gated, ((2, 1024), (2, 1024)), (2,)),
+    "gated by the ops of a gelu": Case(gated, ((1, 1, 33), (1, 1, 33)), (3,), lies=_halves),
+    "gated, nothing": Case(gated, ((0, 8), (0, 8)), (0,)),
+    "gelu_tanh": Case(gelu_tanh, ((3, 700),)),
+    "gelu_tanh, one element": Case(gelu_tanh, ((1,),)),
+    "rotary": Case(rotary, ((2, 3, 5, 16), (1, 1, 5, 16), (1, 1, 5, 16)), still=2),
+    "rotary, an angle a row, transposed": Case(
+        rotary, ((2, 7, 4, 24), (2, 1, 4, 24), (2, 1, 4, 24)), still=2, lies=lambda x: _transposed(x)
+    ),
+}
+
+
+def _transposed(x: torch.Tensor) -> torch.Tensor:
+    """Batch, heads, places, width, as a projection gives them: places before heads in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)

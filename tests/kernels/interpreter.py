@@ -1,0 +1,42 @@
+"""Triton's interpreter, repaired: it runs the real kernels on a CPU.
+
+Of release 3.6 two things are wrong that kernels of this project meet: numbers of single precision are cut off where
+they become bfloat16, and a number that is known at run time is no bound of a `range` with numpy 2.4.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+RELEASE = "3.6."
+
+
+def repair(monkeypatch):
+    """Repair it for one test."""
+    assert triton.__version__.startswith(RELEASE), (
+        f"look again at what is repaired: this is Triton {triton.__version__}"
+    )
+    cast = interpreter.InterpreterBuilder.cast_impl
+    patched = interpreter._patch_lang_tensor
+
+    def cast_impl(self, src, dst_type):
+        if src.dtype.scalar is tl.float32 and dst_type.scalar is tl.bfloat16:
+            data = np.ascontiguousarray(src.data, dtype=np.float32)
+            bits = torch.from_numpy(data).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+            return interpreter.TensorHandle(bits.reshape(data.shape), tl.bfloat16)
+        return cast(self, src, dst_type)
+
+    def patch(tensor, scope):
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).item()))
+
+    builder = interpreter.InterpreterBuilder
+    monkeypatch.setattr(builder, "cast_impl", cast_impl)
+    monkeypatch.setattr(
+        builder, "create_fp_to_fp", lambda self, src, dst_type, rounding: cast_impl(self, src, dst_type)
+    )
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)

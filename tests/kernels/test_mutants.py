@@ -1,0 +1,36 @@
+"""The check of numerics refuses a wrong kernel of each family."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.cases import CASES
+from tests.kernels.test_numerics import is_near
+
+WRONG = {  # a case, and what is written instead
+    "rms_norm, odd columns": ("(tl.sum(dy * even) / columns)", "(tl.sum(dy * even) / BLOCK)"),
+    "rms_norm, more rows than programs": ("start += PROGRAMS * columns", "start += columns"),
+    "layer_norm, odd columns": ("x = tl.where(inside, x - tl.sum(x) / columns, 0.0)", "x = x - tl.sum(x) / columns"),
+    "gated by silu": ("(dy * u * slope)", "(dy * slope)"),
+    "gelu_tanh": ("(dy * slope)", "(dy * slope * 0.99)"),
+    "rotary": ("y1 = x1 * c1 + x2 * s2", "y1 = x1 * c1 - x2 * s2"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_is_caught(name, interpret, tmp_path):
+    case, (right, wrong) = CASES[name], WRONG[name]
+    source = pathlib.Path(case.module.__file__).read_text()
+    assert right in source
+    path = tmp_path / f"wrong_{case.family.name}.py"
+    path.write_text(source.replace(right, wrong).replace('"autopar::', f'"wrong_{abs(hash(name))}::'))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert is_near(case, torch.float32)
+    assert not is_near(replace(case, module=module), torch.float32)

@@ -1,0 +1,66 @@
+"""The custom op of each family is one node, wherever torch looks at it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.kernels.cases import CASES
+
+NAMES = ["rms_norm, odd columns", "layer_norm, odd columns", "gated by silu", "gelu_tanh", "rotary"]
+
+
+def _op(case):
+    return getattr(torch.ops.autopar, case.family.name).default
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_torch_is_told_of_an_op_is_right(name, as_ops):
+    case = CASES[name]
+    torch.library.opcheck(_op(case), (*case.operands(torch.float32), *case.numbers))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_and_backward_are_one_node_each(name, as_ops):
+    case = CASES[name]
+    operands = case.operands(torch.float32)
+    wanted = [x for x in operands if x.requires_grad]
+
+    def step(*given):
+        return torch.autograd.grad(case.call(*given).sum(), wanted_of(given))
+
+    def wanted_of(given):
+        return [x for x in given if x.requires_grad]
+
+    traced = make_fx(step, tracing_mode="fake")(*operands)
+    targets = [str(n.target) for n in traced.graph.nodes if "autopar" in str(n.target)]
+    assert targets == [f"autopar.{case.family.name}.default", f"autopar.{case.family.name}_backward.default"]
+    exported = torch.export.export(_Module(case), tuple(x.detach() for x in operands))
+    assert [str(n.target) for n in exported.graph.nodes if n.op == "call_function"] == targets[:1]
+    compiled = torch.compile(case.call, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(*operands).sum(), wanted)
+    for one, other in zip(found, torch.autograd.grad(case.call(*operands).sum(), wanted), strict=True):
+        assert torch.equal(one, other)
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        self.case = case
+
+    def forward(self, *operands):
+        return self.case.call(*operands)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_reference_is_its_ops_bit_for_bit(name, dtype, as_ops):
+    """Values and gradients of the custom op on a CPU are those that autograd gives for its ops."""
+    case = CASES[name]
+    operands = case.operands(dtype)
+    wanted = [x for x in operands if x.requires_grad]
+    gradient = torch.randn(case.shapes[0], generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = [(y := case.call(*operands)), *torch.autograd.grad(y, wanted, gradient)]
+    plain = [(y := case.reference(*operands)), *torch.autograd.grad(y, wanted, gradient)]
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))

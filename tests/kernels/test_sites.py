@@ -1,0 +1,165 @@
+"""Which kernels take whose place in unmodified models, and that they compute what stood there."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.fx as fx
+import transformers as hf
+
+import autopar
+from autopar import Assume
+from autopar.codegen.local import local_program
+from autopar.codegen.local_passes import is_kernel, use_kernels
+from autopar.graph.graph import run, type_of
+from autopar.kernels import NAMES, families
+from autopar.tracer import ColoTracer
+from tests.language import drawn, llama
+
+ASSUMED = Assume(no_padding=True)
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+T5 = {"num_layers": 2, "d_model": 64, "d_ff": 96, "num_heads": 4, "d_kv": 16, "vocab_size": 128}
+LLAMA_LIKE = {"rms_norm": 5, "rotary": 4, "gated": 2}
+SITES = {  # of two layers each
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=64)),
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED)),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig(**GROUPED)),
+    "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config(**GROUPED)),
+    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config(**GROUPED, head_dim=16)),
+    "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config(**GROUPED, head_dim=16)),
+    "phi3": (hf.Phi3ForCausalLM, hf.Phi3Config(**GROUPED, pad_token_id=0)),
+    "olmo2": (hf.Olmo2ForCausalLM, hf.Olmo2Config(**GROUPED)),
+    "gpt_neox": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**SIZES)),
+    "bert": (hf.BertForMaskedLM, hf.BertConfig(**SIZES)),
+    "t5 1.1": (
+        hf.T5ForConditionalGeneration,
+        hf.T5Config(**T5, feed_forward_proj="gated-gelu", decoder_start_token_id=0),
+    ),
+}
+EXPECTED = {
+    "gpt2": {"layer_norm": 5, "gelu_tanh": 2},
+    "llama": LLAMA_LIKE,
+    "mistral": LLAMA_LIKE,
+    "qwen2": LLAMA_LIKE,
+    "qwen3": {**LLAMA_LIKE, "rms_norm": 9},
+    "gemma2": {**LLAMA_LIKE, "rms_norm": 9},
+    "phi3": LLAMA_LIKE,
+    "olmo2": {**LLAMA_LIKE, "rms_norm": 9},
+    "gpt_neox": {"layer_norm": 5, "rotary": 4},
+    "bert": {"layer_norm": 6},
+    "t5 1.1": {"rms_norm": 12, "gated": 4},
+}
+
+
+def program_of(model, batch, **how):
+    """A model's program on one device, before kernels take their places."""
+    plan = autopar.plan(model, batch, mesh=(1,), memory_budget="inf", kernels=NAMES, assume=ASSUMED, **how)
+    graph = ColoTracer().trace(model, batch, assume=ASSUMED, precision=how.get("precision"))
+    return local_program(graph, plan, (0,))
+
+
+def counts(program):
+    return dict(Counter(n.target.__name__ for n in program.fx.nodes if is_kernel(n)))
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_sites_of_a_model(name):
+    build, config = SITES[name]
+    torch.manual_seed(0)
+    program = program_of(build(config).train(), drawn(4, 16, 128))
+    for family in families(NAMES):
+        for node in program.fx.nodes:
+            if node.op == "call_function" and (place := family.find(node)):
+                check_on_random_values(family, *place)
+    use_kernels(program)
+    assert counts(program) == EXPECTED[name]
+    assert str(program).count("# one kernel, in the place of") == sum(EXPECTED[name].values())
+
+
+def check_on_random_values(family, found, arguments):
+    """A group's own ops, one after the other, and the call in their place give the same bits."""
+    dice = torch.Generator().manual_seed(1)
+    values = {
+        n: torch.randn(type_of(n).shape, generator=dice).to(type_of(n).torch_dtype)
+        for n in arguments.values()
+        if isinstance(n, fx.Node)
+    }
+    env = dict(values)
+    for node in sorted(found.nodes):
+        env[node] = run(node, env)
+    given = {k: values[v] if isinstance(v, fx.Node) else v for k, v in arguments.items()}
+    assert torch.equal(env[found.result], family.call(**given)), found.result
+
+
+def test_a_value_that_others_read_stays():
+    """The sum of squares of a norm leaves the model: there is no kernel that gives it."""
+
+    class Norm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(16))
+
+        def forward(self, x):
+            squares = x.pow(2).mean(-1, keepdim=True)
+            return self.weight * (x * torch.rsqrt(squares + 1e-6)), squares
+
+    program = program_of(Norm(), {"x": torch.randn(4, 16)})
+    use_kernels(program)
+    assert counts(program) == {}
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: self.weight * (x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-6)),  # along the rows
+        lambda self, x: self.weight * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / 8 + 1e-6)),  # half of the mean
+        lambda self, x: self.weight * (x * torch.rsqrt(x.abs().pow(2).mean(-1, keepdim=True) + 1e-6)),  # of another
+        lambda self, x: self.weight[0] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),  # one number
+    ],
+)
+def test_what_only_looks_like_a_norm_stays(forward):
+    model = type("Norm", (torch.nn.Module,), {"forward": forward})()
+    model.weight = torch.nn.Parameter(torch.ones(16))
+    program = program_of(model, {"x": torch.randn(4, 16)})
+    use_kernels(program)
+    assert counts(program) == {}
+
+
+def test_a_norm_whose_width_is_cut_stays():
+    """A conversion stands between the sum and the mean: the plan keeps what it is, op by op."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = hf.models.llama.modeling_llama.LlamaRMSNorm(4096)
+
+        def forward(self, x):
+            return self.norm(x)
+
+    model, batch = Model(), {"x": torch.empty(8192, 4096, device="meta")}
+    pins = {"x": "S(1)@0", "norm": "S(1)@0"}
+    plan = autopar.plan(model, batch, mesh=(2,), constraints=pins, memory_budget="inf", kernels="rms_norm")
+    program = local_program(ColoTracer().trace(model, batch), plan, (0,))
+    use_kernels(program)
+    assert counts(program) == {} and "all_reduce" in str(program)
+
+
+def test_kernels_are_named_or_none():
+    model, batch = llama(), drawn(4, 64, 256)
+    with pytest.raises(autopar.NotServed, match="names no kernels"):
+        autopar.plan(model, batch, mesh=(1,), kernels="rms")
+    plan = autopar.plan(model, batch, mesh=(1,), kernels=("gated", "rms_norm"), memory_budget="inf")
+    assert plan.kernels == ("rms_norm", "gated") and autopar.Plan.from_dict(plan.to_dict()) == plan
+    assert autopar.plan(model, batch, mesh=(1,), kernels=False, memory_budget="inf").kernels == ()
+    said = dict(autopar.plan(model, batch, mesh=(1,), cluster="h100-1x8", memory_budget="inf").defaults)
+    assert "measured" in said["kernels"]
