@@ -9,6 +9,7 @@ sharding and before differentiation, where no conversion stands between them.
     gated         silu(gate) * up, or a gelu of the gate
     gelu_tanh     a gelu that is written out with a tanh
     rotary        positions turned into a rotation of halves
+    cross_entropy the sum of those of rows of logits, which are read in halves
 
     backend.py    what runs: a GPU, the interpreter, or the reference
     patterns.py   finds a piece of a program in another
@@ -22,7 +23,14 @@ from collections.abc import Collection, Iterable
 
 from autopar.kernels.family import Family
 
-NAMES = ("rms_norm", "layer_norm", "gated", "gelu_tanh", "rotary")  # a larger group before what is a part of it
+NAMES = (
+    "rms_norm",
+    "layer_norm",
+    "gated",
+    "gelu_tanh",
+    "rotary",
+    "cross_entropy",
+)  # a larger group before what is a part of it
 
 
 def can_run() -> bool:

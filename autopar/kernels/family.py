@@ -22,7 +22,8 @@ class Family:
 
     name: str
     patterns: tuple[Pattern, ...]  # one of more ops before what is a part of it
-    call: Callable[..., Tensor]  # what stands in the place of a group; its reference is the ops of the group
+    call: Callable[..., Tensor]  # what stands in the place of a group
+    reference: Callable[..., Tensor]  # the ops of a group, of the same arguments
     arguments: Callable[[Found], Mapping[str, Any] | None]  # of the call; None where the kernel does not serve a group
 
     def find(self, node: fx.Node) -> tuple[Found, Mapping[str, Any]] | None:

@@ -122,5 +122,6 @@ FAMILY = Family(
         Pattern.of(GELU_TANH.format(x="gate") + _TIMES, kind=3),
     ),
     gated,
+    reference,
     _arguments,
 )

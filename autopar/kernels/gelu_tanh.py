@@ -85,4 +85,4 @@ def _arguments(found: Found) -> Mapping[str, Any] | None:
     return {"x": found["x"]} if are_alike([found["x"]]) else None
 
 
-FAMILY = Family("gelu_tanh", (Pattern.of(GELU_TANH.format(x="x")),), gelu_tanh, _arguments)
+FAMILY = Family("gelu_tanh", (Pattern.of(GELU_TANH.format(x="x")),), gelu_tanh, reference, _arguments)

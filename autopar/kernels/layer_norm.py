@@ -144,4 +144,6 @@ def _arguments(found: Found) -> Mapping[str, Any] | None:
 
 
 _CALL = "y = layer_norm(input=x, normalized_shape=SHAPE, weight=weight, bias=bias"
-FAMILY = Family("layer_norm", (Pattern.of(f"{_CALL}, eps=EPS)"), Pattern.of(f"{_CALL})")), layer_norm, _arguments)
+FAMILY = Family(
+    "layer_norm", (Pattern.of(f"{_CALL}, eps=EPS)"), Pattern.of(f"{_CALL})")), layer_norm, reference, _arguments
+)

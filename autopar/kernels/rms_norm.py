@@ -176,5 +176,6 @@ FAMILY = Family(
         ),
     ),
     rms_norm,
+    reference,
     _arguments,
 )

@@ -157,4 +157,4 @@ def _arguments(found: Found) -> Mapping[str, Any] | None:
     return {"x": x, "cos": cos, "sin": sin} if is_served else None
 
 
-FAMILY = Family("rotary", (Pattern.of(_TURN),), rotary, _arguments)
+FAMILY = Family("rotary", (Pattern.of(_TURN),), rotary, reference, _arguments)

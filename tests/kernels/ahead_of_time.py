@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autopar.kernels import backend, gated, gelu_tanh, layer_norm, rms_norm, rotary
+from autopar.kernels import backend, cross_entropy, gated, gelu_tanh, layer_norm, rms_norm, rotary
 
 CAPABILITIES = (80, 90)
 POINTERS = {"bfloat16": "*bf16", "float32": "*fp32"}
@@ -38,6 +38,8 @@ def variants():
         yield gated.backward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, 4, ()
     yield gelu_tanh.forward_kernel, {"BLOCK": gelu_tanh.BLOCK}, 4, ()
     yield gelu_tanh.backward_kernel, {"BLOCK": gelu_tanh.BLOCK}, 4, ()
+    yield cross_entropy.forward_kernel, {"BLOCK": cross_entropy.BLOCK}, cross_entropy.WARPS, ("LOSS", "LSE")
+    yield cross_entropy.backward_kernel, {"BLOCK": cross_entropy.BLOCK}, cross_entropy.WARPS, ("DY", "LSE")
     for half, is_back in itertools.product((32, 64, 128), (False, True)):
         yield rotary.kernel, {"HALF": half, "BLOCK": half, "IS_BACK": is_back}, 1, ()
 
@@ -74,6 +76,8 @@ def compiled(kernel, constants, warps, wide, dtype, capability):
 def _type(name, constants, wide, dtype):
     if name in constants:
         return "constexpr"
+    if name == "T":
+        return "*i64"
     if name.isupper():
         return POINTERS["float32" if name in wide else dtype]
     return "fp32" if name == "eps" else "i32"

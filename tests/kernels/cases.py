@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.kernels import gated, gelu_tanh, layer_norm, rms_norm, rotary
+from autopar.kernels import cross_entropy, gated, gelu_tanh, layer_norm, rms_norm, rotary
 from autopar.kernels.family import Family
 
 
@@ -21,6 +21,7 @@ class Case:
     numbers: tuple[Any, ...] = ()
     still: int = 0  # so many of the last operands get no gradient
     lies: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # how the first operand lies
+    places: tuple[int, ...] = ()  # targets, the last operand
 
     @property
     def family(self) -> Family:
@@ -30,7 +31,8 @@ class Case:
         dice = torch.Generator().manual_seed(0)
         made = [torch.randn(shape, generator=dice).to(dtype) for shape in self.shapes]
         made[0] = self.lies(made[0])
-        return [x.requires_grad_(i < len(made) - self.still) for i, x in enumerate(made)]
+        made = [x.requires_grad_(i < len(made) - self.still) for i, x in enumerate(made)]
+        return [*made, torch.tensor(self.places)] if self.places else made
 
     def reference(self, *operands: torch.Tensor) -> torch.Tensor:
         return self.module.reference(*operands, *self.numbers)
@@ -41,6 +43,11 @@ class Case:
 
     def call(self, *operands: torch.Tensor) -> torch.Tensor:
         return self.family.call(*operands, *self.numbers)
+
+
+def _growing(x: torch.Tensor) -> torch.Tensor:
+    """The largest numbers last."""
+    return (x * torch.linspace(0.1, 4.0, x.shape[-1])).to(x.dtype)
 
 
 def _exact_gate(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
@@ -68,6 +75,9 @@ _EXACT: dict[str, Callable[..., torch.Tensor]] = {
     "gated": _exact_gate,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "rotary": _exact_turn,
+    "cross_entropy": lambda x, t, ignored: torch.nn.functional.cross_entropy(
+        x.flatten(0, -2), t, reduction="sum", ignore_index=ignored
+    ),
 }
 
 
@@ -100,6 +110,44 @@ CASES = {
 }
 
 
+_ROWS = tuple(-100 if row % 4 == 1 else row * 37 % 300 for row in range(9))
+CASES |= {
+    "cross_entropy, some ignored": Case(cross_entropy, ((9, 300),), (-100,), places=_ROWS),
+    "cross_entropy, more columns than a block": Case(
+        cross_entropy, ((2, 5000),), (-100,), places=(4999, 17), lies=_growing
+    ),
+    "cross_entropy of a batch, all ignored": Case(cross_entropy, ((2, 1, 33),), (7,), places=(7, 7)),
+}
+
+
 def _transposed(x: torch.Tensor) -> torch.Tensor:
     """Batch, heads, places, width, as a projection gives them: places before heads in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def results(function, operands, dtype=torch.float32):
+    """A call's value, and the gradients of its operands for one that is drawn in a dtype."""
+    y = function(*operands)
+    gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, [x for x in operands if x.requires_grad], gradient)]
+
+
+def is_near(case, dtype):
+    """Is each result at most twice as far from float64 as eager's, but for the last bit of the largest number?"""
+    operands = case.operands(dtype)
+    wide = [x.detach().double() if x.is_floating_point() else x for x in operands]
+    wide = [x.requires_grad_() if one.requires_grad else x for x, one in zip(wide, operands, strict=True)]
+    found = results(case.call, operands, dtype)
+    eager = results(case.reference, operands, dtype)
+    exact = results(case.in_double, wide, dtype)
+    for kernel, plain, right in zip(found, eager, exact, strict=True):
+        assert kernel.dtype == plain.dtype and kernel.shape == right.shape
+        unit = torch.finfo(kernel.dtype).eps
+        allowed = 2 * _error(plain, right) + unit * right.abs().max() if right.numel() else 0
+        if right.numel() and not _error(kernel, right) <= allowed:
+            return False
+    return True
+
+
+def _error(value, right):
+    return (value.double() - right).abs().max()

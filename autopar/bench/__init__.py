@@ -1,0 +1,1 @@
+"""Measurements of this machine: `python -m autopar.bench kernels`."""

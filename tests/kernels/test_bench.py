@@ -1,0 +1,49 @@
+"""`python -m autopar.bench kernels`, and what `kernels=True` takes of what it keeps."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import autopar
+from autopar.bench.__main__ import main
+from autopar.bench.kernels import measure
+from autopar.kernels import NAMES
+from autopar.kernels.measured import faster, keep
+from tests.language import drawn, llama
+
+
+def test_every_family_is_timed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", "kernels", "--device", "cpu", "--small", "--only", "gated", "rotary"])
+    assert main() == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| gated |") == 2 and printed.count("| rotary |") == 2
+    (row, _) = measure(["gelu_tanh"], "cpu", small=True)
+    assert row.floor_bytes == 5 * 4 * 64 * 2 and row.kernel_s > 0  # x, y; dy, x, dx: halves
+
+
+def test_without_a_device_nothing_is_kept(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench", "kernels"])
+    assert main() == 1 and "not run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [] and faster() == ()
+
+
+@pytest.mark.skipif(not autopar.kernels.can_run(), reason="without Triton no kernel is taken")
+def test_kernels_that_were_faster_are_taken(monkeypatch, tmp_path):
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    keep("a card", {"gated": 1.4, "rms_norm": 0.9})
+    keep("another card", dict.fromkeys(NAMES, 2.0))
+    keep("a card", {"rotary": 1.1})
+    assert faster() == ("gated", "rotary")
+    asked = {"mesh": (1,), "memory_budget": "inf"}
+    plan = autopar.plan(llama(), drawn(4, 64, 256), cluster="h100-1x8", **asked)
+    assert plan.kernels == ("gated", "rotary") and dict(plan.defaults)["kernels"] == "gated, rotary"
+    assert autopar.plan(llama(), drawn(4, 64, 256), cluster="h100-1x8", kernels=False, **asked).kernels == ()
+    (tmp_path / "kernels.json").write_text("not JSON")
+    assert faster() == ()
