@@ -35,7 +35,7 @@ def refuse_unserved(**arguments: tuple[Any, tuple[Any, ...]]) -> None:
 
 
 def kernels_of(given: Any) -> bool | tuple[str, ...]:
-    """Which kernels may take the place of ops: those measured to be faster (True), none, or families by their names."""
+    """The kernels that may take the place of ops: True, those measured to be faster; False; or families by name."""
     if isinstance(given, bool):
         return given
     names = (given,) if isinstance(given, str) else given

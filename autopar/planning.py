@@ -15,6 +15,7 @@ from typing import Any
 
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, type_of
+from autopar.kernels.measured import taken
 from autopar.letters import BadConstraint, BadPreset, Infeasible, NotServed
 from autopar.runtime.collectives import TIME
 from autopar.sharding.costs import optimizer_figures
@@ -211,7 +212,7 @@ class Planning:
             assumptions=tuple(self.graph.assumptions),
             defaults=(*defaults, *self._said_of_head()),
             chunks=self.graph.chunks,
-            kernels=asked.named_kernels,
+            kernels=taken(asked.kernels, asked.hardware.device.kernels),
         )
 
     def _said_of_head(self) -> list[tuple[str, str]]:

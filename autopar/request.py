@@ -32,7 +32,7 @@ from autopar.arguments import (
 )
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info
-from autopar.kernels.measured import faster
+from autopar.kernels.measured import taken
 from autopar.letters import BadCluster, BadConstraint, BadPreset, Infeasible, NotServed
 from autopar.planning import Planning
 from autopar.sharding.cluster import Cluster
@@ -221,13 +221,6 @@ class Request:
         head = head_of(graph, self.keeps_outputs).head
         return shared(self.microbatches, rows_of_batch(graph)), shared(self.chunks, 1 if head is None else head.rows)
 
-    @property
-    def named_kernels(self) -> tuple[str, ...]:
-        """The families of kernels that take the place of ops: those by name, or those measured to be faster."""
-        if self.kernels is True and self.hardware.device.kernels == "cuda":
-            return faster()
-        return self.kernels if isinstance(self.kernels, tuple) else ()
-
     def defaults(self, graph: Graph) -> list[tuple[str, str]]:
         """The meaning of each argument that was left at its default, and of a time limit."""
         said = []
@@ -245,10 +238,8 @@ class Request:
             )
             said.append(("recompute", f"as little as the budget asks for{instead}"))
         if self.kernels is True and self.hardware.device.kernels == "cuda":
-            names = ", ".join(self.named_kernels)
-            said.append(
-                ("kernels", names or "none of autopar's was measured to be faster here: ops run as torch has them")
-            )
+            none = "none of autopar's was measured to be faster here: ops run as torch has them"
+            said.append(("kernels", ", ".join(taken(True, "cuda")) or none))
         if self.time_limit is not None:
             found = f"{self.time_limit:g} s: what was found by then; another run may give another plan"
             said.append(("time_limit", found))

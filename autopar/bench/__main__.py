@@ -33,8 +33,10 @@ def main() -> int:
         rows.append(row)
         print(row, flush=True)
     if asked.device == "cuda" and not asked.no_data:
-        faster = {name: min(r.gain for r in rows if r.family == name) for name in asked.only}
-        print(f"kept in {keep(torch.cuda.get_device_name(), faster)}")
+        gains: dict[str, float] = {}
+        for row in rows:
+            gains[row.family] = min(row.gain, gains.get(row.family, row.gain))
+        print(f"kept in {keep(torch.cuda.get_device_name(), gains)}")
     return 0
 
 

@@ -66,7 +66,7 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Of the bandwidth of a copy."""
+        """Bytes of the floor a second, as a share of what a copy reaches."""
         return self.floor_bytes / self.kernel_s / self.copied_bytes_per_s
 
     def __str__(self) -> str:

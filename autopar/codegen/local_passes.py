@@ -36,7 +36,8 @@ def use_kernels(program: LocalProgram) -> None:
             if place is None:
                 continue
             found, arguments = place
-            program.notes[node.name] = f"one kernel, in the place of {', '.join(map(op_name, found.nodes))}"
+            said = f"one kernel, in the place of {', '.join(map(op_name, found.nodes))}"
+            program.notes[node.name] = "; ".join(filter(None, (said, program.notes.get(node.name, ""))))
             node.target, node.args, node.kwargs = family.call, (), dict(arguments)
             for op in reversed(found.nodes[:-1]):
                 program.fx.erase_node(op)

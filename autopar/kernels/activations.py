@@ -27,7 +27,7 @@ def gelu_tanh_by_ops(x: Tensor) -> Tensor:
 
 
 @jit
-def activated(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def activated(x, KIND: tl.constexpr):
     """An activation and its slope: 0 silu, 1 gelu, 2 and 3 gelu by a tanh."""
     if KIND == 0:
         s = tl.sigmoid(x)

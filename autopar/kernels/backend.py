@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -14,7 +15,7 @@ _IS_THERE = importlib.util.find_spec("triton") is not None  # on Linux alone
 triton: Any = importlib.import_module("triton") if _IS_THERE else None
 tl: Any = importlib.import_module("triton.language") if _IS_THERE else None
 
-__all__ = ["MOST_COLUMNS", "VARIABLE", "block_of", "is_traced", "jit", "programs_of", "runs", "tl"]
+__all__ = ["MOST_COLUMNS", "VARIABLE", "as_rows", "block_of", "is_traced", "jit", "programs_of", "runs", "tl"]
 
 # for tests on a CPU: "interpret" runs the kernels themselves, by Triton's interpreter; "ops" the custom ops, which run
 # their references
@@ -40,6 +41,16 @@ def block_of(columns: int) -> tuple[int, int]:
     """Elements that a program holds of a row of so many, and its warps: as many as leave registers for a backward."""
     block = 1 << max(4, (columns - 1).bit_length())
     return block, min(32, max(1, block // 512))
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """The tensor as rows of its last dim, each in order, and how far they are apart: halves of one are not copied."""
+    columns = x.shape[-1]
+    if x.stride(-1) == 1 and x.numel():
+        with contextlib.suppress(RuntimeError):  # its rows are not evenly apart
+            rows = x.view(-1, columns)
+            return rows, rows.stride(0)
+    return x.contiguous().view(-1, columns), columns
 
 
 def programs_of(rows: int, x: Tensor) -> int:

@@ -27,7 +27,7 @@ def reference(x: Tensor, target: Tensor, ignored: int) -> Tensor:
 
 
 @jit
-def forward_kernel(X, T, LOSS, LSE, columns, ignored, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def forward_kernel(X, T, LOSS, LSE, columns, ignored, BLOCK: tl.constexpr):
     """One row a program, read once. A target that is no column gives a loss that is no number."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(T + row)
@@ -48,7 +48,7 @@ def forward_kernel(X, T, LOSS, LSE, columns, ignored, BLOCK: tl.constexpr):  # t
 
 
 @jit
-def backward_kernel(DY, X, T, LSE, DX, columns, ignored, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def backward_kernel(DY, X, T, LSE, DX, columns, ignored, BLOCK: tl.constexpr):
     """A block of columns of a row: its shares of the sum, less one at the target."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -30,27 +30,39 @@ def reference(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 
 
 @jit
-def forward_kernel(G, U, Y, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block of elements a program; the activation is rounded as it is where it stands alone."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(U + at, mask=inside, other=0.0).to(tl.float32)
+def forward_kernel(G, U, Y, columns, g_row, u_row, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of a row a program; the activation is rounded as it is where it stands alone.
+
+    Halves of one tensor lie further apart than their columns.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = row * columns + column
+    inside = column < columns
+    g = tl.load(G + row * g_row + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(U + row * u_row + column, mask=inside, other=0.0).to(tl.float32)
     a, _ = activated(g, KIND)
     tl.store(Y + at, (a.to(Y.dtype.element_ty).to(tl.float32) * u).to(Y.dtype.element_ty), mask=inside)
 
 
 @jit
-def backward_kernel(DY, G, U, DG, DU, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def backward_kernel(DY, G, U, DG, DU, columns, g_row, u_row, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """The activation is made once more: nothing but gate and up is kept."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = row * columns + column
+    inside = column < columns
     dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(U + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(G + row * g_row + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(U + row * u_row + column, mask=inside, other=0.0).to(tl.float32)
     a, slope = activated(g, KIND)
     tl.store(DG + at, (dy * u * slope).to(DG.dtype.element_ty), mask=inside)
     tl.store(DU + at, (dy * a).to(DU.dtype.element_ty), mask=inside)
+
+
+def _grid(x: Tensor) -> tuple[int, int]:
+    """Programs: rows, and blocks of a row."""
+    return x.numel() // x.shape[-1], -(-x.shape[-1] // BLOCK)
 
 
 @torch.library.custom_op("autopar::gated", mutates_args=())
@@ -60,8 +72,9 @@ def product(gate: Tensor, up: Tensor, kind: int) -> Tensor:
         return reference(gate, up, kind).contiguous()
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if y.numel():
-        programs = -(-y.numel() // BLOCK)
-        forward_kernel[(programs,)](gate.contiguous(), up.contiguous(), y, y.numel(), KIND=kind, BLOCK=BLOCK)
+        (g, g_row), (u, u_row) = backend.as_rows(gate), backend.as_rows(up)
+        given = (g, u, y, gate.shape[-1], g_row, u_row)
+        forward_kernel[_grid(gate)](*given, KIND=kind, BLOCK=BLOCK)
     return y
 
 
@@ -78,8 +91,9 @@ def product_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[T
         return dg, du
     dg, du = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     if dg.numel():
-        given = (dy.contiguous(), gate.contiguous(), up.contiguous(), dg, du, dg.numel())
-        backward_kernel[(-(-dg.numel() // BLOCK),)](*given, KIND=kind, BLOCK=BLOCK)
+        (g, g_row), (u, u_row) = backend.as_rows(gate), backend.as_rows(up)
+        given = (dy.contiguous(), g, u, dg, du, gate.shape[-1], g_row, u_row)
+        backward_kernel[_grid(gate)](*given, KIND=kind, BLOCK=BLOCK)
     return dg, du
 
 

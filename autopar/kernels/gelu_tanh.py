@@ -19,7 +19,7 @@ BLOCK = 1024
 
 
 @jit
-def forward_kernel(X, Y, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def forward_kernel(X, Y, count, BLOCK: tl.constexpr):
     """A block of elements a program."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -28,7 +28,7 @@ def forward_kernel(X, Y, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped
 
 
 @jit
-def backward_kernel(DY, X, DX, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def backward_kernel(DY, X, DX, count, BLOCK: tl.constexpr):
     """The gradient times the slope at what was given."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count

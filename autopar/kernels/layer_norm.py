@@ -21,7 +21,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 @jit
-def forward_kernel(X, W, B, Y, columns, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def forward_kernel(X, W, B, Y, columns, eps, BLOCK: tl.constexpr):
     """One row a program; the variance is of what is left when the mean is gone."""
     row = tl.program_id(0).to(tl.int64) * columns
     at = tl.arange(0, BLOCK)
@@ -35,7 +35,7 @@ def forward_kernel(X, W, B, Y, columns, eps, BLOCK: tl.constexpr):  # type: igno
 
 
 @jit
-def backward_kernel(DY, X, W, DX, DW, DB, rows, columns, eps, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def backward_kernel(DY, X, W, DX, DW, DB, rows, columns, eps, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     """Every PROGRAMS-th row, and what these give to the gradients of weight and bias."""
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)

@@ -33,6 +33,13 @@ def keep(device: str, gains: Mapping[str, float]) -> Path:
     return path()
 
 
+def taken(asked: bool | tuple[str, ...], whose: str) -> tuple[str, ...]:
+    """The families that take the place of ops on devices whose kernels are these: those that were named, or faster."""
+    if asked is True:
+        return faster() if whose == "cuda" else ()
+    return asked or ()
+
+
 def faster() -> tuple[str, ...]:
     """The families that are faster on the device of this process, on all shapes that were measured."""
     if not (can_run() and torch.cuda.is_available()):

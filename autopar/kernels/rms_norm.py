@@ -34,7 +34,7 @@ def reference(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
 
 
 @jit
-def forward_kernel(X, W, Y, columns, eps, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def forward_kernel(X, W, Y, columns, eps, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
     """One row a program."""
     row = tl.program_id(0).to(tl.int64) * columns
     at = tl.arange(0, BLOCK)
@@ -48,7 +48,7 @@ def forward_kernel(X, W, Y, columns, eps, ROUNDS: tl.constexpr, BLOCK: tl.conste
 
 
 @jit
-def backward_kernel(DY, X, W, DX, DW, rows, columns, eps, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def backward_kernel(DY, X, W, DX, DW, rows, columns, eps, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     """Every PROGRAMS-th row, and what these give to the gradient of the weight."""
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)

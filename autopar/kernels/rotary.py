@@ -33,7 +33,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @jit
-def kernel(  # type: ignore[no-untyped-def]
+def kernel(
     X,
     C,
     S,

@@ -100,6 +100,12 @@ CASES = {
     "gated by gelu": Case(gated, ((5, 411), (5, 411)), (1,)),
     "gated by gelu tanh": Case(gated, ((2, 1024), (2, 1024)), (2,)),
     "gated by the ops of a gelu": Case(gated, ((1, 1, 33), (1, 1, 33)), (3,), lies=_halves),
+    "gated by a half of a tensor": Case(
+        gated, ((3, 4, 70), (3, 4, 70)), (0,), lies=lambda x: torch.cat([x, x], -1)[..., :70]
+    ),
+    "gated by every second row": Case(
+        gated, ((4, 5, 64), (4, 5, 64)), (0,), lies=lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)
+    ),
     "gated, nothing": Case(gated, ((0, 8), (0, 8)), (0,)),
     "gelu_tanh": Case(gelu_tanh, ((3, 700),)),
     "gelu_tanh, one element": Case(gelu_tanh, ((1,),)),
