@@ -39,7 +39,7 @@ def kernels_of(given: Any) -> bool | tuple[str, ...]:
     if isinstance(given, bool):
         return given
     names = (given,) if isinstance(given, str) else given
-    if not isinstance(names, (list, tuple)) or not set(names) <= set(NAMES):
+    if not isinstance(names, Collection) or not all(name in NAMES for name in names):
         raise NotServed(
             f"kernels={given!r} names no kernels",
             seen=f"known: {', '.join(NAMES)}",

@@ -109,6 +109,7 @@ def _row(family: Family, dtype: str, shapes: tuple[tuple[int, ...], ...], device
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     kernel = _times(step(family.call), device)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0  # before the others run
     moved = [*operands, y, gradient, *operands, *wanted]
     return Row(
         family.name,
@@ -120,7 +121,7 @@ def _row(family: Family, dtype: str, shapes: tuple[tuple[int, ...], ...], device
         statistics.median(_times(step(torch.compile(family.reference)), device)) if device == "cuda" else float("inf"),
         sum(x.numel() * x.element_size() for x in moved),
         copied,
-        torch.cuda.max_memory_allocated() if device == "cuda" else 0,
+        peak,
     )
 
 

@@ -14,6 +14,8 @@ sharding and before differentiation, where no conversion stands between them.
     backend.py    what runs: a GPU, the interpreter, or the reference
     patterns.py   finds a piece of a program in another
     family.py     what all have in common
+    rows.py       launches of kernels that take a row a program
+    measured.py   which families were faster on a device: what `kernels=True` takes
 """
 
 from __future__ import annotations
@@ -23,14 +25,8 @@ from collections.abc import Collection, Iterable
 
 from autopar.kernels.family import Family
 
-NAMES = (
-    "rms_norm",
-    "layer_norm",
-    "gated",
-    "gelu_tanh",
-    "rotary",
-    "cross_entropy",
-)  # a larger group before what is a part of it
+# a larger group before what is a part of it
+NAMES = ("rms_norm", "layer_norm", "gated", "gelu_tanh", "rotary", "cross_entropy")
 
 
 def can_run() -> bool:

@@ -122,7 +122,7 @@ def gated(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 def _arguments(found: Found) -> Mapping[str, Any] | None:
     """Those of the call, where both halves are of one shape."""
     gate, up = found["gate"], found["up"]
-    is_served = are_alike([gate, up]) and type_of(gate).shape == type_of(up).shape
+    is_served = are_alike([gate, up]) and len(type_of(gate).shape) > 0 and type_of(gate).shape == type_of(up).shape
     return {"gate": gate, "up": up, "kind": found.pattern.variant["kind"]} if is_served else None
 
 

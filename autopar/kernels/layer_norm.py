@@ -13,6 +13,7 @@ from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.rows import back_on_rows, on_rows
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -64,14 +65,7 @@ def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Rows by their mean and variance."""
     if not backend.runs(x):
         return reference(x, weight, bias, eps).contiguous()
-    columns = x.shape[-1]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel():
-        block, warps = backend.block_of(columns)
-        forward_kernel[(y.numel() // columns,)](
-            x.contiguous(), weight.contiguous(), bias.contiguous(), y, columns, eps, BLOCK=block, num_warps=warps
-        )
-    return y
+    return on_rows(forward_kernel, x, (weight, bias), eps)
 
 
 @normalised.register_fake
@@ -87,29 +81,8 @@ def normalised_backward(
     if not backend.runs(x):
         dx, dw, db = through(lambda x, w, b: reference(x, w, b, eps), dy, x, weight, bias)
         return dx, dw, db
-    columns = x.shape[-1]
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = dx.numel() // columns
-    programs = backend.programs_of(rows, x)
-    parts = torch.zeros((2, programs, columns), dtype=torch.float32, device=x.device)
-    if rows:
-        block, warps = backend.block_of(columns)
-        backward_kernel[(programs,)](
-            dy.contiguous(),
-            x.contiguous(),
-            weight.contiguous(),
-            dx,
-            parts[0],
-            parts[1],
-            rows,
-            columns,
-            eps,
-            PROGRAMS=programs,
-            BLOCK=block,
-            num_warps=warps,
-        )
-    dw, db = parts.sum(1).to(weight.dtype)
-    return dx, dw.clone(), db.clone()
+    dx, (dw, db) = back_on_rows(backward_kernel, dy, x, weight, eps, sums=2)
+    return dx, dw, db
 
 
 @normalised_backward.register_fake

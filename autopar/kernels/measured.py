@@ -49,9 +49,9 @@ def faster() -> tuple[str, ...]:
 
 
 def _read() -> dict[str, dict[str, float]]:
-    """All that is kept; nothing where there is no such file."""
+    """All that is kept; nothing where there is no such file, or something else in it."""
     try:
-        found: dict[str, dict[str, float]] = json.loads(path().read_text())
-    except (OSError, ValueError):
+        found = json.loads(path().read_text())
+        return {str(device): {str(n): float(gain) for n, gain in gains.items()} for device, gains in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
-    return found

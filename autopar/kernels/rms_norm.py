@@ -13,6 +13,7 @@ from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.rows import back_on_rows, on_rows
 
 _ROOT = """
 square = pow(input=wide, exponent=2)
@@ -73,14 +74,7 @@ def normalised(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
     """Rows by the root of their mean square; `rounds`: to the dtype of `x` before the weight."""
     if not backend.runs(x):
         return reference(x, weight, eps, rounds).contiguous()
-    columns = x.shape[-1]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel():
-        block, warps = backend.block_of(columns)
-        forward_kernel[(y.numel() // columns,)](
-            x.contiguous(), weight.contiguous(), y, columns, eps, ROUNDS=rounds, BLOCK=block, num_warps=warps
-        )
-    return y
+    return on_rows(forward_kernel, x, (weight,), eps, ROUNDS=rounds)
 
 
 @normalised.register_fake
@@ -94,27 +88,8 @@ def normalised_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, round
     if not backend.runs(x):
         dx, dw = through(lambda x, w: reference(x, w, eps, rounds), dy, x, weight)
         return dx, dw
-    columns = x.shape[-1]
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = dx.numel() // columns
-    programs = backend.programs_of(rows, x)
-    parts = torch.zeros((programs, columns), dtype=torch.float32, device=x.device)
-    if rows:
-        block, warps = backend.block_of(columns)
-        backward_kernel[(programs,)](
-            dy.contiguous(),
-            x.contiguous(),
-            weight.contiguous(),
-            dx,
-            parts,
-            rows,
-            columns,
-            eps,
-            PROGRAMS=programs,
-            BLOCK=block,
-            num_warps=warps,
-        )
-    return dx, parts.sum(0).to(weight.dtype)
+    dx, (dw,) = back_on_rows(backward_kernel, dy, x, weight, eps, sums=1)
+    return dx, dw
 
 
 @normalised_backward.register_fake
@@ -142,7 +117,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
 def _arguments(found: Found) -> Mapping[str, Any] | None:
     """Those of the call: where rows are along the last dim, and what is rounded is rounded to the input's dtype."""
     x, weight, eps = found["x"], found["weight"], found["EPS"]
-    width, variant = type_of(x).shape[-1], found.pattern.variant
+    variant = found.pattern.variant
+    if not type_of(x).shape:
+        return None
+    width = type_of(x).shape[-1]
     is_served = are_alike([x, weight]) and type_of(weight).shape == (width,) and width <= backend.MOST_COLUMNS
     if variant["wide"]:
         is_served &= type_of(found.result).dtype == type_of(x).dtype and found["DTYPE"] is type_of(x).torch_dtype

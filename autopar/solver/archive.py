@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from autopar.kernels import NAMES
 from autopar.letters import BadPlan, Letter
 from autopar.sharding.certainty import SPREADS
 from autopar.sharding.convert import Step
@@ -159,7 +160,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_s": _number(data["hidden_s"]),
         "accumulation": _whole(data["accumulation"], least=1),
         "chunks": _whole(data.get("chunks", 1), least=1),
-        "kernels": _each(data.get("kernels", ()), _text),
+        "kernels": _each(data.get("kernels", ()), _family),
         "microbatches": _whole(data.get("microbatches", 1), least=1),
         "sources": {_source(name): _number(seconds) for name, seconds in data.get("sources", {}).items()},
         "compiled": _truth(data.get("compiled", False)),
@@ -252,6 +253,13 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{_shown(value)} is no text")
     return value
+
+
+def _family(value: Any) -> str:
+    """The name of a family of kernels."""
+    if value not in NAMES:
+        raise ValueError(f"{_shown(value)} names no kernels")
+    return str(value)
 
 
 def _list(value: Any) -> Sequence[Any]:

@@ -15,6 +15,7 @@ from autopar.codegen.local import local_program
 from autopar.codegen.local_passes import is_kernel, use_kernels
 from autopar.graph.graph import run, type_of
 from autopar.kernels import NAMES, families
+from autopar.letters import BadPlan
 from autopar.tracer import ColoTracer
 from tests.language import drawn, llama
 
@@ -138,6 +139,22 @@ def test_what_only_looks_like_a_norm_stays(forward):
     assert counts(program) == {}
 
 
+def test_numbers_are_no_rows():
+    """A gate of one number by another has no last dim."""
+
+    class Gate(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up = torch.nn.Parameter(torch.ones(())), torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return x * (torch.nn.functional.silu(self.gate) * self.up)
+
+    program = program_of(Gate(), {"x": torch.randn(4, 16)})
+    use_kernels(program)
+    assert counts(program) == {}
+
+
 def test_a_norm_whose_width_is_cut_stays():
     """A conversion stands between the sum and the mean: the plan keeps what it is, op by op."""
 
@@ -159,10 +176,13 @@ def test_a_norm_whose_width_is_cut_stays():
 
 def test_kernels_are_named_or_none():
     model, batch = llama(), drawn(4, 64, 256)
-    with pytest.raises(autopar.NotServed, match="names no kernels"):
-        autopar.plan(model, batch, mesh=(1,), kernels="rms")
+    for wrong in ("rms", 3, ["gated", "rms"], [[]], None):
+        with pytest.raises(autopar.NotServed, match="names no kernels"):
+            autopar.plan(model, batch, mesh=(1,), kernels=wrong)
     plan = autopar.plan(model, batch, mesh=(1,), kernels=("gated", "rms_norm"), memory_budget="inf")
     assert plan.kernels == ("rms_norm", "gated") and autopar.Plan.from_dict(plan.to_dict()) == plan
+    with pytest.raises(BadPlan, match="names no kernels"):
+        autopar.Plan.from_dict({**plan.to_dict(), "kernels": ["rms"]})
     assert autopar.plan(model, batch, mesh=(1,), kernels=False, memory_budget="inf").kernels == ()
     said = dict(autopar.plan(model, batch, mesh=(1,), cluster="h100-1x8", memory_budget="inf").defaults)
     assert "measured" in said["kernels"]
