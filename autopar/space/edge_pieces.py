@@ -168,7 +168,7 @@ class EdgePieces:
         scattered = self.bytes.once("scattered", pair, lambda: _scattered(*pair))
         packed = self.bytes.once("packed", pair, lambda: _packed(*pair))
         if not self._enters(passage):
-            whole = self.bytes.once("grows", (tables, whole), lambda: _growing(tables, whole))
+            whole = self.bytes.once(("grows", width), (tables,), lambda: _growing(tables, width))
         self._put("gradients", passage, cut, back, back)
         if owner not in self.buckets.wait:
             self._put("gradients", passage, whole, back, full - 1)
@@ -220,9 +220,9 @@ def _settling(tables: EdgeBytes, width: float) -> tuple[np.ndarray, np.ndarray, 
     return whole, stored, cut
 
 
-def _growing(tables: EdgeBytes, whole: np.ndarray) -> np.ndarray:
+def _growing(tables: EdgeBytes, width: float) -> np.ndarray:
     """Bytes by which a gradient that goes through grows, where it is gathered."""
-    return np.where(tables.is_sum, 0.0, np.maximum(0.0, whole - tables.gradient))
+    return np.where(tables.is_sum, 0.0, np.maximum(0.0, tables.reduced - tables.gradient) * width)
 
 
 def _scattered(unreduced: np.ndarray, stored: np.ndarray) -> np.ndarray:
