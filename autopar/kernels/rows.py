@@ -11,7 +11,7 @@ from autopar.kernels import backend
 
 
 def on_rows(kernel: Any, x: Tensor, weights: tuple[Tensor, ...], eps: float, **constants: Any) -> Tensor:
-    """What a kernel of (x, weights, result, columns, eps) makes of the rows of `x`."""
+    """The result of a kernel of (x, weights, result, columns, eps) on the rows of `x`."""
     columns = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
