@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
-from autopar.kernels.family import Family
+if TYPE_CHECKING:
+    from autopar.kernels.family import Family
 
 # a larger group before what is a part of it
 NAMES = ("rms_norm", "layer_norm", "gated", "gelu_tanh", "rotary", "cross_entropy")
