@@ -132,6 +132,7 @@ class Planning:
             asked.precision.reduce if asked.precision else "",
             BUCKET if preset is None else window_of(asked.parallel, mesh),
             compiled=asked.compile,
+            kernels=taken(asked.kernels, asked.hardware.device.kernels),
             strict=asked.strict,
             turns=self.graph.turns,
         )
@@ -212,7 +213,6 @@ class Planning:
             assumptions=tuple(self.graph.assumptions),
             defaults=(*defaults, *self._said_of_head()),
             chunks=self.graph.chunks,
-            kernels=taken(asked.kernels, asked.hardware.device.kernels),
         )
 
     def _said_of_head(self) -> list[tuple[str, str]]:

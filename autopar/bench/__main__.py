@@ -11,9 +11,10 @@ import sys
 
 import torch
 
-from autopar.bench.kernels import measure, table
+from autopar.bench.kernels import line, table
 from autopar.kernels import NAMES, can_run
 from autopar.kernels.measured import keep
+from autopar.kernels.timing import least_gains, measure
 
 
 def main() -> int:
@@ -31,12 +32,9 @@ def main() -> int:
     print(table([], asked.device), flush=True)
     for row in measure(asked.only, asked.device, asked.small):
         rows.append(row)
-        print(row, flush=True)
+        print(line(row), flush=True)
     if asked.device == "cuda" and not asked.no_data:
-        gains: dict[str, float] = {}
-        for row in rows:
-            gains[row.family] = min(row.gain, gains.get(row.family, row.gain))
-        print(f"kept in {keep(torch.cuda.get_device_name(), gains)}")
+        print(f"kept in {keep(torch.cuda.get_device_name(), least_gains(rows))}")
     return 0
 
 

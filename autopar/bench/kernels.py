@@ -1,79 +1,12 @@
-"""Times of kernels: of each family, on shapes of models, forward and backward together.
-
-The floor is what has to move: operands are read and the result written, then its gradient and the operands are read and
-their gradients written, each once, at the bandwidth that a copy reaches on the device.
-"""
+"""The table of measured kernels, as Markdown."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch.utils.benchmark import Timer
 
-from autopar.kernels import families
-from autopar.kernels.family import Family
-
-_SHAPES: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {  # of the operands
-    "rms_norm": [((rows, d), (d,)) for rows, d in ((2048, 4096), (8192, 4096), (32768, 2048))],
-    "layer_norm": [((rows, d), (d,), (d,)) for rows, d in ((2048, 4096), (8192, 4096), (32768, 768))],
-    "gated": [((rows, f), (rows, f)) for rows, f in ((2048, 14336), (8192, 14336), (8192, 1792))],
-    "gelu_tanh": [((rows, f),) for rows, f in ((8192, 3072), (8192, 16384))],
-    "rotary": [((b, h, s, w), (1, 1, s, w), (1, 1, s, w)) for b, h, s, w in ((4, 32, 2048, 128), (1, 8, 8192, 128))],
-    "cross_entropy": [((rows, words),) for rows, words in ((8192, 32000), (4096, 128256))],
-}
-_SMALL: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {
-    "rms_norm": [((4, 64), (64,))],
-    "layer_norm": [((4, 64), (64,), (64,))],
-    "gated": [((4, 64), (4, 64))],
-    "gelu_tanh": [((4, 64),)],
-    "rotary": [((2, 2, 4, 16), (1, 1, 4, 16), (1, 1, 4, 16))],
-    "cross_entropy": [((4, 64),)],
-}
-_NUMBERS: dict[str, tuple[Any, ...]] = {
-    "rms_norm": (1e-6, True),
-    "layer_norm": (1e-5,),
-    "gated": (0,),
-    "cross_entropy": (-100,),
-}
-_STILL = {"rotary": 2}  # so many of the last operands get no gradient
-_LEAST_S = 0.2  # of measuring one call
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A family on one shape: seconds of forward and backward, in the median, with the spread of the kernel's."""
-
-    family: str
-    dtype: str
-    shape: tuple[int, ...]
-    kernel_s: float
-    spread: float  # between the quartiles, as a share of the median
-    ops_s: float
-    compiled_s: float
-    floor_bytes: int
-    copied_bytes_per_s: float  # by a copy on this device
-    peak_bytes: int
-
-    @property
-    def gain(self) -> float:
-        """Times as fast as the ops one by one, or as what torch.compile makes of them, if that is faster."""
-        return min(self.ops_s, self.compiled_s) / self.kernel_s
-
-    @property
-    def share(self) -> float:
-        """Bytes of the floor a second, as a share of what a copy reaches."""
-        return self.floor_bytes / self.kernel_s / self.copied_bytes_per_s
-
-    def __str__(self) -> str:
-        shape = "x".join(map(str, self.shape))
-        times = " | ".join(f"{s * 1e6:.1f}" for s in (self.kernel_s, self.ops_s, self.compiled_s))
-        found = f"{self.spread:.1%} | {self.share:.2f} | {self.gain:.2f} | {self.peak_bytes / 2**20:.0f}"
-        return f"| {self.family} | {self.dtype} | {shape} | {times} | {found} |"
+from autopar.kernels.timing import Row
 
 
 def table(rows: Sequence[Row], device: str) -> str:
@@ -84,72 +17,12 @@ def table(rows: Sequence[Row], device: str) -> str:
         "| family | dtype | shape | kernel | ops | torch.compile | spread | of a copy's bandwidth | gain | MiB |\n"
         "|---|---|---|---|---|---|---|---|---|---|"
     )
-    return "\n".join([head, *map(str, rows)])
+    return "\n".join([head, *map(line, rows)])
 
 
-def measure(names: Sequence[str], device: str, small: bool = False) -> Iterator[Row]:
-    """A row for each family, dtype and shape."""
-    copied = _copied_bytes_per_s(device, small)
-    for family in families(names):
-        for dtype in ("bfloat16", "float32"):
-            for shapes in (_SMALL if small else _SHAPES)[family.name]:
-                yield _row(family, dtype, shapes, device, copied)
-
-
-def _row(family: Family, dtype: str, shapes: tuple[tuple[int, ...], ...], device: str, copied: float) -> Row:
-    operands = _operands(family.name, getattr(torch, dtype), shapes, device)
-    numbers = _NUMBERS.get(family.name, ())
-    wanted = [x for x in operands if x.requires_grad]
-    y = family.reference(*operands, *numbers)
-    gradient = torch.ones_like(y)
-
-    def step(function: Callable[..., Tensor]) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(function(*operands, *numbers), wanted, gradient)
-
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    kernel = _times(step(family.call), device)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0  # before the others run
-    moved = [*operands, y, gradient, *operands, *wanted]
-    return Row(
-        family.name,
-        dtype,
-        shapes[0],
-        statistics.median(kernel),
-        _spread(kernel),
-        statistics.median(_times(step(family.reference), device)),
-        statistics.median(_times(step(torch.compile(family.reference)), device)) if device == "cuda" else float("inf"),
-        sum(x.numel() * x.element_size() for x in moved),
-        copied,
-        peak,
-    )
-
-
-def _operands(name: str, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]], device: str) -> list[Tensor]:
-    made = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
-    for x in made[: len(made) - _STILL.get(name, 0)]:
-        x.requires_grad_()
-    if name == "cross_entropy":
-        made.append(torch.randint(0, shapes[0][1], shapes[0][:1], device=device))
-    return made
-
-
-def _times(step: Callable[[], Any], device: str) -> list[float]:
-    """Seconds of one call, several times."""
-    step()
-    timer = Timer("step()", globals={"step": step})
-    least = _LEAST_S if device == "cuda" else _LEAST_S / 20
-    return [float(t) for t in timer.blocked_autorange(min_run_time=least).times]
-
-
-def _spread(times: Sequence[float]) -> float:
-    if len(times) < 2:
-        return 0.0
-    first, middle, third = statistics.quantiles(times, n=4)
-    return (third - first) / middle
-
-
-def _copied_bytes_per_s(device: str, small: bool) -> float:
-    x = torch.empty(2**16 if small else 2**28, dtype=torch.uint8, device=device)
-    y = torch.empty_like(x)
-    return 2 * x.numel() / statistics.median(_times(lambda: y.copy_(x), device))
+def line(row: Row) -> str:
+    """A row of the table."""
+    shape = "x".join(map(str, row.shape))
+    times = " | ".join(f"{s * 1e6:.1f}" for s in (row.kernel_s, row.ops_s, row.compiled_s))
+    found = f"{row.spread:.1%} | {row.share:.2f} | {row.gain:.2f} | {row.peak_bytes / 2**20:.0f}"
+    return f"| {row.family} | {row.dtype} | {shape} | {times} | {found} |"

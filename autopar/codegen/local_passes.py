@@ -8,8 +8,9 @@ import torch.fx as fx
 
 from autopar import kernels
 from autopar.codegen.local import LocalProgram
-from autopar.graph.graph import info, op_name
-from autopar.kernels import families
+from autopar.graph.graph import info
+from autopar.kernels import groups
+from autopar.kernels.patterns import called
 
 
 def drop_unread_ops(program: LocalProgram) -> None:
@@ -30,17 +31,13 @@ def use_kernels(program: LocalProgram) -> None:
     before    a = silu(g);  y = mul(a, u)
     after     y = gated(g, u, 0)
     """
-    for family in families(program.kernels):
-        for node in reversed(program.fx.nodes):
-            place = family.find(node) if node.op == "call_function" else None
-            if place is None:
-                continue
-            found, arguments = place
-            said = f"one kernel, in the place of {', '.join(map(op_name, found.nodes))}"
-            program.notes[node.name] = "; ".join(filter(None, (said, program.notes.get(node.name, ""))))
-            node.target, node.args, node.kwargs = family.call, (), dict(arguments)
-            for op in reversed(found.nodes[:-1]):
-                program.fx.erase_node(op)
+    for family, found, arguments in list(groups(program.fx.nodes, program.kernels)):
+        node = found.result
+        said = f"one kernel, in the place of {', '.join(map(called, found.nodes))}"
+        program.notes[node.name] = "; ".join(filter(None, (said, program.notes.get(node.name, ""))))
+        node.target, node.args, node.kwargs = family.call, (), dict(arguments)
+        for op in reversed(found.nodes[:-1]):
+            program.fx.erase_node(op)
 
 
 def is_kernel(node: fx.Node) -> bool:

@@ -10,30 +10,49 @@ sharding and before differentiation, where no conversion stands between them.
     gelu_tanh     a gelu that is written out with a tanh
     rotary        positions turned into a rotation of halves
     cross_entropy the sum of those of rows of logits, which are read in halves
+    cross_entropy_part  the same where the vocabulary is cut
 
     backend.py    what runs: a GPU, the interpreter, or the reference
     patterns.py   finds a piece of a program in another
     family.py     what all have in common
     rows.py       launches of kernels that take a row a program
+    timing.py     times of a family beside those of the ops that it stands for
     measured.py   which families were faster on a device: what `kernels=True` takes
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch.fx as fx
+
     from autopar.kernels.family import Family
+    from autopar.kernels.patterns import Found
 
 # a larger group before what is a part of it
-NAMES = ("rms_norm", "layer_norm", "gated", "gelu_tanh", "rotary", "cross_entropy")
+NAMES = ("rms_norm", "layer_norm", "gated", "gelu_tanh", "rotary", "cross_entropy", "cross_entropy_part")
 
 
 def can_run() -> bool:
     """Is Triton there, which runs kernels on a GPU?"""
     return importlib.util.find_spec("triton") is not None
+
+
+def groups(nodes: Iterable[fx.Node], names: Collection[str]) -> Iterator[tuple[Family, Found, Mapping[str, Any]]]:
+    """The groups of ops of a program for which kernels of these names stand, with the arguments of each call.
+
+    No op is in two of them.
+    """
+    nodes, taken = list(nodes), set[Any]()
+    for family in families(names):
+        for node in reversed(nodes):
+            place = family.find(node) if node.op == "call_function" and node not in taken else None
+            if place is not None and taken.isdisjoint(place[0].nodes):
+                taken.update(place[0].nodes)
+                yield family, *place
 
 
 def families(names: Collection[str]) -> Iterable[Family]:

@@ -1,13 +1,17 @@
 """Which kernels were measured to be faster on a device: what `kernels=True` takes.
 
-`python -m autopar.bench kernels` keeps it in a file of this user's, by the name of the device; AUTOPAR_CACHE says in
-which folder.
+It stands in a file of this user's, by the name of the device; AUTOPAR_CACHE says in which folder. A device that is not
+in it is measured when a plan first asks, in some seconds: one shape of each family beside its ops. `python -m
+autopar.bench kernels` measures more shapes, and torch.compile beside.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -44,8 +48,26 @@ def faster() -> tuple[str, ...]:
     """The families that are faster on the device of this process, on all shapes that were measured."""
     if not (can_run() and torch.cuda.is_available()):
         return ()
-    gains = _read().get(torch.cuda.get_device_name(), {})
+    device = torch.cuda.get_device_name()
+    gains = _read().get(device, {})
+    if missing := tuple(name for name in NAMES if name not in gains):
+        gains = {**gains, **_measured_now(device, missing)}
     return tuple(name for name in NAMES if gains.get(name, 0.0) > 1.0)
+
+
+@functools.cache
+def _measured_now(device: str, names: tuple[str, ...]) -> Mapping[str, float]:
+    """The gains of families on this device, measured and kept; once in a process, whatever the file says."""
+    from autopar.kernels.timing import least_gains, measure  # here: it loads every family, and torch's timer
+
+    said = f"autopar: measuring its kernels on {device}, once; kept in {path()}"
+    print(said, file=sys.stderr, flush=True)
+    gains = least_gains(measure(names, "cuda", quick=True))
+    with contextlib.suppress(OSError):  # a folder that cannot be written: measured again by the next process
+        keep(device, gains)
+    found = ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
+    print(f"autopar: times as fast as the ops one by one: {found}", file=sys.stderr, flush=True)
+    return gains
 
 
 def _read() -> dict[str, dict[str, float]]:

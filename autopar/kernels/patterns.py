@@ -1,7 +1,7 @@
 """A piece of a program, and where it stands in another.
 
-A pattern is written as local programs print. Names that are assigned are its ops, the last of them its result; other
-names are operands, capitals are constants that may be any.
+A pattern is written as local programs print. Names that are assigned are its ops or local forms, the last of them its
+result; other names are operands, capitals are constants that may be any.
 
     wide = to(input=x, dtype=torch.float32)
     square = pow(input=wide, exponent=2)
@@ -21,6 +21,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import info, op_name
 from autopar.ops.entry import Op
+from autopar.runtime import forms
 
 _EITHER_WAY = ("add", "mul")
 _Bound = Mapping[str, Any]  # of a pattern's names, the nodes and constants that they stand for
@@ -86,9 +87,22 @@ def find(pattern: Pattern, node: fx.Node) -> Found | None:
     for bound in _value(pattern, pattern.result, node, {}):
         found = Found(pattern, bound)
         inner = set(found.nodes) - {node}
-        if all(set(n.users) <= {*inner, node} for n in inner) and len(inner) == len(pattern.steps) - 1:
+        if all(set(_readers(n)) <= {*inner, node} for n in inner) and len(inner) == len(pattern.steps) - 1:
             return found
     return None
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that read a value, through the identity by which a graph says that several do."""
+    for user in node.users:
+        if _is_identity(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _is_identity(node: fx.Node) -> bool:
+    return isinstance(node.target, Op) and op_name(node) == "identity"
 
 
 def _argument(written: ast.expr) -> Any:
@@ -103,6 +117,8 @@ def _argument(written: ast.expr) -> Any:
 
 def _value(pattern: Pattern, name: str, given: Any, bound: _Bound) -> Iterator[_Bound]:
     """The ways in which a name may stand for a node or constant, beside those that are bound."""
+    while isinstance(given, fx.Node) and _is_identity(given):
+        given = given.kwargs["input"]
     if name in bound:
         if bound[name] is given or (name.isupper() and bound[name] == given):
             yield bound
@@ -113,9 +129,17 @@ def _value(pattern: Pattern, name: str, given: Any, bound: _Bound) -> Iterator[_
         step = pattern.steps.get(name)
         if step is None:
             yield {**bound, name: given}
-        elif isinstance(given.target, Op) and info(given).random < 0 and op_name(given) == step.op:
+        elif called(given) == step.op and info(given).random < 0:
             for arguments in _orders(step):
                 yield from _arguments(pattern, list(arguments.items()), given.kwargs, {**bound, name: given})
+
+
+def called(node: fx.Node) -> str:
+    """The op that a node calls, or the local form that stands for one; empty where it is neither."""
+    if isinstance(node.target, Op):
+        return op_name(node)
+    is_form = getattr(node.target, "__module__", "") == forms.__name__
+    return str(getattr(node.target, "__name__", "")) if is_form else ""
 
 
 def _orders(step: Step) -> Iterator[Mapping[str, Any]]:

@@ -14,6 +14,8 @@ from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Found, Pattern
 
+WARPS = 4
+_TILE = 1024  # elements of a half that a program holds
 _TURN = """
 straight = mul(input=x, other=cos)
 first = narrow(input=x, dim=DIM, start=0, length=HALF)
@@ -50,19 +52,22 @@ def kernel(
     y_place,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
     IS_BACK: tl.constexpr,
 ):
-    """One place of one head a program. Back, the rotation is the other way round."""
+    """HEADS heads of one place a program, which share its angles. Back, the rotation is the other way round."""
     row = tl.program_id(0).to(tl.int64)
-    place, head, batch = row % places, row // places % heads, row // places // heads
+    place, batch = row % places, row // places
     at = tl.arange(0, BLOCK)
-    inside = at < HALF
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_angle = at < HALF
+    inside = (head < heads)[:, None] & is_angle[None, :]
     angles = batch * c_batch + place * c_place + at
-    c1 = tl.load(C + angles, mask=inside, other=0.0).to(tl.float32)
-    c2 = tl.load(C + angles + HALF, mask=inside, other=0.0).to(tl.float32)
-    s1 = tl.load(S + angles, mask=inside, other=0.0).to(tl.float32)
-    s2 = tl.load(S + angles + HALF, mask=inside, other=0.0).to(tl.float32)
-    x = batch * x_batch + head * x_head + place * x_place + at
+    c1 = tl.load(C + angles, mask=is_angle, other=0.0).to(tl.float32)[None, :]
+    c2 = tl.load(C + angles + HALF, mask=is_angle, other=0.0).to(tl.float32)[None, :]
+    s1 = tl.load(S + angles, mask=is_angle, other=0.0).to(tl.float32)[None, :]
+    s2 = tl.load(S + angles + HALF, mask=is_angle, other=0.0).to(tl.float32)[None, :]
+    x = batch * x_batch + place * x_place + head[:, None] * x_head + at[None, :]
     x1 = tl.load(X + x, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(X + x + HALF, mask=inside, other=0.0).to(tl.float32)
     if IS_BACK:
@@ -71,9 +76,15 @@ def kernel(
     else:
         y1 = x1 * c1 - x2 * s1
         y2 = x2 * c2 + x1 * s2
-    y = batch * y_batch + head * y_head + place * y_place + at
+    y = batch * y_batch + place * y_place + head[:, None] * y_head + at[None, :]
     tl.store(Y + y, y1.to(Y.dtype.element_ty), mask=inside)
     tl.store(Y + y + HALF, y2.to(Y.dtype.element_ty), mask=inside)
+
+
+def heads_of(half: int, heads: int) -> tuple[int, int]:
+    """Elements that a program holds of half a head, and heads that it turns: as many as leave registers."""
+    block = 1 << max(4, (half - 1).bit_length())
+    return block, min(1 << (heads - 1).bit_length(), max(1, _TILE // block))
 
 
 def _launch(x: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> Tensor:
@@ -84,8 +95,8 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> Tensor:
     cos, sin = (t.expand(t.shape[0], 1, places, width).contiguous() for t in (cos, sin))
     c_batch = cos.stride(0) if cos.shape[0] > 1 else 0
     if y.numel():
-        block = 1 << max(4, (width // 2 - 1).bit_length())
-        kernel[(batch * heads * places,)](
+        block, together = heads_of(width // 2, heads)
+        kernel[(batch * places, -(-heads // together))](
             x,
             cos,
             sin,
@@ -98,8 +109,9 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> Tensor:
             *y.stride()[:3],
             HALF=width // 2,
             BLOCK=block,
+            HEADS=together,
             IS_BACK=is_back,
-            num_warps=1,
+            num_warps=WARPS,
         )
     return y
 

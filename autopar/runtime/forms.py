@@ -55,9 +55,9 @@ def cross_entropy_part(
     `classes` of them there are in all.
     """
     axes, e = [axis for axis, _ in cuts], label_smoothing
-    top = _reduced(input.detach().amax(1, keepdim=True), "all_reduce_max", axes)
-    total = _reduced((input - top).exp().sum(1, keepdim=True), "all_reduce", axes)
-    log_sum = _reduced((top + total.log()).squeeze(1), "lodge", axes)  # one device counts it
+    top = reduced(input.detach().amax(1, keepdim=True), "all_reduce_max", axes)
+    total = reduced((input - top).exp().sum(1, keepdim=True), "all_reduce", axes)
+    log_sum = reduced((top + total.log()).squeeze(1), "lodge", axes)  # one device counts it
     target = target.long()
     place = target - start_of(input, cuts)
     counts = target != ignore_index
@@ -69,9 +69,9 @@ def cross_entropy_part(
         spread = input.sum(1) if e else None
     else:
         of_target = torch.where(here, weight[place], 0) * (1.0 - e)
-        of_all = _reduced(of_target, "all_reduce", axes)
+        of_all = reduced(of_target, "all_reduce", axes)
         if e:
-            of_all = of_all + torch.where(counts, _reduced(weight.sum(), "all_reduce", axes) * (e / classes), 0)
+            of_all = of_all + torch.where(counts, reduced(weight.sum(), "all_reduce", axes) * (e / classes), 0)
         spread = (input * weight.view(1, -1, *[1] * (input.dim() - 2))).sum(1) if e else None
     loss = torch.where(counts, log_sum * of_all, 0) - torch.where(here, picked * of_target, 0)
     if spread is not None:
@@ -90,10 +90,10 @@ def amax_part(
     floats = input.is_floating_point()
     signed = input if floats else input.long()
     signed = -signed if least else signed
-    value = top = _reduced(signed.detach().amax(dims, keepdim=True), "all_reduce_max", axes)
+    value = top = reduced(signed.detach().amax(dims, keepdim=True), "all_reduce_max", axes)
     if floats:
         mine = signed.detach() == top
-        count = _reduced(mine.sum(dims, keepdim=True).to(input.dtype), "all_reduce", axes)
+        count = reduced(mine.sum(dims, keepdim=True).to(input.dtype), "all_reduce", axes)
         slope = torch.where(mine & signed.isfinite(), signed - signed.detach(), 0)  # zero, and has the gradient
         value = top + slope.sum(dims, keepdim=True) / count
     value = (-value if least else value).to(input.dtype)
@@ -103,9 +103,9 @@ def amax_part(
 def logsumexp_part(input: Tensor, axes: Sequence[str], dim: Any, keepdim: bool = False) -> Tensor:
     """log sum exp of what all devices of the axes hold."""
     dims = [dim] if isinstance(dim, int) else list(dim)
-    top = _reduced(input.detach().amax(dims, keepdim=True), "all_reduce_max", axes)
+    top = reduced(input.detach().amax(dims, keepdim=True), "all_reduce_max", axes)
     top = torch.where(top.isfinite(), top, 0)
-    value = top + _reduced((input - top).exp().sum(dims, keepdim=True), "all_reduce", axes).log()
+    value = top + reduced((input - top).exp().sum(dims, keepdim=True), "all_reduce", axes).log()
     return value if keepdim else value.squeeze(dims)
 
 
@@ -462,6 +462,6 @@ def _exchanged(x: Tensor, axes: Sequence[str]) -> Tensor:
     return torch.ops.autopar.convert(x, steps, steps, list(x.shape))
 
 
-def _reduced(x: Tensor, step: str, axes: Sequence[str]) -> Tensor:
+def reduced(x: Tensor, step: str, axes: Sequence[str]) -> Tensor:
     """A step over several axes; its gradient is whole on each of them already."""
-    return torch.ops.autopar.convert(x, "; ".join(f"{step}@{a}" for a in axes), "", list(x.shape))
+    return torch.ops.autopar.convert(x, "; ".join(f"{step}@{a}" for a in axes), "", list(x.shape)) if axes else x

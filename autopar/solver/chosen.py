@@ -54,6 +54,7 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         accumulation=space.setting.accumulation,
         microbatches=space.setting.turns,
         compiled=space.setting.compiled,
+        kernels=space.setting.kernels,
         sources=_sources(space, point, sum(moved) - hidden),
         scattered=frozenset(name for name, (s, i) in zip(names, chosen, strict=True) if s.scattered and s.scattered[i]),
         first_peak_bytes=round(space.memory.first(picked, space.edges, point.held)) if space.memory else 0,

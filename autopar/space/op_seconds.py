@@ -22,7 +22,7 @@ from autopar.sharding.strategies import Choice, values
 from autopar.space.product_roles import multiplied, roles_of
 from autopar.space.saved import memories
 from autopar.space.setting import Setting
-from autopar.space.traffic import Chains, Traffic, alone
+from autopar.space.traffic import Chains, Traffic, alone, groups_of
 
 Ways = tuple[np.ndarray, ...]  # seconds in forward and in backward, by choice; none of what is free
 
@@ -80,6 +80,7 @@ class OpSeconds:
         self.costs = CostModel(setting.cluster)
         self.copied = _copies(graph)
         self.chains = Chains.of(graph, self.cluster.device.kernels) if setting.compiled else None
+        self.groups = groups_of(graph, setting.kernels, self.cluster.device.kernels)
 
     def compute(self, chosen: Chosen) -> Ways:
         """Seconds of computing."""
@@ -104,6 +105,9 @@ class OpSeconds:
     def kernels(self, chosen: Chosen) -> Kernels:
         """The kernels of an op, forward and back, as the fullest device runs them."""
         facts, trained = facts_of(chosen.op), len(chosen.trained)
+        if chosen.node in self.groups:
+            kernel = replace(self._own(chosen), names=(), hands_on=False)
+            return Kernels([kernel], [(min(trained, 1), kernel)])
         if chosen.op == "identity":  # the gradients of its uses are added
             added = (len(chosen.node.users) - 1) if trained else 0
             return Kernels(beside=[(added, self._beside(chosen, SUM, 3))]) if added else Kernels()
@@ -225,6 +229,8 @@ class OpSeconds:
 
     def traffic(self, node: fx.Node, given: Sequence[fx.Node]) -> Traffic:
         """The tensors that an op's kernels read and write."""
+        if node in self.groups:
+            return self.groups[node].traffic(given)
         if self.chains is not None:
             return self.chains.traffic(node, given)
         return alone(node, given, self.cluster.device.kernels)

@@ -21,6 +21,7 @@ class Setting:
     window_bytes: int = BUCKET  # of parameters that a window reads at least, but for the last
     regather: bool = False  # may gathered parameters be dropped and gathered again in backward?
     compiled: bool = False  # does torch.compile make the code?
+    kernels: tuple[str, ...] = ()  # which of autopar's stand in the place of several ops
     strict: bool = False  # is an op without a rule an error?
     turns: int = 1  # micro-batches of a call: the graph is that of one
 

@@ -173,8 +173,11 @@ class SiteBuilder:
         about, operands = info(node), self.bindings.tensors[node]
         blocks = self.blocks.of_factors(node)
         uses = len(node.users) if op_name(node) == "identity" else 0
-        traffic = self.seconds.traffic(node, self.bindings.tensors[node]) if self.setting.compiled else None
-        key = ("op", self.bindings.kinds[node], about.chunks, blocks, node in self.seconds.copied, uses, traffic)
+        group = self.seconds.groups.get(node)
+        is_own = self.setting.compiled or group is not None  # else equal calls move the same
+        traffic = self.seconds.traffic(node, operands) if is_own else None
+        beside = node in self.seconds.copied, uses, traffic, group is not None
+        key = ("op", self.bindings.kinds[node], about.chunks, blocks, beside)
         if key not in self._known:
             self._known[key] = self._new_op(node, dict(blocks))
         site = replace(self._known[key], name=about.key, source=about.source)

@@ -1,19 +1,23 @@
-"""What kernels read and write: of an op that runs by itself, and of one in a chain that is compiled into one kernel.
+"""What kernels read and write: of an op that runs by itself, and of one that runs in one kernel with its neighbours.
 
 Where torch.compile makes the code, ops that only read and write are fused: a chain of them reads what enters it, writes
 what leaves it, and starts once. An end of a chain is a product, an op that torch.compile does not know, an input, an
-output, and what is kept for backward. Conversions between ops are not seen: they end chains too, where a plan has any.
+output, and what is kept for backward. Ops in whose place a kernel of autopar's stands are a chain that is written by
+hand: its backward makes once more what lies inside. Conversions between ops are not seen: they end chains too, where a
+plan has any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name, type_of
+from autopar.kernels import groups
+from autopar.kernels.patterns import Found
 from autopar.ops.entry import Line, facts_of
 from autopar.space.saved import kept_by
 
@@ -76,6 +80,56 @@ class Chains:
         kept = {k for k, n in enumerate(given) if n in kept_by(node, self.kernels)[0]}
         back = tuple((k, n) for k, n in eager.backward if k in kept or moves(k, ends))
         return Traffic(forward, back, eager.gradients, leaves, any(enters))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The share of one op in what a kernel of autopar's moves."""
+
+    enters: frozenset[fx.Node]  # what the kernel reads, and this op is the first to read
+    needed: frozenset[fx.Node]  # of that, what its backward reads once more
+    is_result: bool
+
+    def traffic(self, given: Sequence[fx.Node]) -> Traffic:
+        sources = [_source(n) for n in given]
+        first = [k for k, n in enumerate(sources) if n in self.enters and n not in sources[:k]]
+        leaves = [(len(given), 1.0)] if self.is_result else []
+        forward = [(k, 1.0) for k in first] + leaves
+        back = [(k, 1.0) for k in first if type_of(given[k]).requires_grad]
+        back += [(k, 1.0) for k in first if sources[k] in self.needed] + leaves
+        return Traffic(tuple(forward), tuple(back), 1, self.is_result, self.is_result)
+
+
+def groups_of(graph: Graph, names: Collection[str], kernels: str) -> dict[fx.Node, Group]:
+    """The ops in whose place kernels of these names stand, each with its share."""
+    return {op: share for _, found, _ in groups(graph.nodes, names) for op, share in _shares(found, kernels)}
+
+
+def _shares(found: Found, kernels: str) -> Iterator[tuple[fx.Node, Group]]:
+    inside = set(found.nodes)
+    needed, seen = _needed(found.nodes, kernels), set[fx.Node]()
+    for op in sorted(inside):
+        enters = {_source(n) for n in op.all_input_nodes} - inside - seen
+        seen |= enters
+        yield op, Group(frozenset(enters), frozenset(enters & needed), op is found.result)
+
+
+def _needed(ops: Sequence[fx.Node], kernels: str) -> set[fx.Node]:
+    """What the backward of ops that run in one kernel reads: what they keep, and what that is made of."""
+    needed = set[fx.Node]()
+    for op in sorted(ops, reverse=True):
+        values, makes = kept_by(op, kernels)
+        if makes or op in needed:
+            values = [*values, *op.all_input_nodes]
+        needed.update(map(_source, values))
+    return needed
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The value that passes through an identity to several readers."""
+    while info(node).kind == "op" and op_name(node) == "identity":
+        node = node.kwargs["input"]
+    return node
 
 
 def is_fused(node: fx.Node) -> bool:

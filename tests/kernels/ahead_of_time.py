@@ -38,10 +38,14 @@ def variants():
         yield gated.backward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, 4, ()
     yield gelu_tanh.forward_kernel, {"BLOCK": gelu_tanh.BLOCK}, 4, ()
     yield gelu_tanh.backward_kernel, {"BLOCK": gelu_tanh.BLOCK}, 4, ()
-    yield cross_entropy.forward_kernel, {"BLOCK": cross_entropy.BLOCK}, cross_entropy.WARPS, ("LOSS", "LSE")
+    for sums in (False, True):
+        constants = {"SUMS": sums, "BLOCK": cross_entropy.BLOCK}
+        yield cross_entropy.forward_kernel, constants, cross_entropy.WARPS, ("ROWS",)
     yield cross_entropy.backward_kernel, {"BLOCK": cross_entropy.BLOCK}, cross_entropy.WARPS, ("DY", "LSE")
     for half, is_back in itertools.product((32, 64, 128), (False, True)):
-        yield rotary.kernel, {"HALF": half, "BLOCK": half, "IS_BACK": is_back}, 1, ()
+        block, heads = rotary.heads_of(half, 64)
+        constants = {"HALF": half, "BLOCK": block, "HEADS": heads, "IS_BACK": is_back}
+        yield rotary.kernel, constants, rotary.WARPS, ()
 
 
 def compiled(kernel, constants, warps, wide, dtype, capability):
@@ -80,7 +84,7 @@ def _type(name, constants, wide, dtype):
         return "*i64"
     if name.isupper():
         return POINTERS["float32" if name in wide else dtype]
-    return "fp32" if name == "eps" else "i32"
+    return "fp32" if name in ("eps", "of_target", "of_all") else "i32"
 
 
 if __name__ == "__main__":

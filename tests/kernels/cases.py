@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.kernels import cross_entropy, gated, gelu_tanh, layer_norm, rms_norm, rotary
+from autopar.kernels import cross_entropy, cross_entropy_part, gated, gelu_tanh, layer_norm, rms_norm, rotary
 from autopar.kernels.family import Family
 
 
@@ -75,8 +75,11 @@ _EXACT: dict[str, Callable[..., torch.Tensor]] = {
     "gated": _exact_gate,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "rotary": _exact_turn,
-    "cross_entropy": lambda x, t, ignored: torch.nn.functional.cross_entropy(
-        x.flatten(0, -2), t, reduction="sum", ignore_index=ignored
+    "cross_entropy": lambda x, t, ignored, smoothing: torch.nn.functional.cross_entropy(
+        x.flatten(0, -2), t, reduction="sum", ignore_index=ignored, label_smoothing=smoothing
+    ),
+    "cross_entropy_part": lambda x, t, ignored, smoothing, cuts, classes: torch.nn.functional.cross_entropy(
+        x.flatten(0, -2), t, reduction="sum", ignore_index=ignored, label_smoothing=smoothing
     ),
 }
 
@@ -110,6 +113,9 @@ CASES = {
     "gelu_tanh": Case(gelu_tanh, ((3, 700),)),
     "gelu_tanh, one element": Case(gelu_tanh, ((1,),)),
     "rotary": Case(rotary, ((2, 3, 5, 16), (1, 1, 5, 16), (1, 1, 5, 16)), still=2),
+    "rotary, many heads of which some are left over": Case(
+        rotary, ((1, 71, 2, 32), (1, 1, 2, 32), (1, 1, 2, 32)), still=2
+    ),
     "rotary, an angle a row, transposed": Case(
         rotary, ((2, 7, 4, 24), (2, 1, 4, 24), (2, 1, 4, 24)), still=2, lies=lambda x: _transposed(x)
     ),
@@ -118,11 +124,14 @@ CASES = {
 
 _ROWS = tuple(-100 if row % 4 == 1 else row * 37 % 300 for row in range(9))
 CASES |= {
-    "cross_entropy, some ignored": Case(cross_entropy, ((9, 300),), (-100,), places=_ROWS),
+    "cross_entropy, some ignored": Case(cross_entropy, ((9, 300),), (-100, 0.0), places=_ROWS),
     "cross_entropy, more columns than a block": Case(
-        cross_entropy, ((2, 5000),), (-100,), places=(4999, 17), lies=_growing
+        cross_entropy, ((2, 5000),), (-100, 0.0), places=(4999, 17), lies=_growing
     ),
-    "cross_entropy of a batch, all ignored": Case(cross_entropy, ((2, 1, 33),), (7,), places=(7, 7)),
+    "cross_entropy, smoothed": Case(cross_entropy, ((9, 300),), (-100, 0.1), places=_ROWS),
+    "cross_entropy of a batch, all ignored": Case(cross_entropy, ((2, 1, 33),), (7, 0.0), places=(7, 7)),
+    "cross_entropy_part, all of it": Case(cross_entropy_part, ((9, 300),), (-100, 0.0, (), 300), places=_ROWS),
+    "cross_entropy_part, smoothed": Case(cross_entropy_part, ((9, 300),), (-100, 0.2, (), 300), places=_ROWS),
 }
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 
 import autopar
 from autopar.bench.__main__ import main
-from autopar.bench.kernels import measure
-from autopar.kernels import NAMES, measured
+from autopar.kernels import NAMES, gated, measured, timing
 from autopar.kernels.measured import faster, keep
+from autopar.kernels.timing import Row, measure
 from tests.language import drawn, llama
 
 
@@ -38,12 +39,45 @@ def test_kernels_that_were_faster_are_taken(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     keep("a card", {"gated": 1.4, "rms_norm": 0.9})
     keep("another card", dict.fromkeys(NAMES, 2.0))
-    keep("a card", {"rotary": 1.1})
+    keep("a card", {**dict.fromkeys(NAMES, 0.5), "gated": 1.4, "rotary": 1.1})
     assert faster() == ("gated", "rotary")
     asked = {"mesh": (1,), "memory_budget": "inf"}
     plan = autopar.plan(llama(), drawn(4, 64, 256), cluster="h100-1x8", **asked)
     assert plan.kernels == ("gated", "rotary") and dict(plan.defaults)["kernels"] == "gated, rotary"
     assert autopar.plan(llama(), drawn(4, 64, 256), cluster="h100-1x8", kernels=False, **asked).kernels == ()
+    monkeypatch.setattr(measured, "_measured_now", lambda device, names: {})
     for other in ("not JSON", "[]", '{"a card": 1}', '{"a card": {"gated": "much"}}'):
         (tmp_path / "kernels.json").write_text(other)
         assert faster() == ()
+
+
+def test_a_new_device_is_measured_once(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def rows(names, device, quick):
+        asked.append((names, device, quick))
+        for name in names:
+            for seconds in (1.0, 2.0):  # in two dtypes: the larger decides
+                yield Row(name, "", (), seconds, 0.0, 1.5, float("inf"), 0, 1.0, 0, is_right=name != "rotary")
+
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measured, "can_run", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a new card")
+    monkeypatch.setattr(timing, "measure", rows)
+    keep("a new card", {"gated": 1.2, "rotary": 3.0})
+    try:
+        assert faster() == ("gated", "rotary")
+        assert asked == [(tuple(n for n in NAMES if n not in ("gated", "rotary")), "cuda", True)]
+        assert "measuring its kernels on a new card" in capsys.readouterr().err
+        assert faster() == ("gated", "rotary") and len(asked) == 1  # the file has all now
+        measured.path().unlink()
+        assert faster() == () and len(asked) == 2  # 0.75 of the ops' speed, and rotary is wrong
+    finally:
+        measured._measured_now.cache_clear()
+
+
+def test_a_kernel_that_is_wrong_gains_nothing(monkeypatch):
+    monkeypatch.setattr(timing, "families", lambda names: [replace(gated.FAMILY, call=lambda g, u, kind: g + u)])
+    (row, _) = measure(["gated"], "cpu", small=True)
+    assert not row.is_right and row.gain == 0.0

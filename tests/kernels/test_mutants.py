@@ -18,6 +18,8 @@ WRONG = {  # a case, and what is written instead
     "gated by silu": ("(dy * u * slope)", "(dy * slope)"),
     "gelu_tanh": ("(dy * slope)", "(dy * slope * 0.99)"),
     "cross_entropy, some ignored": ("tl.where(target == ignored, 0.0, tl.load(DY)", "(tl.load(DY)"),
+    "cross_entropy_part, smoothed": ("smoothing - 1.0", "-1.0"),
+    "cross_entropy, smoothed": ("if SUMS:", "if not SUMS:"),
     "cross_entropy, more columns than a block": ("total * tl.exp(most - larger) +", "total +"),
     "rotary": ("y1 = x1 * c1 + x2 * s2", "y1 = x1 * c1 - x2 * s2"),
 }

@@ -15,6 +15,7 @@ NAMES = [
     "gelu_tanh",
     "rotary",
     "cross_entropy, some ignored",
+    "cross_entropy, smoothed",
 ]
 
 
@@ -63,8 +64,13 @@ class _Module(torch.nn.Module):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_reference_is_its_ops_bit_for_bit(name, dtype, as_ops):
-    """Values and gradients of the custom op on a CPU are those that autograd gives for its ops."""
+    """Values and gradients of the custom op on a CPU are those that autograd gives for its ops.
+
+    Where a vocabulary is cut the rows are read once for all that is asked of them, in another order than the ops'.
+    """
     case = CASES[name]
     operands = case.operands(dtype)
     found, plain = results(case.call, operands, dtype), results(case.reference, operands, dtype)
-    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+    for one, other in zip(found, plain, strict=True):
+        bits = 0.0 if case.family.name != "cross_entropy_part" else torch.finfo(one.dtype).eps
+        torch.testing.assert_close(one, other, rtol=2 * bits, atol=bits)

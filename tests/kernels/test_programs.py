@@ -10,15 +10,29 @@ import torch
 import autopar
 from autopar import Assume, Precision
 from autopar.kernels import NAMES
+from tests.kernels.sites import SITES
 from tests.language import bert, drawn, gpt2, llama
 
-MODELS = {"gpt2": lambda: gpt2(dropout=0.0), "llama": llama, "bert": lambda: bert(dropout=0.0)}
+MODELS = {
+    "gpt2": lambda: gpt2(dropout=0.0),
+    "llama": llama,
+    "bert": lambda: bert(dropout=0.0),
+    "qwen3": lambda: of("qwen3"),
+    "gpt_neox": lambda: of("gpt_neox"),
+    "t5 1.1": lambda: of("t5 1.1", dropout_rate=0.0),
+}
 HOW = {
     "zero3 on four": ((4,), {"parallel": "zero3"}),
     "two by two, recompute": ((2, 2), {"parallel": {"data": 2, "tensor": 2}, "recompute": "full"}),
     "two micro-batches": ((4,), {"parallel": "dp", "microbatches": 2}),
     "bfloat16, a head in chunks": ((2,), {"precision": Precision("bfloat16", "float32"), "chunks": 4}),
 }
+
+
+def of(name, **how):
+    """A model of the table of sites, in training."""
+    build, config = SITES[name]
+    return build(type(config)(**{**config.to_dict(), **how})).train()
 
 
 def step(rank, models, batch, mesh, kernels, how):
@@ -38,7 +52,8 @@ def run(threads, model, how, kernels):
     """What the first rank gives."""
     mesh, asked = HOW[how]
     torch.manual_seed(0)
-    first, batch, ranks = MODELS[model]().train(), drawn(16, 64, 256), torch.Size(mesh).numel()
+    first, ranks = MODELS[model]().train(), torch.Size(mesh).numel()
+    batch = drawn(16, 64, min(first.config.vocab_size, 256))
     models = [first, *(copy.deepcopy(first) for _ in range(ranks - 1))]
     return threads(ranks, step, models, batch, mesh, kernels, asked)[0]
 
@@ -49,6 +64,7 @@ def test_kernels_change_no_bit_on_a_cpu(model, how, threads):
     _, plain, gradients = run(threads, model, how, False)
     count, loss, found = run(threads, model, how, NAMES)
     assert count > 0 and torch.equal(loss, plain)
+    assert len(gradients) > 5
     assert [n for n in gradients if not torch.equal(found[n], gradients[n])] == []
 
 
@@ -61,3 +77,47 @@ def test_custom_ops_in_a_program_give_the_same_step(how, as_ops, threads):
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
     for name, gradient in gradients.items():
         assert (found[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+
+
+class Head(torch.nn.Module):
+    """Logits of halves for a loss whose labels are smoothed."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.inner, self.head = torch.nn.Linear(24, 24), torch.nn.Linear(24, vocabulary, bias=False)
+
+    def forward(self, x, labels):
+        logits = self.head(self.inner(x)).float().view(-1, self.head.out_features)
+        return torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1, ignore_index=3)
+
+
+def cut_head(rank, models, batch, asked):
+    """Loss and gradients of a head whose vocabulary is cut."""
+    pins = {"head.weight": "S(0)@0"}
+    parallel = autopar.autoparallelize(
+        models[rank], batch, mesh=(2,), memory_budget="inf", kernels=NAMES, constraints=pins, **asked
+    )
+    loss = parallel(**batch)
+    loss.backward()
+    return parallel.code, loss.detach(), [p.grad.full_tensor() for p in parallel.parameters()]
+
+
+@pytest.mark.parametrize("vocabulary", [64, 61])
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+def test_a_cut_vocabulary_is_read_once(vocabulary, precision, interpret, threads):
+    torch.manual_seed(0)
+    first = Head(vocabulary)
+    models = [copy.deepcopy(first), copy.deepcopy(first)]
+    labels = torch.randint(0, vocabulary, (12,))
+    labels[2] = 3
+    batch = {"x": torch.randn(12, 24), "labels": labels}
+    asked = {"precision": Precision(precision, "float32")} if precision else {}
+    code, loss, found = threads(2, cut_head, models, batch, asked)[0]
+    assert "cross_entropy_part" in code and "one kernel" in code
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision is not None):
+        plain = first(**batch)
+    plain.backward()
+    near = 2e-2 if precision else 1e-5
+    torch.testing.assert_close(loss, plain.detach(), rtol=near, atol=0)
+    for mine, parameter in zip(found, first.parameters(), strict=True):
+        assert (mine - parameter.grad).norm() <= near * parameter.grad.norm()

@@ -17,36 +17,11 @@ from autopar.graph.graph import run, type_of
 from autopar.kernels import NAMES, families
 from autopar.letters import BadPlan
 from autopar.tracer import ColoTracer
+from tests.kernels.sites import SITES
 from tests.language import drawn, llama
 
 ASSUMED = Assume(no_padding=True)
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-}
-GROUPED = {**SIZES, "num_key_value_heads": 2}
-T5 = {"num_layers": 2, "d_model": 64, "d_ff": 96, "num_heads": 4, "d_kv": 16, "vocab_size": 128}
 LLAMA_LIKE = {"rms_norm": 5, "rotary": 4, "gated": 2}
-SITES = {  # of two layers each
-    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=64)),
-    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED)),
-    "mistral": (hf.MistralForCausalLM, hf.MistralConfig(**GROUPED)),
-    "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config(**GROUPED)),
-    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config(**GROUPED, head_dim=16)),
-    "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config(**GROUPED, head_dim=16)),
-    "phi3": (hf.Phi3ForCausalLM, hf.Phi3Config(**GROUPED, pad_token_id=0)),
-    "olmo2": (hf.Olmo2ForCausalLM, hf.Olmo2Config(**GROUPED)),
-    "gpt_neox": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**SIZES)),
-    "bert": (hf.BertForMaskedLM, hf.BertConfig(**SIZES)),
-    "t5 1.1": (
-        hf.T5ForConditionalGeneration,
-        hf.T5Config(**T5, feed_forward_proj="gated-gelu", decoder_start_token_id=0),
-    ),
-}
 EXPECTED = {
     "gpt2": {"layer_norm": 5, "gelu_tanh": 2},
     "llama": LLAMA_LIKE,

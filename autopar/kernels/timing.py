@@ -1,0 +1,171 @@
+"""Times of kernels: of each family, on shapes of models, forward and backward together.
+
+The floor is what has to move: operands are read and the result written, then its gradient and the operands are read and
+their gradients written, each once, at the bandwidth that a copy reaches on the device.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+from autopar.kernels import families
+from autopar.kernels.family import Family
+
+_SHAPES: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {  # of the operands
+    "rms_norm": [((rows, d), (d,)) for rows, d in ((2048, 4096), (8192, 4096), (32768, 2048))],
+    "layer_norm": [((rows, d), (d,), (d,)) for rows, d in ((2048, 4096), (8192, 4096), (32768, 768))],
+    "gated": [((rows, f), (rows, f)) for rows, f in ((2048, 14336), (8192, 14336), (8192, 1792))],
+    "gelu_tanh": [((rows, f),) for rows, f in ((8192, 3072), (8192, 16384))],
+    "rotary": [((b, h, s, w), (1, 1, s, w), (1, 1, s, w)) for b, h, s, w in ((4, 32, 2048, 128), (1, 8, 8192, 128))],
+    "cross_entropy": [((rows, words),) for rows, words in ((8192, 32000), (4096, 128256))],
+    "cross_entropy_part": [((8192, words),) for words in (16032, 32064)],  # eighths and fourths of a vocabulary
+}
+_SMALL: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {
+    "rms_norm": [((4, 64), (64,))],
+    "layer_norm": [((4, 64), (64,), (64,))],
+    "gated": [((4, 64), (4, 64))],
+    "gelu_tanh": [((4, 64),)],
+    "rotary": [((2, 2, 4, 16), (1, 1, 4, 16), (1, 1, 4, 16))],
+    "cross_entropy": [((4, 64),)],
+    "cross_entropy_part": [((4, 64),)],
+}
+_NUMBERS: dict[str, tuple[Any, ...]] = {
+    "rms_norm": (1e-6, True),
+    "layer_norm": (1e-5,),
+    "gated": (0,),
+    "cross_entropy": (-100, 0.0),
+    "cross_entropy_part": (-100, 0.0, (), 128256),  # what is exchanged is not timed
+}
+_STILL = {"rotary": 2}  # so many of the last operands get no gradient
+_LEAST_S = 0.2  # of measuring one call
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A family on one shape: seconds of forward and backward, in the median, with the spread of the kernel's."""
+
+    family: str
+    dtype: str
+    shape: tuple[int, ...]
+    kernel_s: float
+    spread: float  # between the quartiles, as a share of the median
+    ops_s: float
+    compiled_s: float
+    floor_bytes: int
+    copied_bytes_per_s: float  # by a copy on this device
+    peak_bytes: int
+    is_right: bool  # does it give what the ops give?
+
+    @property
+    def gain(self) -> float:
+        """Times as fast as the ops one by one, or as what torch.compile makes of them, if that is faster.
+
+        None where it is not right.
+        """
+        return min(self.ops_s, self.compiled_s) / self.kernel_s if self.is_right else 0.0
+
+    @property
+    def share(self) -> float:
+        """Bytes of the floor a second, as a share of what a copy reaches."""
+        return self.floor_bytes / self.kernel_s / self.copied_bytes_per_s
+
+
+def measure(names: Sequence[str], device: str, small: bool = False, quick: bool = False) -> Iterator[Row]:
+    """A row for each family, dtype and shape; `quick`: the first shape alone, and without torch.compile."""
+    copied = _copied_bytes_per_s(device, small)
+    for family in families(names):
+        for dtype in ("bfloat16", "float32"):
+            shapes = (_SMALL if small else _SHAPES)[family.name]
+            for one in shapes[:1] if quick else shapes:
+                yield _row(family, dtype, one, device, copied, quick)
+
+
+def least_gains(rows: Iterable[Row]) -> dict[str, float]:
+    """The gain of each family where it is least."""
+    gains: dict[str, float] = {}
+    for row in rows:
+        gains[row.family] = min(row.gain, gains.get(row.family, row.gain))
+    return gains
+
+
+def _row(
+    family: Family, dtype: str, shapes: tuple[tuple[int, ...], ...], device: str, copied: float, quick: bool
+) -> Row:
+    operands = _operands(family.name, getattr(torch, dtype), shapes, device)
+    numbers = _NUMBERS.get(family.name, ())
+    wanted = [x for x in operands if x.requires_grad]
+    y = family.reference(*operands, *numbers)
+    gradient = torch.ones_like(y)
+
+    def step(function: Callable[..., Tensor]) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(function(*operands, *numbers), wanted, gradient)
+
+    is_right = all(
+        _is_near(one, other) for one, other in zip(step(family.call)(), step(family.reference)(), strict=True)
+    )
+    is_right &= _is_near(family.call(*operands, *numbers), y)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    kernel = _times(step(family.call), device)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0  # before the others run
+    moved = [*operands, y, gradient, *operands, *wanted]
+    return Row(
+        family.name,
+        dtype,
+        shapes[0],
+        statistics.median(kernel),
+        _spread(kernel),
+        statistics.median(_times(step(family.reference), device)),
+        float("inf") if quick or device != "cuda" else _compiled_s(step(torch.compile(family.reference)), device),
+        sum(x.numel() * x.element_size() for x in moved),
+        copied,
+        peak,
+        is_right,
+    )
+
+
+def _is_near(found: Tensor, right: Tensor) -> bool:
+    """Is it what the ops give, but for rounding?"""
+    near = 1e-4 if right.dtype == torch.float32 else 2e-2
+    return bool((found - right).abs().max() <= near * right.abs().max())
+
+
+def _compiled_s(step: Callable[[], Any], device: str) -> float:
+    return statistics.median(_times(step, device))
+
+
+def _operands(name: str, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]], device: str) -> list[Tensor]:
+    made = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+    for x in made[: len(made) - _STILL.get(name, 0)]:
+        x.requires_grad_()
+    if name.startswith("cross_entropy"):
+        made.append(torch.randint(0, shapes[0][1], shapes[0][:1], device=device))
+    return made
+
+
+def _times(step: Callable[[], Any], device: str) -> list[float]:
+    """Seconds of one call, several times."""
+    step()
+    timer = Timer("step()", globals={"step": step})
+    least = _LEAST_S if device == "cuda" else _LEAST_S / 20
+    return [float(t) for t in timer.blocked_autorange(min_run_time=least).times]
+
+
+def _spread(times: Sequence[float]) -> float:
+    if len(times) < 2:
+        return 0.0
+    first, middle, third = statistics.quantiles(times, n=4)
+    return (third - first) / middle
+
+
+def _copied_bytes_per_s(device: str, small: bool) -> float:
+    x = torch.empty(2**16 if small else 2**28, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * x.numel() / statistics.median(_times(lambda: y.copy_(x), device))
