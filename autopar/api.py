@@ -49,11 +49,11 @@ from autopar.tracer.precision import Precision
 def plan(
     model: torch.nn.Module,
     meta_inputs: Any,
-    mesh: DeviceMesh | tuple[int, ...] | int | None = None,
+    mesh: DeviceMesh | tuple[int, ...] | int | str | None = None,
     cluster: Cluster | str | None = None,
-    memory_budget: int | str | None = None,
-    optimizer: str | float = "adamw",
-    precision: Precision | None = None,
+    memory_budget: int | float | str | None = None,
+    optimizer: Any = "adamw",
+    precision: Precision | str | torch.dtype | None = None,
     recompute: str = "auto",
     loss: Callable[..., Any] | None = None,
     parallel: str | Mapping[str, Any] | None = None,
@@ -74,15 +74,16 @@ def plan(
 
     Needs no device, no process group and no weights.
 
-    `meta_inputs` are example tensors (meta ones are enough) of the global shapes, as a dict or a tuple. `loss(outputs,
-    inputs)` is planned with the model. `constraints` pin what they name. With `accumulation`, a step is
-    so many calls. The batch of a call passes in `microbatches`, forward and backward of each together: the loss and the
-    gradients are those of the whole batch, activations those of one; "auto" takes more than one where the budget has
-    no room otherwise. The loss head runs in `chunks` of rows, "auto" under a budget: then logits are not kept, unless
-    `outputs` asks for them. `outputs` names those beside the loss that gradients arrive at, as autoparallelize is
-    told. With `compile` the seconds are those of code that torch.compile makes. `kernels` of these names take the place
-    of ops on a GPU; True: those measured to be faster. After `time_limit` seconds a plan that was found is not
-    improved. The model is not modified.
+    `meta_inputs` are example tensors (meta ones are enough) of the global shapes, as a dict or a tuple. `mesh` may be
+    "2x4", `memory_budget` "16GiB", `precision` "bf16", `optimizer` a name, the bytes of its states for each parameter,
+    or a class or an instance of torch.optim. `loss(outputs, inputs)` is planned with the model. `constraints` pin what
+    they name. With `accumulation`, a step is so many calls. The batch of a call passes in `microbatches`, forward and
+    backward of each together: the loss and the gradients are those of the whole batch, activations those of one; "auto"
+    takes more than one where the budget has no room otherwise. The loss head runs in `chunks` of rows, "auto" under a
+    budget: then logits are not kept, unless `outputs` asks for them. `outputs` names those beside the loss that
+    gradients arrive at, as autoparallelize is told. With `compile` the seconds are those of code that torch.compile
+    makes. `kernels` of these names take the place of ops on a GPU; True: those measured to be faster. After
+    `time_limit` seconds a plan that was found is not improved. The model is not modified.
     """
     started = time.monotonic()
     _refuse_parallel(model)

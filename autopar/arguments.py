@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from autopar.kernels import NAMES
-from autopar.letters import BadBudget, BadSharding, NotServed
+from autopar.letters import BadBudget, BadCluster, BadSharding, NotServed, among
 from autopar.runtime.world import world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import OPTIMIZERS
@@ -25,6 +25,9 @@ _UNITS = {
 }
 _MOST_BYTES = 2**62
 _MOST_OPTIMIZER_BYTES = 1e6  # of its states for each parameter
+_STATE_BYTES = {"Adagrad": 4, "Adadelta": 8, "Adamax": 8, "NAdam": 8, "RAdam": 8, "Rprop": 8, "ASGD": 4, "Muon": 4}
+_LEAST_BYTES = 1024  # of a budget: less is a number of GiB
+_PRECISIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "half": "float16"}
 
 
 def refuse_unserved(**arguments: tuple[Any, tuple[Any, ...]]) -> None:
@@ -42,7 +45,7 @@ def kernels_of(given: Any) -> bool | tuple[str, ...]:
     if not isinstance(names, Collection) or not all(name in NAMES for name in names):
         raise NotServed(
             f"kernels={given!r} names no kernels",
-            seen=f"known: {', '.join(NAMES)}",
+            seen=among(NAMES, given),
             advice="True, those that were measured to be faster on the device; False; or some of these",
         )
     return tuple(name for name in NAMES if name in names)
@@ -58,7 +61,7 @@ def check_recompute(policy: Any, known: Collection[str]) -> None:
     if policy != "auto" and policy not in known and not callable(policy):
         raise NotServed(
             f"recompute={policy!r} is no policy",
-            seen=f"known: auto, {', '.join(known)}",
+            seen=among(("auto", *known), policy),
             advice="one of these, or a function of a line and a budget that returns names of its runs",
         )
 
@@ -75,15 +78,36 @@ def check_kinds(solver: Any, strict: Any, loss: Any, assume: Any) -> None:
         )
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise a letter unless it is one that is known by name, or bytes for each parameter."""
-    is_known = isinstance(optimizer, str) and optimizer in OPTIMIZERS
-    if not is_known and not (_is_number(optimizer) and 0 <= optimizer < _MOST_OPTIMIZER_BYTES):
-        raise NotServed(
-            f"optimizer={optimizer!r} is not known",
-            seen=f"known: {', '.join(OPTIMIZERS)}",
-            advice="one of these, or the bytes of its states for each parameter: 8 for AdamW in float32",
-        )
+def optimizer_of(given: Any) -> str | float:
+    """An optimizer that is known by name, or the bytes of its states for each parameter.
+
+    From such a name or number, or from a class or an instance of torch.optim.
+    """
+    if isinstance(given, str) and given.lower() in OPTIMIZERS:
+        return given.lower()
+    if _is_number(given) and 0 <= given < _MOST_OPTIMIZER_BYTES:
+        return float(given) if isinstance(given, float) else given
+    kind = given if isinstance(given, type) else type(given)
+    groups = getattr(given, "param_groups", [{}])
+    if kind.__module__.startswith("torch.optim") and (found := _states_of(kind.__name__, groups)) is not None:
+        return found
+    raise NotServed(
+        f"optimizer={kind.__name__ if hasattr(given, 'param_groups') else given!r} is not known",
+        seen=among((*OPTIMIZERS, "torch.optim.AdamW and others of torch.optim"), given),
+        advice="one of these, or the bytes of its states for each parameter: 8 for AdamW in float32",
+    )
+
+
+def _states_of(name: str, groups: Sequence[Any]) -> str | float | None:
+    """The name or bytes of an optimizer of torch.optim, by its options; None where its states are not so simple."""
+    has_momentum = any(group.get("momentum") for group in groups)
+    if name in ("Adam", "AdamW"):
+        return 12 if any(group.get("amsgrad") for group in groups) else "adamw"
+    if name == "SGD":
+        return "sgd-momentum" if has_momentum else "sgd"
+    if name == "RMSprop":
+        return 4 * (1 + has_momentum + any(group.get("centered") for group in groups))
+    return _STATE_BYTES.get(name)
 
 
 def check_outputs(outputs: Any) -> None:
@@ -129,11 +153,20 @@ def check_time_limit(time_limit: Any) -> None:
         )
 
 
-def check_precision(precision: Any) -> None:
-    if precision is not None and not isinstance(precision, Precision):
+def precision_of(given: Any) -> Precision | None:
+    """A Precision from what a caller may pass: one, None, a name such as "bf16", or a dtype of torch."""
+    if given is None or isinstance(given, Precision):
+        return given
+    name = str(given).removeprefix("torch.").lower()
+    if name in ("fp32", "float32", "no"):  # as the model is stored
+        return None
+    if name not in _PRECISIONS:
         raise NotServed(
-            f"precision={precision!r} is no Precision", advice='autopar.Precision(param="bfloat16", reduce="float32")'
+            f"precision={given!r} is no Precision",
+            seen=among((*_PRECISIONS, "fp32"), given),
+            advice='autopar.Precision(param="bfloat16", reduce="float32"), or "bf16" for that',
         )
+    return Precision(_PRECISIONS[name], "float32")
 
 
 def check_pad_to(pad_to: Any) -> None:
@@ -175,7 +208,25 @@ def budget_of(given: Any, cluster: Cluster) -> float:
             f"memory_budget={given!r} is no number of bytes",
             advice='bytes, or text such as "16GiB"; float("inf") for no limit',
         )
+    if isinstance(number, float) and number < _LEAST_BYTES:
+        raise BadBudget(
+            f"memory_budget={given!r} is {float(number):g} bytes a device",
+            advice=f'memory_budget="{float(number):g}GiB"',
+        )
     return float(number)
+
+
+def check_fits(devices: int, cluster: Cluster) -> None:
+    """Raise a letter where a cluster's name says how many devices it has, and those are fewer."""
+    has = cluster.devices_per_node * cluster.nodes
+    if devices > has and re.search(r"-\d+x\d+$", cluster.name):
+        nodes = -(-devices // cluster.devices_per_node)
+        kind = cluster.name.rpartition("-")[0]
+        raise BadCluster(
+            f"{devices} devices are asked for, and cluster {cluster.name} has {has}",
+            seen=f"{cluster.nodes} nodes of {cluster.devices_per_node} devices",
+            advice=f'cluster="{kind}-{cluster.devices_per_node}x{nodes}", or a mesh of {has}',
+        )
 
 
 def device_count(mesh: int | None, cluster: Cluster) -> int:

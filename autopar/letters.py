@@ -11,7 +11,18 @@ ourselves.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
+
+
+def among(names: Iterable[str], given: Any) -> str:
+    """The names that are known, for the line `with` of a letter, and which of them may have been meant."""
+    known = list(names)
+    folded = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(given.lower(), list(folded), n=1) if isinstance(given, str) else []
+    meant = f"; did you mean {folded[near[0]]!r}?" if near else ""
+    return f"known: {', '.join(known)}{meant}"
 
 
 class Letter(Exception):

@@ -5,6 +5,7 @@ It traces a model, plans a graph, and plans again for another batch of a model t
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,16 +20,17 @@ from autopar.arguments import (
     RESERVE,
     budget_of,
     check_accumulation,
+    check_fits,
     check_gap,
     check_kinds,
     check_number,
-    check_optimizer,
     check_outputs,
-    check_precision,
     check_recompute,
     check_time_limit,
     device_count,
     kernels_of,
+    optimizer_of,
+    precision_of,
 )
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info
@@ -38,12 +40,14 @@ from autopar.planning import Planning
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.meshes import best_mesh, meshes
-from autopar.solver.plan import Plan
+from autopar.solver.plan import Beside, Plan
 from autopar.solver.policies import POLICIES, Policy
+from autopar.solver.rivals import PricedSpace
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
 from autopar.turns import head_of, in_chunks, in_micro_batches, rows_of_batch, why_whole
 
+_BESIDE = ("dp", "zero3", "megatron")  # what a plan is held against
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
 
 
@@ -51,11 +55,11 @@ _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a tra
 class Request:
     """The arguments of `autopar.plan` but the model and its inputs."""
 
-    mesh: DeviceMesh | tuple[int, ...] | int | None = None
+    mesh: DeviceMesh | tuple[int, ...] | int | str | None = None
     cluster: Cluster | str | None = None
     memory_budget: int | str | float | None = None
-    optimizer: str | float = "adamw"
-    precision: Precision | None = None
+    optimizer: Any = "adamw"  # read: a name, or bytes for each parameter
+    precision: Any = None  # read: a Precision or None
     recompute: str | Policy = "auto"
     loss: Callable[..., Any] | None = None
     parallel: str | Mapping[str, Any] | None = None
@@ -76,16 +80,17 @@ class Request:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kernels", kernels_of(self.kernels))
+        object.__setattr__(self, "mesh", _count_or_mesh(self.mesh))
         check_recompute(self.recompute, POLICIES)
         check_gap(self.gap)
         check_kinds(self.solver, self.strict, self.loss, self.assume)
-        check_optimizer(self.optimizer)
+        object.__setattr__(self, "optimizer", optimizer_of(self.optimizer))
         check_outputs(self.outputs)
         check_accumulation(self.accumulation)
         check_number("microbatches", self.microbatches)
         check_number("chunks", self.chunks)
         check_time_limit(self.time_limit)
-        check_precision(self.precision)
+        object.__setattr__(self, "precision", precision_of(self.precision))
         object.__setattr__(self, "hardware", Cluster.of(self.cluster))
         object.__setattr__(self, "budget", budget_of(self.memory_budget, self.hardware))
 
@@ -132,6 +137,25 @@ class Request:
 
         `started` a time of the monotonic clock, from which the time limit counts.
         """
+        found = self._plan(graph, started)
+        if isinstance(found.search, PricedSpace):
+            found.search.others = functools.partial(self._beside, graph, found.mesh, found.microbatches)
+        return found
+
+    def _beside(self, graph: Graph, mesh: DeviceMesh, turns: int) -> tuple[Beside, ...]:
+        """Experts' plans of a graph on a mesh, without a budget and whatever is pinned."""
+        freer: dict[str, Any] = {"mesh": mesh, "memory_budget": math.inf, "constraints": None, "microbatches": turns}
+        found = []
+        for name in _BESIDE:
+            try:
+                plan = replace(self, **freer, parallel=name, time_limit=None)._plan(graph)
+                found.append(Beside(name, plan.step_time_s, plan.peak_bytes))
+            except (BadConstraint, BadPreset, Infeasible):
+                found.append(Beside(name, math.inf, 0, "does not fit this model or mesh"))
+        return tuple(found)
+
+    def _plan(self, graph: Graph, started: float = math.inf) -> Plan:
+        """The fastest plan found for a graph."""
         until = math.inf if self.time_limit is None else started + self.time_limit
         if self.microbatches != "auto":
             return self._on_meshes(Planning(self, self._in_turns(graph, int(self.microbatches)), until))
@@ -184,8 +208,11 @@ class Request:
         until = planning.until
         if self.mesh is None or (isinstance(self.mesh, numbers.Integral) and not isinstance(self.mesh, bool)):
             count = device_count(None if self.mesh is None else int(self.mesh), self.hardware)
+            check_fits(count, self.hardware)
             return best_mesh(meshes(count), planning.on, until)
-        return planning.on(DeviceMesh.of(self.mesh))
+        mesh = DeviceMesh.of(self.mesh)
+        check_fits(mesh.size, self.hardware)
+        return planning.on(mesh)
 
     def plan_again(self, graph: Graph, first: Plan, has_gradients: bool = True) -> Plan:
         """A plan of another graph of the same model, with parameters stored as in the first.
@@ -244,6 +271,11 @@ class Request:
             found = f"{self.time_limit:g} s: what was found by then; another run may give another plan"
             said.append(("time_limit", found))
         return said
+
+
+def _count_or_mesh(given: Any) -> Any:
+    """A mesh as it was given; text of one number as a count of devices, whose meshes are searched."""
+    return int(given) if isinstance(given, str) and given.strip().isdecimal() else given
 
 
 def _may_fit(letters: Sequence[Infeasible], budget: float) -> bool:

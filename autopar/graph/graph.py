@@ -13,6 +13,7 @@ and every node has one typed entry, `node.meta["info"]`. The Graph knows nothing
 from __future__ import annotations
 
 import hashlib
+import html
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -190,6 +191,9 @@ class Graph:
             *self.backward_from,
         )
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         results = list(self.output.args[0])

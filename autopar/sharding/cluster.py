@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autopar.letters import BadCluster
+from autopar.letters import BadCluster, among
 from autopar.sharding.device import Curve, Device, curve
 from autopar.sharding.mesh import DeviceMesh
 
@@ -147,7 +147,7 @@ class Cluster:
                 return replace(cluster, name=str(given), devices_per_node=int(match[2]), nodes=int(match[3]))
             raise BadCluster(
                 f"no cluster is called {str(given)!r}",
-                seen=f"known: {', '.join(known)}",
+                seen=among(known, str(given).partition("-")[0]),
                 advice='a name such as "h100-8x4", or the path of a .json profile',
             )
         raise BadCluster(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import math
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,6 +47,9 @@ class DeviceMesh:
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "ranks", () if ranks == sorted(ranks) else tuple(ranks))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         return "(" + ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True)) + ")"
@@ -117,15 +122,17 @@ class DeviceMesh:
 
     @staticmethod
     def of(given: Any) -> DeviceMesh:
-        """A mesh from what a caller may pass: a DeviceMesh, torch's own over all ranks, a shape, or a count."""
+        """A mesh from what a caller may pass: a DeviceMesh, torch's own over all ranks, a shape, a count, or "2x4"."""
         if isinstance(given, DeviceMesh):
             return given
+        if isinstance(given, str) and re.fullmatch(r"\s*\d+(\s*[x,]\s*\d+)*\s*", given):
+            return DeviceMesh(tuple(int(n) for n in re.split("[x,]", given)))
         if type(given).__module__.startswith("torch.") and hasattr(given, "mesh_dim_names"):
             return DeviceMesh(tuple(given.mesh.shape), given.mesh_dim_names, given.mesh.flatten().tolist())
         if isinstance(given, (tuple, list)) or hasattr(given, "__index__"):
             return DeviceMesh(tuple(given) if isinstance(given, (tuple, list)) else (given,))
         raise BadSharding(
-            f"{given!r} is not a mesh", advice='DeviceMesh((2, 4), ("dp", "tp")), or a shape such as (2, 4)'
+            f"{given!r} is not a mesh", advice='DeviceMesh((2, 4), ("dp", "tp")), or a shape such as (2, 4) or "2x4"'
         )
 
 

@@ -1,7 +1,7 @@
 """`Plan`: a strategy for every site, what it costs, and how far from the best it can be.
 
-A value: its text is in `text.py`, its JSON in `archive.py`. Nothing here builds a plan or searches for one, and nothing
-imports torch.
+A value: its text is in `summary.py` and `text.py`, its JSON in `archive.py`. Nothing here builds a plan or searches for
+one, and nothing imports torch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from glob import escape
+from html import escape as escape_html
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from autopar.letters import BadBudget, BadPlan
 from autopar.sharding.certainty import spread
@@ -21,13 +22,22 @@ from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, values
-from autopar.solver import archive, text
+from autopar.solver import archive, summary, text
 from autopar.solver.decision import Conversion, Decision
 
 if TYPE_CHECKING:
     import torch
 
     from autopar.solver.curve import Curve
+
+
+class Beside(NamedTuple):
+    """A preset's plan on the same mesh."""
+
+    name: str
+    step_time_s: float
+    peak_bytes: int
+    why: str = ""  # why there is none
 
 
 class SearchedSpace(Protocol):
@@ -50,6 +60,13 @@ class SearchedSpace(Protocol):
     def curve(self, budgets: int | Sequence[int]) -> Curve:
         """Budgets against step time."""
 
+    @property
+    def known_beside(self) -> tuple[Beside, ...] | None:
+        """Experts' plans, if they were asked for."""
+
+    def beside(self) -> tuple[Beside, ...]:
+        """Experts' plans on the same mesh."""
+
     def let_go(self) -> None:
         """Give up the space. `autoparallelize` does, so that no training holds it."""
 
@@ -58,7 +75,7 @@ _MOST_BUDGETS = 1000  # of a curve
 GraphCheck = Callable[..., None]  # (plan, model, meta_inputs, loss, assume, outputs): a letter unless they agree
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """A strategy per site. A plan changes only speed and memory: what the program computes is not in it."""
 
@@ -146,7 +163,28 @@ class Plan:
     # -- text
 
     def __str__(self) -> str:
+        """The plan at one look, in 15 lines of 100 columns."""
+        return summary.summary_of(self)
+
+    def __repr__(self) -> str:
+        fits = f", peak_bytes={self.peak_bytes:,}" if self.memory else ""
+        return f"Plan(mesh={self.mesh}, step_time_s={self.step_time_s:.6g}, gap={self.gap:.2%}{fits})"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape_html(str(self))}</pre>"
+
+    def table(self) -> str:
+        """All that the plan decides: parameters, ops, conversions and what backward needs, equal layers in one row."""
         return text.table_of(self)
+
+    def beside(self) -> tuple[Beside, ...]:
+        """The same model on the same mesh under dp, zero3 and megatron, whatever memory they take.
+
+        As `explain`, it needs the space: it is for the process that planned. `print(plan)` names them from then on.
+        """
+        if self.search is None or self.search.is_over:
+            raise BadPlan("the space that this plan was chosen from is gone", advice="autopar.plan(...).beside()")
+        return self.search.beside()
 
     def explain(self, pattern: str) -> str:
         """The choices of the sites whose name begins with a pattern, their conversions, and their best rivals.

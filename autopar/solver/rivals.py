@@ -7,6 +7,7 @@ They are looked for when `plan.explain` asks. That needs the whole space with it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from autopar.solver.budget import Budgeted, Prices
 from autopar.solver.curve import Curve
 from autopar.solver.eliminate import least_by_choice
 from autopar.solver.tables import Problem
+
+if TYPE_CHECKING:
+    from autopar.solver.plan import Beside
 
 CurveOf = Callable[[int | Sequence[int]], Curve]
 
@@ -28,6 +32,8 @@ class PricedSpace:
         self.picked = picked
         self.prices = prices
         self._problem: Problem | None = None
+        self.others: Callable[[], tuple[Beside, ...]] | None = None  # given by who knows presets
+        self.known_beside: tuple[Beside, ...] | None = None
         self._hubs: set[int] = set()  # variables that keep their choice while rivals of others are looked for
 
     @property
@@ -42,7 +48,13 @@ class PricedSpace:
 
     def let_go(self) -> None:
         """Give up the space and its tables."""
-        self.counted = self._problem = self._curve = None
+        self.counted = self._problem = self._curve = self.others = None
+
+    def beside(self) -> tuple[Beside, ...]:
+        """Experts' plans on the same mesh, planned when they are first asked for."""
+        if self.known_beside is None:
+            self.known_beside = self.others() if self.others is not None else ()
+        return self.known_beside
 
     def curve(self, budgets: int | Sequence[int]) -> Curve:
         """Budgets against step time."""

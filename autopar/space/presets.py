@@ -5,6 +5,7 @@
                   several micro-batches
     zero2         the same, in each of them
     zero3         the same, parameters gathered again in backward, and a block at a time
+    hsdp          zero3 on the last axis, the same parameters on the others: their gradients are added up once more
     megatron      on one axis: every linear layer cut by its output, the next by its input; embedding and head by
                   vocabulary; sums are made whole, or with sequence=True scattered along the sequence
     2d            on two axes: rows by the first, features by the second; a weight is stored cut by both and gathered
@@ -17,6 +18,8 @@ Besides shardings, a preset has habits: what is made of the batch stays cut alon
 Megatron's sums are made whole (or scattered along the sequence). A plan that would compute the first layers on every
 device, to reduce fewer gradients, may be faster, but is not what the name says. Where a model does not allow a habit
 (of each row beside every other, say), the plan says so.
+
+Names that other tools have are taken too: ddp is dp, fsdp is zero3, tp is megatron.
 
 `parallel="megatron"` puts Megatron on the last axis and dp on the others; the others want as many axes as they name.
 `parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3))` says it in full: data is on the first axes,
@@ -31,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.graph.graph import Graph, TensorType, type_of
-from autopar.letters import BadPreset
+from autopar.letters import BadPreset, among
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding, every_part_holds_something
 from autopar.space.constraints import Preset
@@ -40,6 +43,8 @@ from autopar.space.windows import BLOCK, BUCKET
 
 DATA = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 TENSOR = {"megatron": 1, "2d": 2, "2.5d": 3, "3d": 3}  # and how many axes each takes
+HYBRID = "hsdp"
+_ALSO_CALLED = {"ddp": "dp", "fsdp": "zero3", "fsdp2": "zero3", "tp": "megatron"}
 _POLICIES = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}  # of the stages of ZeRO
 
 
@@ -52,6 +57,12 @@ class AxisRoles:
     mode: str = ""
     tensor: tuple[int, ...] = ()
     sequence: bool = False
+    stored: tuple[int, ...] | None = None  # the axes of data that a stage of ZeRO cuts parameters over; None: all
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The axes that cut parameters in storage, under a stage of ZeRO."""
+        return self.data if self.stored is None else self.stored
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -113,10 +124,13 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
 
 def _named(name: str, mesh: DeviceMesh, real: Sequence[int]) -> AxisRoles:
     """The roles under a preset's name: a tensor mode takes the last axes, data the others."""
+    name = _ALSO_CALLED.get(name, name)
     if name in DATA:
         return AxisRoles(tuple(real), DATA[name])
+    if name == HYBRID:
+        return AxisRoles(tuple(real), 3, stored=tuple(real[-1:]))
     if name not in TENSOR:
-        raise BadPreset(f"no preset is called {name!r}", seen=f"known: {', '.join((*DATA, *TENSOR))}")
+        raise BadPreset(f"no preset is called {name!r}", seen=among((*DATA, HYBRID, *TENSOR, *_ALSO_CALLED), name))
     count = TENSOR[name]
     if count > 1 and len(real) != count:
         raise BadPreset(
@@ -172,7 +186,7 @@ def _stored(type_: TensorType, mesh: DeviceMesh, roles: AxisRoles, cut: Paramete
 
     def sizes(dim: int) -> list[int]:
         axes = [mesh.axis(text.rpartition("@")[2]) for text in cut.stored if int(text[2]) == dim]
-        return [mesh.shape[a] for a in (*roles.data, *axes)]
+        return [mesh.shape[a] for a in (*roles.cuts, *axes)]
 
     def divides(dim: int) -> bool:
         return type_.shape[dim] % math.prod(sizes(dim)) == 0
@@ -181,7 +195,7 @@ def _stored(type_: TensorType, mesh: DeviceMesh, roles: AxisRoles, cut: Paramete
         able = [d for d in dims if every_part_holds_something(type_.shape[d], sizes(d))]
         if able:
             dim = next(filter(divides, able), able[0])
-            return [f"S({dim})@{mesh.axes[a]}" for a in roles.data]
+            return [f"S({dim})@{mesh.axes[a]}" for a in roles.cuts]
     return []
 
 
@@ -199,12 +213,12 @@ def said_of(
     roles = _roles(parallel, mesh)
     if not roles.zero or not roles.data:
         return ()
-    whole = [name for name, sharding in parameters.items() if _is_whole(sharding, roles.data)]
+    whole = [name for name, sharding in parameters.items() if _is_whole(sharding, roles.cuts)]
     if not whole:
         return ()
     names = ", ".join(whole[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
     share = sum(sizes[name] for name in whole) / max(1, sum(sizes.values()))
-    along = ", ".join(f"{mesh.axes[a]}={mesh.shape[a]}" for a in roles.data)
+    along = ", ".join(f"{mesh.axes[a]}={mesh.shape[a]}" for a in roles.cuts)
     said = (
         f"{len(whole)} of {len(parameters)} parameters ({share:.2%} of their bytes) are stored whole along {along}, "
         f"where no dim that is left has a part for every device, or a constraint says so: {names}"

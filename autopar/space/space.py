@@ -7,6 +7,7 @@ Window  communication that moves while some ops compute: the shorter of both tak
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,6 +119,9 @@ class Space:
     windows: tuple[Window, ...] = ()  # of communication beside compute
     # how the seconds of a site came to be under a choice, a line for each kernel
     told: Callable[[str, Choice], list[str]] | None = None
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         lines = [

@@ -326,7 +326,7 @@ def test_a_plan_beside_planning_arguments_is_a_letter():
 @pytest.mark.parametrize(
     "how",
     [
-        dict(precision="bfloat16"),
+        dict(precision="bfloat17"),
         dict(recompute="everything"),
         dict(accumulation=0),
         dict(accumulation=True),

@@ -509,7 +509,7 @@ def test_a_plan_tells_bytes_and_seconds_of_what_backward_needs(halved):
     assert plan.recomputed <= plan.needed.keys() and any(name not in plan.recomputed for name in plan.needed)
     assert sum(plan.needed[name][1] for name in plan.recomputed) == pytest.approx(plan.recompute_s)
     assert all(nbytes > 0 for nbytes, _ in plan.needed.values())
-    rows = str(plan).split("needed in backward", 1)[1].split("\n\n", 1)[0]
+    rows = plan.table().split("needed in backward", 1)[1].split("\n\n", 1)[0]
     assert " recomputed " in rows and " saved " in rows and " MiB" in rows
     assert not autopar.plan(model, batch, mesh=(1,), memory_budget="inf").needed
     code = str(lower(ColoTracer().trace(model, batch), plan, (0,)).program)

@@ -80,7 +80,7 @@ def test_gloo_processes_train_the_same(processes):
 
 def test_megatron_cuts_attention_by_heads_and_the_head_by_vocabulary():
     plan = planned("megatron", MESHES[1], 0.0, "float64")
-    text = str(plan)
+    text = plan.table()
     assert plan.parameters["transformer.h.0.attn.c_attn.weight"].text(("tp",)) == "S(1, blocks=(32, 32, 32))"
     assert "S(1), S(1), S(1) -> S(1)" in text and not plan.without_rule
     assert plan.parameters["transformer.wte.weight"].text(("tp",)) == "S(0)"

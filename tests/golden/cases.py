@@ -52,7 +52,7 @@ class Case:
             del decision["source"]  # lines of the model's own file
         digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
         parts = {
-            "plan": str(plan),
+            "plan": plan.table(),
             "plan as data": digest,
             "forward": _code(joint.forward),
             "backward": _code(joint.backward),

@@ -89,7 +89,7 @@ def test_the_plan_offers_the_line():
     model = Of(CALLS[NINES])
     model.weight = torch.nn.Parameter(torch.randn(16, 16))
     plan = autopar.plan(model, (torch.randn(32, 16),), mesh=2, loss=lambda out, inputs: out.sum())
-    assert "autopar.rule('autopar_tests::mean_of_nines', 'w0_0! a, w1_0! -> a')" in str(plan)
+    assert "autopar.rule('autopar_tests::mean_of_nines', 'w0_0! a, w1_0! -> a')" in plan.table()
     assert autopar.Plan.from_dict(plan.to_dict()).suspected == plan.suspected == ((NINES, SUSPECTED[NINES]),)
 
 

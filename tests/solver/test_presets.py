@@ -233,7 +233,7 @@ def test_the_search_over_meshes_takes_the_best():
     shapes = [(8,), (2, 4), (4, 2)]
     each = {str(DeviceMesh(shape)): planned("llama", DeviceMesh(shape)).step_time_s for shape in shapes}
     assert found.step_time_s == min(each.values()) and {row[0]: row[1] for row in found.meshes} == each
-    assert "mesh" in str(found) and all(text in str(found) for text in each)
+    assert "mesh" in found.table() and all(text in found.table() for text in each)
     assert planned("llama", 8).to_dict() == found.to_dict()
 
 
@@ -279,7 +279,7 @@ def test_a_byte_under_the_free_peak_is_a_budget_like_any_other(less):
 
 
 WRONG = {
-    "a preset nobody knows": (BadPreset, dict(parallel="ddp")),
+    "a preset nobody knows": (BadPreset, dict(parallel="gspmd")),
     "an empty dictionary": (BadPreset, dict(parallel={})),
     "another key": (BadPreset, dict(parallel=dict(pipeline=2))),
     "a size that is none": (BadPreset, dict(parallel=dict(data="two"))),
@@ -295,7 +295,7 @@ WRONG = {
     "tensor that is no axis": (BadPreset, dict(parallel=dict(data=1, tensor=4))),
     "rows that do not divide": (BadPreset, dict(mesh=DeviceMesh(16), parallel="dp")),
     "no devices": (BadSharding, dict(mesh=0)),
-    "a mesh of text": (BadSharding, dict(mesh="2x2")),
+    "a mesh of text": (BadSharding, dict(mesh="2 by 2")),
     "a mesh of nothing": (BadSharding, dict(mesh=())),
     "a fractional mesh": (BadSharding, dict(mesh=(2.5,))),
     "a cluster nobody knows": (BadCluster, dict(cluster="h1000")),
@@ -404,7 +404,7 @@ def test_after_the_time_limit_a_plan_is_not_improved_and_says_so():
     plan = autopar.plan(model, batch, mesh=8, time_limit=1e-3)
     assert [why for *_, why in plan.meshes].count("not planned: the time limit") == len(
         plan.meshes
-    ) - 1 and "another run may give another plan" in str(plan)
+    ) - 1 and "another run may give another plan" in plan.table()
     assert plan.lower_bound_s <= plan.step_time_s
 
 

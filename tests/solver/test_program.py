@@ -163,7 +163,7 @@ def test_a_plan_survives_json_and_planning_again(tmp_path):
 
 def test_a_plan_speaks():
     plan = small_plan()
-    text = str(plan)
+    text = plan.table()
     assert (
         "mesh (dp=2, tp=2)" in text
         and "blocks.*.up.weight (x2)" in text
@@ -270,7 +270,7 @@ def test_a_plan_says_what_was_stopped(monkeypatch, tmp_path):
     model, batch = two_layers()
     monkeypatch.setattr(polish, "_PIVOTS", 10)
     plan = autopar.plan(model, batch, mesh=(2, 2))
-    assert plan.stopped and "stopped   the integer program" in str(plan) and plan.gap > 0
+    assert plan.stopped and "stopped   the integer program" in plan.table() and plan.gap > 0
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").stopped == plan.stopped
 

@@ -1,0 +1,55 @@
+"""Figures as a person reads them: seconds, bytes, rows in columns, names of layers that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.graph.layers import folded
+
+Row = tuple[str, ...]
+
+
+def time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return f"{microseconds(seconds)} us"
+
+
+def signed(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'}{time(abs(seconds))}"
+
+
+def microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"
+
+
+def size(n: float) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= scale:
+            return f"{n / scale:.2f} {unit}"
+    return f"{n:.0f} B"
+
+
+def folded_rows(rows: Iterable[Row]) -> list[Row]:
+    """Rows that say the same of numbered layers as one, with `*` for the number and their count."""
+    groups: dict[Row, list[Row]] = {}
+    for row in rows:
+        groups.setdefault((folded(row[0]), *row[1:]), []).append(row)
+    found = []
+    for (name, *cells), alike in groups.items():
+        found.append(alike[0] if len(alike) == 1 else (f"{name} (x{len(alike)})", *cells))
+    return found
+
+
+def aligned(head: Row, rows: Iterable[Row]) -> list[str]:
+    """Rows as aligned columns, the last one to the right. A table without rows says so."""
+    table = [head, *rows]
+    if len(table) == 1:
+        return [f"{head[0]}: none"]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for *cells, last in table:
+        left = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
+        lines.append("  ".join([*left, last.rjust(widths[-1])]).rstrip())
+    return lines

@@ -1,0 +1,247 @@
+"""A plan at one look: what it does in words, what it takes, and how far from the best it may be.
+
+At most `LINES` lines of `WIDTH` columns. The whole of it is `plan.table()`.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autopar.graph.layers import folded
+from autopar.sharding.certainty import FROM
+from autopar.sharding.placement import Placement
+from autopar.solver.decision import Decision
+from autopar.solver.figures import size, time
+
+if TYPE_CHECKING:
+    from autopar.solver.plan import Beside, Plan
+
+LINES, WIDTH = 15, 100
+_LABEL = 10
+_MOST = 0.9  # of the seconds of products: what holds for so many is said of all
+_SOME = 0.1
+_NAMES = 6  # of modules or values that are named
+_DEAREST = 5
+
+
+def summary_of(plan: Plan) -> str:
+    """The plan at one look."""
+    rows = [*_what(plan), *_takes(plan), *_warnings(plan)]
+    lines = [line for label, text, most in rows for line in _wrapped(label, text, most)]
+    left = LINES - 1 - len(lines)
+    said = [line for label, text, most in _said(plan) for line in _wrapped(label, text, most)]
+    return "\n".join([*lines, *said[:left], "whole     plan.table(); one place of it: plan.explain(name)"])
+
+
+_Line = tuple[str, str, int]  # label, text, and the lines that it may take
+
+
+def _wrapped(label: str, text: str, most: int) -> list[str]:
+    lines = textwrap.wrap(text, WIDTH - _LABEL, max_lines=most, placeholder=" ...", break_long_words=True)
+    return [f"{head:<{_LABEL}}{line}" for head, line in zip([label, *[""] * most], lines, strict=False)]
+
+
+def _what(plan: Plan) -> Iterator[_Line]:
+    """The plan in words."""
+    made = ", compiled" if plan.compiled else ""
+    dtypes = f", computes in {plan.precision[0]}" if plan.precision else ""
+    yield "plan", f"for {plan.mesh.size} devices, mesh {plan.mesh}, cluster {plan.cluster}{dtypes}{made}", 1
+    yield "does", verdict(plan), 3
+    if plan.recomputed:
+        within = f" in {len(plan.segments)} segments" if plan.segments else ""
+        values = (name.rpartition(":")[0] if name[-1:].isdigit() and ":" in name else name for name in plan.recomputed)
+        yield "recompute", f"{len(plan.recomputed)} values{within}: {_named(Counter(map(_short, values)))}", 2
+
+
+def _takes(plan: Plan) -> Iterator[_Line]:
+    """Seconds and bytes."""
+    compute, moved = sum(d.seconds for d in plan.decisions.values()), sum(c.seconds for c in plan.conversions)
+    parts = [
+        (compute, "compute and optimizer"),
+        (moved - plan.beside_s, "communication in line"),
+        (plan.beside_s - plan.hidden_s, "communication that compute does not hide"),
+        (plan.recompute_s, "recompute"),
+    ]
+    said = ", ".join(f"{time(s)} {what}" for s, what in parts if s >= 0.0005 * plan.step_time_s)
+    yield "step", f"{time(plan.step_time_s)}{_expected(plan)}: {said}", 2
+    kinds = sorted(plan.memory.items(), key=lambda pair: -pair[1])
+    held = ", ".join(f"{kind} {size(n)}" for kind, n in kinds if n)
+    of_budget = f" of {size(plan.budget)}" if math.isfinite(plan.budget) else ""
+    yield "memory", f"{size(plan.peak_bytes)}{of_budget} at the {plan.peak_at}: {held}", 2
+    within = " within the budget" if math.isfinite(plan.budget) else ""
+    yield "bound", f"no plan{within} takes less than {time(plan.lower_bound_s)}: gap {plan.gap:.2%}", 1
+    yield "beside", _beside(plan), 1
+    yield "dearest", _dearest(plan), 2
+
+
+def _expected(plan: Plan) -> str:
+    """Between which seconds a measured step is expected."""
+    total = sum(plan.sources.values())
+    if not total:
+        return ""
+    source = max(plan.sources, key=lambda name: plan.sources[name])
+    low, high = plan.step_interval_s
+    return f" (measured: {time(low)} to {time(high)} in nine of ten; seconds {FROM[source]})"
+
+
+def _warnings(plan: Plan) -> Iterator[_Line]:
+    """What a reader should not miss."""
+    if plan.without_rule:
+        cost = sum(plan.decisions[name].seconds for name in plan.without_rule)
+        names = _named(Counter(map(_short, plan.without_rule)))
+        yield "careful", f"replicated for want of a rule ({time(cost)} a step): {names}", 1
+    if broken := [meaning for name, meaning in plan.defaults if name == "parallel"]:
+        yield "careful", broken[0], 1
+    if plan.stopped:
+        yield "stopped", f"{', '.join(plan.stopped)}, after the work that it is given", 1
+
+
+def _said(plan: Plan) -> Iterator[_Line]:
+    """What was assumed, and what defaults meant."""
+    if plan.assumptions:
+        yield "assumed", "; ".join(plan.assumptions), 1
+    said = [f"{name}: {meaning.partition(':')[0]}" for name, meaning in plan.defaults if name != "parallel"]
+    if said:
+        yield "defaults", "; ".join(said), 2
+
+
+def _beside(plan: Plan) -> str:
+    """Experts' plans on the same mesh, as far as they were asked for."""
+    known = plan.search.known_beside if plan.search is not None else None
+    if known is None:
+        return "plan.beside() plans the same model under dp, zero3 and megatron"
+    return "; ".join(_of_rival(rival, plan.budget) for rival in known)
+
+
+def _of_rival(rival: Beside, budget: float) -> str:
+    if rival.why:
+        return f"{rival.name} {rival.why}"
+    fits = "" if rival.peak_bytes <= budget else ", does not fit"
+    return f"{rival.name} {time(rival.step_time_s)} ({size(rival.peak_bytes)}{fits})"
+
+
+def _dearest(plan: Plan) -> str:
+    """The places that take most of the step, those of layers together."""
+    seconds: dict[str, float] = defaultdict(float)
+    for name, d in plan.decisions.items():
+        seconds[_short(name)] += d.seconds
+    for c in plan.conversions:
+        seconds[f"{_short(c.source)} to {_short(c.target)}"] += c.seconds
+    dearest = sorted(seconds.items(), key=lambda pair: -pair[1])[:_DEAREST]
+    return ", ".join(f"{name} {s / plan.step_time_s:.0%}" for name, s in dearest if s) if plan.step_time_s else ""
+
+
+# -- the plan in words
+
+
+def verdict(plan: Plan) -> str:
+    """What is cut along the axes of the mesh, axes of one role together."""
+    roles: dict[_Role, list[int]] = defaultdict(list)
+    for axis, n in enumerate(plan.mesh.shape):
+        if n > 1:
+            roles[_role(plan, axis)].append(axis)
+    said = [role.text(plan, axes) for role, axes in roles.items()]
+    turns = [f"the batch passes in {plan.microbatches} micro-batches"] if plan.microbatches > 1 else []
+    calls = [f"a step is {plan.accumulation} calls"] if plan.accumulation > 1 else []
+    head = [f"the loss head runs in {plan.chunks} chunks of rows"] if plan.chunks > 1 else []
+    return "; ".join([*said, *calls, *turns, *head]) or "everything runs on one device"
+
+
+@dataclass(frozen=True, slots=True)
+class _Role:
+    """What an axis does: tenths of the seconds of products that each cut has, and of parameters that are stored cut."""
+
+    rows: int
+    positions: int
+    weights: int
+    stored: int
+    is_regathered: bool
+    modules: tuple[str, ...]  # whose weights are used in parts
+
+    def text(self, plan: Plan, axes: Sequence[int]) -> str:
+        n = math.prod(plan.mesh.shape[a] for a in axes)
+        names = [plan.mesh.axes[a] for a in axes]
+        word = "axis " if len(axes) == 1 else "axes "
+        along = f"{n} devices" if len(plan.mesh.shape) == 1 else f"{n} ({word}{', '.join(names)})"
+        said = []
+        for tenths, what in ((self.rows, "batch over"), (self.positions, "positions over")):
+            if tenths:
+                said.append(f"{what} {along}{_share(tenths)}")
+        if self.weights:
+            said.append(f"weights over {along}{_share(self.weights)}: {_named(Counter(self.modules))}")
+        elif self.stored:
+            share = "" if self.stored == 10 else f" ({self.stored}0% of their bytes)"
+            again = ", and again in backward" if self.is_regathered else ""
+            said.append(f"parameters stored in {n} parts{share}, gathered where they are used{again}")
+        return ", ".join(said) or f"the same on all {along}"
+
+
+def _role(plan: Plan, axis: int) -> _Role:
+    seconds, modules = defaultdict[str, float](float), set[str]()
+    products = [(name, d) for name, d in plan.decisions.items() if d.op == "linear" or d.op.startswith("conv")]
+    products = products or [(name, d) for name, d in plan.decisions.items() if d.kind == "op" and d.seconds]
+    for name, d in products:
+        cut = _cut_of(d, axis)
+        seconds[cut] += d.seconds or 1e-12
+        if cut == "weights":
+            modules.add(_module(name))
+    total = sum(seconds.values()) or 1.0
+    tenths = {cut: _tenths(s / total) for cut, s in seconds.items()}
+    placed = [(plan.parameter_bytes[n], s.placements[axis].is_shard, n) for n, s in plan.parameters.items()]
+    cut_bytes = sum(nbytes for nbytes, is_cut, _ in placed if is_cut)
+    again = sum(nbytes for nbytes, is_cut, n in placed if is_cut and n in plan.regathered)
+    whole = sum(plan.parameter_bytes.values()) or 1
+    return _Role(
+        tenths.get("rows", 0),
+        tenths.get("positions", 0),
+        tenths.get("weights", 0),
+        _tenths(cut_bytes / whole),
+        again > cut_bytes / 2,
+        tuple(sorted(modules)) if tenths.get("weights", 0) else (),
+    )
+
+
+def _cut_of(d: Decision, axis: int) -> str:
+    """What a product has cut along an axis: its rows, positions of them, its weights, or nothing."""
+    strategy = d.choice.strategies[axis]
+    values: list[Placement] = [flow.value for flow in strategy.operands] or [flow.value for flow in strategy.outputs]
+    if len(values) > 1 and values[1].is_shard:
+        return "weights"
+    if not values[0].is_shard:
+        return "nothing"
+    return "rows" if values[0].dim == 0 else "positions"
+
+
+def _tenths(share: float) -> int:
+    """A share in tenths; all where it is most of it, none where it is little."""
+    return 10 if share >= _MOST else 0 if share < _SOME else round(10 * share)
+
+
+def _share(tenths: int) -> str:
+    return "" if tenths == 10 else f" for {tenths}0% of the products"
+
+
+def _short(name: str) -> str:
+    """A name without the layers around it: `mlp.c_fc/linear` for `transformer.h.0.mlp.c_fc/linear`."""
+    return folded(name).rpartition("*.")[2]
+
+
+def _module(name: str) -> str:
+    return _short(name).partition("/")[0]
+
+
+def _named(counted: Counter[str]) -> str:
+    """The names that are there most often, and how many more there are."""
+    names = [name if n == 1 else f"{name} (x{n})" for name, n in sorted(counted.items(), key=lambda p: (-p[1], p[0]))]
+    return ", ".join(_cut_off(names))
+
+
+def _cut_off(names: Iterable[str]) -> list[str]:
+    names = list(names)
+    more = [f"{len(names) - _NAMES} more"] if len(names) > _NAMES else []
+    return [*names[:_NAMES], *more]

@@ -1,0 +1,127 @@
+"""Names that people type, and the letters where they cannot be read."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import autopar
+from autopar import Precision
+from autopar.arguments import optimizer_of, precision_of
+from autopar.letters import BadBudget, BadCluster, BadPreset, BadSharding, Letter, NotServed
+from tests.language import drawn, gpt2
+
+
+def planned(**how):
+    return autopar.plan(gpt2(), drawn(8, 64, 512), memory_budget=how.pop("memory_budget", "inf"), **how)
+
+
+def test_a_mesh_is_a_text_or_a_count():
+    assert planned(mesh="2x4").mesh == autopar.DeviceMesh((2, 4)) == autopar.DeviceMesh.of("2,4")
+    assert planned(mesh="4").mesh.size == 4
+    for wrong in ("2by4", "x4", "2x", "", "-2"):
+        with pytest.raises(BadSharding, match="is not a mesh"):
+            planned(mesh=wrong)
+
+
+def test_presets_have_the_names_of_other_tools():
+    for name, other in (("ddp", "dp"), ("fsdp", "zero3"), ("tp", "megatron")):
+        one, two = planned(mesh=(4,), parallel=name), planned(mesh=(4,), parallel=other)
+        assert one.decisions == two.decisions and one.regathered == two.regathered
+    with pytest.raises(BadPreset, match="did you mean 'zero3'"):
+        planned(mesh=(4,), parallel="zero33")
+
+
+def test_hybrid_sharding_cuts_parameters_on_the_last_axis():
+    plan = planned(mesh=(2, 2), parallel="hsdp")
+    stored = {name: sharding.text(plan.mesh.axes) for name, sharding in plan.parameters.items()}
+    assert all(text.endswith("@1") and "@0" not in text for text in stored.values()), stored
+    assert plan.regathered
+
+
+def hybrid(rank, models, batch):
+    parallel = autopar.autoparallelize(models[rank], batch, mesh=(2, 2), memory_budget="inf", parallel="hsdp")
+    loss = parallel(**batch).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.full_tensor() for n, p in parallel.named_parameters()}
+
+
+def test_hybrid_sharding_computes_what_one_device_does(threads):
+    first, batch = gpt2(dropout=0.0).double(), drawn(8, 64, 512)
+    loss, found = threads(4, hybrid, [copy.deepcopy(first) for _ in range(4)], batch)[0]
+    plain = first(**batch).loss
+    plain.backward()
+    torch.testing.assert_close(loss, plain.detach(), rtol=1e-6, atol=0)  # HF computes losses in float32
+    for name, parameter in first.named_parameters():
+        assert (found[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("bf16", Precision("bfloat16", "float32")),
+        (torch.float16, Precision("float16", "float32")),
+        ("fp32", None),
+        (Precision("bfloat16", "bfloat16"), Precision("bfloat16", "bfloat16")),
+    ],
+)
+def test_precisions_have_short_names(given, meant):
+    assert precision_of(given) == meant
+
+
+def test_optimizers_are_classes_and_instances_too():
+    weight = [torch.nn.Parameter(torch.ones(2))]
+    optim = torch.optim
+    for given, meant in (
+        (optim.AdamW, "adamw"),
+        (optim.Adam(weight), "adamw"),
+        (optim.AdamW(weight, amsgrad=True), 12),
+        (optim.SGD, "sgd"),
+        (optim.SGD(weight, lr=0.1, momentum=0.9), "sgd-momentum"),
+        (optim.RMSprop(weight, centered=True), 8),
+        (optim.Adagrad, 4),
+        ("AdamW", "adamw"),
+        (6, 6),
+    ):
+        assert optimizer_of(given) == meant, given
+    for wrong in ("adam8", optim.LBFGS, optim.Adafactor(weight), torch.nn.Linear, None):
+        with pytest.raises(NotServed, match="is not known"):
+            optimizer_of(wrong)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "RMSprop", "SGD"]
+)
+def test_bytes_of_states_are_those_that_torch_keeps(optimizer):
+    """Of a parameter of many elements, after a step; what is one number for all is not counted."""
+    weight = torch.nn.Parameter(torch.ones(1000))
+    made = getattr(torch.optim, optimizer)([weight])
+    weight.grad = torch.ones(1000)
+    made.step()
+    states = made.state[weight].values()
+    kept = sum(4 for s in states if isinstance(s, torch.Tensor) and s.numel() == 1000)
+    named = {"adamw": 8, "sgd": 0, "sgd-momentum": 4}
+    found = optimizer_of(made)
+    assert named.get(found, found) == kept
+
+
+@pytest.mark.parametrize(
+    ("how", "letter", "says"),
+    [
+        ({"memory_budget": 40.0}, BadBudget, '"40GiB"'),
+        ({"memory_budget": "40 gigs"}, BadBudget, "no number of bytes"),
+        ({"cluster": "h100-8x1", "mesh": 16}, BadCluster, 'cluster="h100-8x2"'),
+        ({"cluster": "h100-8x1", "mesh": (4, 4)}, BadCluster, "has 8"),
+        ({"cluster": "h10-8x1"}, BadCluster, "did you mean 'h100'"),
+        ({"precision": "bf17"}, NotServed, "did you mean 'bf16'"),
+        ({"recompute": "selectve"}, NotServed, "did you mean 'selective'"),
+        ({"kernels": "rmsnorm"}, NotServed, "did you mean 'rms_norm'"),
+        ({"optimizer": "admw"}, NotServed, "did you mean 'adamw'"),
+    ],
+)
+def test_letters_say_what_may_have_been_meant(how, letter, says):
+    with pytest.raises(letter) as caught:
+        planned(**{"mesh": 4, **how})
+    assert says in str(caught.value) and isinstance(caught.value, Letter)

@@ -1,0 +1,138 @@
+"""A plan at one look, in full, one place of it, and beside another."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import autopar
+from autopar import Assume
+from autopar.letters import BadPlan
+from tests.kernels.sites import SITES
+from tests.language import bert, drawn, gpt2, llama
+
+ASSUMED = Assume(no_padding=True)
+MESHES = {
+    "gpt2": {"mesh": (2, 2), "memory_budget": "1MiB"},
+    "llama": {"mesh": (2, 2), "parallel": {"data": 2, "tensor": 2}},
+    "qwen3": {"mesh": 8, "precision": "bf16"},
+    "gemma2": {"mesh": (8,), "parallel": "fsdp"},
+    "phi3": {"mesh": (2, 2, 2), "parallel": "3d"},
+    "gpt_neox": {"mesh": (4,), "recompute": "full", "memory_budget": "64GiB"},
+    "bert": {"mesh": (1,)},
+    "t5 1.1": {"mesh": (2, 4), "cluster": "a100-8x1", "accumulation": 2},
+}
+
+
+def planned(model, **how):
+    return autopar.plan(model, drawn(16, 16, 128), assume=ASSUMED, **{"memory_budget": "inf", **how})
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_plan_is_seen_at_one_look(name):
+    build, config = SITES[name]
+    plan = planned(build(config).train(), **MESHES[name])
+    lines = str(plan).splitlines()
+    assert len(lines) <= 15 and max(map(len, lines)) <= 100
+    labels = [line[:10].strip() for line in lines]
+    assert [label for label in labels if label][:3] in (["plan", "does", "step"], ["plan", "does", "recompute"])
+    assert {"memory", "bound", "beside", "dearest"} <= set(labels) and labels[-1] == "whole"
+    assert "\n" not in repr(plan) and len(repr(plan)) < 120
+    assert str(plan).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")[:200] in plan._repr_html_()
+    if plan.recomputed:
+        assert f"{len(plan.recomputed)} values" in str(plan)
+
+
+def of_gpt2(**how):
+    return planned(gpt2(layers=3, vocabulary=128), **how)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "mesh", "says"),
+    [
+        ("dp", (4,), "batch over 4 devices"),
+        ("zero3", (4,), "parameters stored in 4 parts, gathered where they are used, and again in backward"),
+        ("zero1", (2, 2), "batch over 4 (axes 0, 1), parameters stored in 4 parts, gathered where they are used"),
+        ("megatron", (4,), "weights over 4 devices"),
+        ({"data": 2, "tensor": 2}, (2, 2), "batch over 2 (axis 0); "),
+    ],
+)
+def test_the_verdict_says_what_a_preset_does(parallel, mesh, says):
+    said = " ".join(str(of_gpt2(parallel=parallel, mesh=mesh)).split())
+    assert says in said
+    if parallel == "megatron":
+        assert "batch over" not in said and "attn.c_attn, attn.c_proj, lm_head, mlp.c_fc, mlp.c_proj" in said
+
+
+def test_one_device_has_nothing_cut():
+    assert "everything runs on one device" in str(of_gpt2(mesh=(1,)))
+
+
+def test_figures_are_those_of_the_plan():
+    plan = of_gpt2(mesh=(2, 2), memory_budget="2MiB")
+    said = str(plan)
+    assert f"gap {plan.gap:.2%}" in said and f"{plan.peak_bytes / 2**20:.2f} MiB of 2.00 MiB" in said
+    assert f"{plan.step_time_s * 1e6:.1f} us" in said or f"{plan.step_time_s * 1e3:.2f} ms" in said
+    dearest = said.partition("dearest")[2].splitlines()[0]
+    assert dearest.split()[0] in plan.table()
+
+
+def test_what_should_not_be_missed_is_said():
+    class Odd(torch.nn.Module):
+        def forward(self, x):
+            return torch.fft.fft(x).abs().sum()
+
+    batch = {"x": torch.randn(8, 8, requires_grad=True)}
+    plan = autopar.plan(Odd(), batch, mesh=(2,), memory_budget="inf")
+    assert plan.without_rule and "careful   replicated for want of a rule" in str(plan)
+
+
+def test_experts_plans_stand_beside_it_once_they_are_asked_for():
+    plan = of_gpt2(mesh=(4,), memory_budget="64GiB")
+    assert "plan.beside()" in str(plan)
+    beside = plan.beside()
+    assert [rival.name for rival in beside] == ["dp", "zero3", "megatron"]
+    for rival in beside:
+        alone = of_gpt2(mesh=(4,), parallel=rival.name)
+        assert (rival.step_time_s, rival.peak_bytes) == (alone.step_time_s, alone.peak_bytes)
+        assert rival.step_time_s >= plan.step_time_s and rival.name in str(plan)
+    with pytest.raises(BadPlan, match="is gone"):
+        autopar.Plan.from_dict(plan.to_dict()).beside()
+
+
+def test_the_table_has_a_glossary_and_folds_layers():
+    table = of_gpt2(mesh=(2, 2)).table()
+    assert "transformer.h.*.mlp.c_fc/linear (x3)" in table and "P(sum)     summands" in table
+
+
+def test_a_place_is_explained_by_what_the_table_prints():
+    plan = of_gpt2(mesh=(4,), parallel="megatron")
+    for row in plan.table().splitlines():
+        name = row.split("  ")[0]
+        if "/linear" in name and " to " not in name:
+            assert plan.explain(name)
+    said = plan.explain("transformer.h.*.mlp.c_fc/linear (x3)")
+    assert said.count("linear, ") == 1 and "and 2 layers alike" in said and "rival" in said
+    assert "transformer.h.1.mlp.c_fc/linear: linear" in plan.explain("transformer.h.1.mlp.c_fc")
+    with pytest.raises(BadPlan, match="has no site"):
+        plan.explain("transformer.h.*.mlp.fc")
+
+
+def test_plans_are_held_against_each_other():
+    one, other = of_gpt2(mesh=(4,), parallel="zero3"), of_gpt2(mesh=(4,), parallel="dp")
+    started = time.process_time()
+    said = one.diff(other)
+    assert time.process_time() - started < 2.0
+    head, _, rows = said.partition("\n\n")
+    assert head.startswith("one     batch over 4 devices, parameters stored in 4 parts") and "memory  " in head
+    assert "transformer.h.*.mlp.c_fc.weight (x3)" in rows and "transformer.h.1." not in rows
+    assert one.diff(one) == "the plans are the same"
+
+
+@pytest.mark.parametrize("model", [llama, bert])
+def test_graphs_spaces_and_meshes_show_themselves_in_a_notebook(model):
+    graph = autopar.tracer.ColoTracer().trace(model(), drawn(4, 16, 128), assume=ASSUMED)
+    assert graph._repr_html_().startswith("<pre>") and "linear" in graph._repr_html_()
+    assert autopar.DeviceMesh((2, 2))._repr_html_() == "<pre>(0=2, 1=2)</pre>"
