@@ -1,75 +1,193 @@
-"""The command line.
+"""The command line. `autopar COMMAND --help` says what each takes.
 
-autopar calibrate --ranks 4 --mesh 2,2 -o profile.json        measure this machine on four processes of this command
-torchrun --nproc-per-node 8 -m autopar calibrate ...           measure it in the job that torchrun starts
+    autopar plan llama-3-8b --mesh 8x8 --cluster h100-8x8 --inputs batch=64,seq=8192 --precision bf16 --out plan.json
+    autopar fit llama-3-8b --inputs batch=64,seq=8192 --precision bf16       on how many devices of which kind
+    autopar show plan.json                                                   a plan at one look; --table: all of it
+    autopar explain plan.json "model.layers.*.mlp.up_proj"                   one place of it
+    autopar diff plan.json other.json                                        what two plans decide otherwise
+    autopar verify plan.json train.py:build                                  its program on ranks beside one device
+    autopar run train.py --ranks 8                                           a script on local ranks
+    autopar check                                                            versions, solvers, backends, GPUs
+    autopar calibrate --ranks 4 --mesh 2,2 -o profile.json                   measure this machine
+    autopar bench kernels                                                    time kernels beside their ops
+
+A command exits with 0; with 1 where the answer is no, or after a letter, which goes to the standard error; with 2 where
+the command line cannot be read.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
+from autopar import __version__
 from autopar.letters import BadCluster, BadSharding, Letter
+
+_INTERRUPTED = 130
+_HOME = {  # command -> the module that runs it, imported when it is asked for
+    "plan": "planning",
+    "fit": "planning",
+    "show": "plans",
+    "explain": "plans",
+    "diff": "plans",
+    "verify": "verifying",
+    "run": "machines",
+    "check": "machines",
+    "calibrate": "machines",
+    "bench": "machines",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="autopar", description="An automatic-parallelism compiler for PyTorch.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    calibrate = commands.add_parser(
-        "calibrate", help="measure devices and links while all ranks run, and write a profile for cluster="
+    asked = _parser().parse_args(arguments)
+    try:
+        _check(asked)
+        logging.basicConfig(format="autopar: %(message)s", stream=sys.stderr)
+        logging.getLogger("autopar").setLevel(logging.WARNING if asked.quiet else logging.INFO)
+        warnings.filterwarnings("ignore", module="(pulp|transformers|torch).*")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # of this process and of ranks that it starts
+        command = getattr(importlib.import_module(f"autopar.commands.{_HOME[asked.command]}"), asked.command)
+        return int(command(asked))
+    except Letter as e:
+        print(e, file=sys.stderr)
+        return 1
+    except OSError as e:
+        print(f"{e.filename or asked.command}: {e.strerror or e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("autopar: interrupted; nothing was written", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _check(asked: argparse.Namespace) -> None:
+    """Raise a letter about what can be seen to be wrong before anything is imported."""
+    ranks, out = getattr(asked, "ranks", None), getattr(asked, "out", "")
+    if ranks is not None and ranks < 1:
+        raise BadSharding(f"--ranks {ranks} is no number of ranks")
+    if out and not os.path.isdir(os.path.dirname(out) or "."):
+        raise BadCluster(f"there is no folder for {out}")
+
+
+# -- what each command takes
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="autopar",
+        description="An automatic-parallelism compiler for PyTorch.",
+        epilog=(__doc__ or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    calibrate.add_argument(
+    parser.add_argument("--version", action="version", version=f"autopar {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print JSON")
+    common.add_argument("--quiet", action="store_true", help="say nothing of progress")
+
+    def command(name: str, said: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=said, description=said[0].upper() + said[1:] + ".", parents=[common])
+
+    _of_plan(command("plan", "plan a training step of a model"))
+    _of_fit(command("fit", "say on how many devices of each kind a training step fits"))
+    show = command("show", "print a plan that was saved")
+    show.add_argument("plan", help="a file that plan.save or --out wrote")
+    show.add_argument("--table", action="store_true", help="all of it")
+    explain = command("explain", "say what was decided at one place of a plan")
+    explain.add_argument("plan", help="a plan that was saved")
+    explain.add_argument("place", help='a name as the table prints it: "model.layers.*.mlp.up_proj"')
+    diff = command("diff", "say what two plans decide otherwise; exits with 1 where they differ")
+    diff.add_argument("plan", help="a plan that was saved")
+    diff.add_argument("other", help="another")
+    _of_verify(command("verify", "run a plan's program on local ranks, and hold it against one device"))
+    _of_run(command("run", "start a script on ranks, by torchrun"))
+    command("check", "say what this machine has: versions, solvers, backends, GPUs")
+    _of_calibrate(command("calibrate", "measure devices and links while all ranks run, and write a profile"))
+    bench = command("bench", "time kernels beside the ops that they stand for, and keep which are faster")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="as of python -m autopar.bench: kernels --small")
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="file.py:build, which returns a model or (model, inputs); a configuration such as gpt2 or llama-3-8b; or "
+        "the path of a Hugging Face config.json",
+    )
+    parser.add_argument("--inputs", default="", help="batch=8,seq=1024; of a file.py: x=8x512,labels=8:int64")
+
+
+def _of_plan(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("--mesh", help="2x4; or a count, whose meshes are searched; default: all of the cluster")
+    parser.add_argument("--cluster", help="h100-8x4: four nodes of eight; or the path of a profile")
+    parser.add_argument("--budget", help="memory of a device: 40GiB; default: the device's, less a tenth")
+    parser.add_argument("--precision", help="bf16 or fp16: of compute; default: the model's own")
+    parser.add_argument("--optimizer", help="adamw, sgd, sgd-momentum, or bytes of states for each parameter")
+    parser.add_argument("--parallel", help="a preset: ddp, fsdp, hsdp, tp, dp, zero1 to zero3, megatron, 2d, 2.5d, 3d")
+    parser.add_argument("--recompute", help="auto, none, full, selective, chen, rotor, ilp")
+    parser.add_argument("--accumulation", type=int, help="calls in a step")
+    parser.add_argument("--microbatches", help="turns of a call: a number, or auto")
+    parser.add_argument("--chunks", help="in which the loss head runs: a number, or auto")
+    parser.add_argument("--constrain", action="append", metavar="NAME=SHARDING", help='"lm_head.weight=S(0)@1"; again')
+    parser.add_argument("--compile", action="store_true", help="seconds of code that torch.compile makes")
+    parser.add_argument("--strict", action="store_true", help="an op without a rule is an error")
+    parser.add_argument("--no-padding", action="store_true", help="sequences have no padding, whatever masks say")
+    parser.add_argument("--beside", action="store_true", help="plan dp, zero3 and megatron beside it")
+    parser.add_argument("--table", action="store_true", help="print all of the plan")
+    parser.add_argument("--out", default="", help="where the plan goes: plan.json")
+
+
+def _of_fit(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("--clusters", default="l4,rtx4090,a100,h100,h200", help="kinds of devices, by commas")
+    parser.add_argument("--budget", help="memory of a device: 40GiB; default: each kind's own, less a tenth")
+    parser.add_argument("--precision", help="bf16 or fp16: of compute; default: the model's own")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, sgd, sgd-momentum, or bytes for each parameter")
+
+
+def _of_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", help="a plan that was saved")
+    _add_model(parser)
+    parser.add_argument("--near", type=float, help="the error that is allowed, as a share of a tensor's norm")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
+
+
+def _of_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, help="of this node; default: its GPUs, or two")
+    parser.add_argument("--nodes", type=int, default=1, help="of the job")
+    parser.add_argument("--endpoint", default="localhost:29500", help="host and port of the first node")
+    parser.add_argument("script", help="train.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
+def _of_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--ranks",
         type=int,
         help="start so many local processes; without it, be a rank of the job (torchrun), or a world of one",
     )
-    calibrate.add_argument(
+    parser.add_argument(
         "--mesh", help="the shape whose axes are measured, as 2,4; the world on one axis where it is left out"
     )
-    calibrate.add_argument(
+    parser.add_argument(
         "--pairs",
         action="store_true",
         help="measure every pair of ranks too, and print the mesh that has the fastest links innermost",
     )
-    calibrate.add_argument("--largest", type=int, default=2**24, help="bytes of the largest message")
-    calibrate.add_argument(
+    parser.add_argument("--largest", type=int, default=2**24, help="bytes of the largest message")
+    parser.add_argument(
         "--without-ops",
         action="store_true",
-        help=(
-            "leave out the tables of ops and optimizers, which take a minute or two: ops are then priced by the "
-            "device's rates"
-        ),
+        help="leave out the tables of ops and optimizers, which take a minute or two: ops are then priced by the "
+        "device's rates",
     )
-    calibrate.add_argument(
+    parser.add_argument(
         "--into", default="", help="a cluster, by name or path, into which what is measured is put: h100-8x4"
     )
-    calibrate.add_argument("-o", "--out", default="profile.json", help="where the profile goes")
-    asked = parser.parse_args(arguments)
-    try:
-        if asked.ranks is not None and asked.ranks < 1:
-            raise BadSharding(f"--ranks {asked.ranks} is no number of ranks")
-        if not os.path.isdir(os.path.dirname(asked.out) or "."):
-            raise BadCluster(f"there is no folder for {asked.out}")
-        return _calibrate(asked)
-    except Letter as e:
-        print(e, file=sys.stderr)
-        return 1
-
-
-def _calibrate(asked: argparse.Namespace) -> int:
-    # here, for start-up time: help and mistakes need no torch
-    from autopar.calibrate.command import measure
-    from autopar.runtime.world import start_world
-    from autopar.testing.ranks import on_processes
-
-    given = (asked.mesh, asked.largest, asked.pairs, asked.out, not asked.without_ops, asked.into)
-    if asked.ranks is not None and "RANK" not in os.environ:
-        text = on_processes(asked.ranks, measure, *given, timeout_s=1800.0)[0]
-    else:
-        start_world()
-        text = measure(int(os.environ.get("RANK", "0")), *given)
-    if text:
-        print(text)
-    return 0
+    parser.add_argument("-o", "--out", default="profile.json", help="where the profile goes")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from autopar.space.space import Space
 from autopar.space.windows import BUCKET
 from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_whole
 
+log = logging.getLogger("autopar")
 FREE = 0.02  # of a step: what chunks of the loss head may take before the whole head is also searched under a budget
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
 
@@ -197,6 +199,7 @@ class Planning:
         wide: Callable[[], Space] | None = None,
     ) -> Plan:
         asked = self.request
+        log.info("searching %d places on mesh %s", len(space.sites), space.setting.mesh)
         plan = solve(
             space,
             asked.solver,

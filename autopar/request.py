@@ -6,8 +6,10 @@ It traces a model, plans a graph, and plans again for another batch of a model t
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import numbers
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -47,6 +49,7 @@ from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
 from autopar.turns import head_of, in_chunks, in_micro_batches, rows_of_batch, why_whole
 
+log = logging.getLogger("autopar")
 _BESIDE = ("dp", "zero3", "megatron")  # what a plan is held against
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
 
@@ -126,7 +129,9 @@ class Request:
     @without_collections
     def trace(self, model: torch.nn.Module, meta_inputs: Any) -> Graph:
         """The graph of a model, with the loss and the outputs that were asked for."""
+        started = time.monotonic()
         graph = ColoTracer().trace(model, meta_inputs, assume=self.assume, loss=self.loss, precision=self.precision)
+        log.info("traced %d ops in %.1f s", sum(info(n).kind == "op" for n in graph.nodes), time.monotonic() - started)
         if isinstance(self.outputs, str) or graph.loss is None:
             return graph
         named = (name for i, name in enumerate(graph.output_names) if name in self.outputs and i != graph.loss)
@@ -137,7 +142,9 @@ class Request:
 
         `started` a time of the monotonic clock, from which the time limit counts.
         """
+        began = time.monotonic()
         found = self._plan(graph, started)
+        log.info("planned on mesh %s in %.1f s, gap %.2f%%", found.mesh, time.monotonic() - began, 100 * found.gap)
         if isinstance(found.search, PricedSpace):
             found.search.others = functools.partial(self._beside, graph, found.mesh, found.microbatches)
         return found
@@ -149,9 +156,9 @@ class Request:
         for name in _BESIDE:
             try:
                 plan = replace(self, **freer, parallel=name, time_limit=None)._plan(graph)
-                found.append(Beside(name, plan.step_time_s, plan.peak_bytes))
+                found.append(Beside(name, plan.step_time_s, plan.peak_bytes, plan.peak_bytes <= self.budget))
             except (BadConstraint, BadPreset, Infeasible):
-                found.append(Beside(name, math.inf, 0, "does not fit this model or mesh"))
+                found.append(Beside(name, math.inf, 0, False, "does not go with this model or mesh"))
         return tuple(found)
 
     def _plan(self, graph: Graph, started: float = math.inf) -> Plan:

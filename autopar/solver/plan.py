@@ -37,6 +37,7 @@ class Beside(NamedTuple):
     name: str
     step_time_s: float
     peak_bytes: int
+    fits: bool = True  # in the budget, which is the device's memory less a reserve where none was asked for
     why: str = ""  # why there is none
 
 

@@ -75,7 +75,7 @@ def _takes(plan: Plan) -> Iterator[_Line]:
     yield "memory", f"{size(plan.peak_bytes)}{of_budget} at the {plan.peak_at}: {held}", 2
     within = " within the budget" if math.isfinite(plan.budget) else ""
     yield "bound", f"no plan{within} takes less than {time(plan.lower_bound_s)}: gap {plan.gap:.2%}", 1
-    yield "beside", _beside(plan), 1
+    yield "beside", _beside(plan), 2
     yield "dearest", _dearest(plan), 2
 
 
@@ -115,13 +115,13 @@ def _beside(plan: Plan) -> str:
     known = plan.search.known_beside if plan.search is not None else None
     if known is None:
         return "plan.beside() plans the same model under dp, zero3 and megatron"
-    return "; ".join(_of_rival(rival, plan.budget) for rival in known)
+    return "; ".join(map(_of_rival, known))
 
 
-def _of_rival(rival: Beside, budget: float) -> str:
+def _of_rival(rival: Beside) -> str:
     if rival.why:
         return f"{rival.name} {rival.why}"
-    fits = "" if rival.peak_bytes <= budget else ", does not fit"
+    fits = "" if rival.fits else ", does not fit"
     return f"{rival.name} {time(rival.step_time_s)} ({size(rival.peak_bytes)}{fits})"
 
 
@@ -131,7 +131,7 @@ def _dearest(plan: Plan) -> str:
     for name, d in plan.decisions.items():
         seconds[_short(name)] += d.seconds
     for c in plan.conversions:
-        seconds[f"{_short(c.source)} to {_short(c.target)}"] += c.seconds
+        seconds[f"{_short(c.source)} -> {_short(c.target)}"] += c.seconds
     dearest = sorted(seconds.items(), key=lambda pair: -pair[1])[:_DEAREST]
     return ", ".join(f"{name} {s / plan.step_time_s:.0%}" for name, s in dearest if s) if plan.step_time_s else ""
 

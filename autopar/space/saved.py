@@ -52,10 +52,10 @@ def work_of(node: fx.Node) -> tuple[int, int]:
     return int(_bytes(forward)(**quantities)), int(_bytes(backward)(**quantities))
 
 
-def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
+def saved(graph: Graph, cluster: Any = None, emitted: bool = False) -> tuple[Saved, ...]:
     """The table: what the backward of the whole graph keeps on one device that runs all of it.
 
-    Parameters, buffers and inputs are there anyway.
+    As torch runs it, or as it is emitted. Parameters, buffers and inputs are there anyway.
     """
     kind = Cluster.of(cluster).device.kernels
     memory = memories(graph)
@@ -78,7 +78,7 @@ def saved(graph: Graph, cluster: Any = None) -> tuple[Saved, ...]:
 
     owner = owners(graph, memory)
     for node in graph.nodes:
-        values, besides = kept_by(node, kind)
+        values, besides = kept_by(node, kind, emitted)
         for value in values:
             count(value, op_name(node))
         if besides:
@@ -130,9 +130,9 @@ def _is_trained(value: Any) -> bool:
     return hasattr(value, "meta") and type_of(value).requires_grad
 
 
-def saved_bytes(graph: Graph, cluster: Any = None) -> int:
+def saved_bytes(graph: Graph, cluster: Any = None, emitted: bool = False) -> int:
     """Bytes of the table."""
-    return sum(row.nbytes for row in saved(graph, cluster))
+    return sum(row.nbytes for row in saved(graph, cluster, emitted))
 
 
 def _nodes(value: Any) -> list[fx.Node]:

@@ -97,7 +97,7 @@ def test_experts_plans_stand_beside_it_once_they_are_asked_for():
     for rival in beside:
         alone = of_gpt2(mesh=(4,), parallel=rival.name)
         assert (rival.step_time_s, rival.peak_bytes) == (alone.step_time_s, alone.peak_bytes)
-        assert rival.step_time_s >= plan.step_time_s and rival.name in str(plan)
+        assert rival.fits and rival.step_time_s >= plan.step_time_s and rival.name in str(plan)
     with pytest.raises(BadPlan, match="is gone"):
         autopar.Plan.from_dict(plan.to_dict()).beside()
 

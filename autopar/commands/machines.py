@@ -1,0 +1,89 @@
+"""`autopar check`, `calibrate`, `bench` and `run`: what this machine has, and jobs on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import pulp
+import torch
+
+import autopar
+from autopar.calibrate.command import measure
+from autopar.kernels import can_run
+from autopar.kernels.measured import path
+from autopar.runtime.world import start_world
+from autopar.solver.figures import aligned, size
+from autopar.testing.ranks import on_processes
+
+_PACKAGES = ("torch", "pulp", "networkx", "sympy", "numpy", "transformers", "triton", "highspy")
+
+
+def check(asked: argparse.Namespace) -> int:
+    """Versions, solvers, backends and devices; 1 where something that planning needs is missing."""
+    solvers = pulp.listSolvers(onlyAvailable=True)
+    backends = [name for name in ("gloo", "nccl", "mpi") if getattr(torch.distributed, f"is_{name}_available")()]
+    devices = [_device(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    found = {
+        "autopar": autopar.__version__,
+        "python": sys.version.split()[0],
+        **{name: _version(name) for name in _PACKAGES},
+        "solvers": ", ".join(solvers) or "none",
+        "backends": ", ".join(backends) or "none",
+        "GPUs": ", ".join(devices) or "none: plans are made for machines that are elsewhere",
+        "kernels": f"Triton is there; what was measured stands in {path()}"
+        if can_run()
+        else "no Triton: ops run alone",
+        "cores": str(os.cpu_count()),
+    }
+    is_ready = bool(solvers) and "gloo" in backends
+    print(json.dumps({**found, "ready": is_ready}, indent=2) if asked.json else "\n".join(aligned(*_table(found))))
+    return 0 if is_ready else 1
+
+
+def _table(found: dict[str, str]) -> tuple[tuple[str, str], list[tuple[str, str]]]:
+    width = max(map(len, found.values()))
+    return ("what", "found".ljust(width)), [(name, text.ljust(width)) for name, text in found.items()]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _device(i: int) -> str:
+    about = torch.cuda.get_device_properties(i)
+    return f"{about.name} ({size(about.total_memory)})"
+
+
+def calibrate(asked: argparse.Namespace) -> int:
+    """Measure this machine, on processes of its own or as a rank of a job."""
+    given = (asked.mesh, asked.largest, asked.pairs, asked.out, not asked.without_ops, asked.into)
+    if asked.ranks is not None and "RANK" not in os.environ:
+        text = on_processes(asked.ranks, measure, *given, timeout_s=1800.0)[0]
+    else:
+        start_world()
+        text = measure(int(os.environ.get("RANK", "0")), *given)
+    if text:
+        print(text)
+    return 0
+
+
+def bench(asked: argparse.Namespace) -> int:
+    """Time kernels beside the ops that they stand for."""
+    return subprocess.call([sys.executable, "-m", "autopar.bench", *asked.arguments])
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Start a script on local ranks, by torchrun."""
+    ranks = asked.ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
+    nodes = ["--standalone"] if asked.nodes == 1 else [f"--nnodes={asked.nodes}", f"--rdzv-endpoint={asked.endpoint}"]
+    command = ["torch.distributed.run", f"--nproc-per-node={ranks}", *nodes, asked.script, *asked.arguments]
+    env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
+    return subprocess.call([sys.executable, "-m", *command], env=env)

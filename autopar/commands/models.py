@@ -1,0 +1,176 @@
+"""A model and its inputs, as a command line names them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.letters import Letter, among
+
+_DEFAULT = {"batch": 8, "seq": 512}
+
+
+class NoModel(Letter):
+    """A command line names a model or inputs that cannot be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A model as it was named, and what its inputs were said to be."""
+
+    name: str
+    inputs: str = ""
+
+    def made(self, device: str = "meta") -> tuple[nn.Module, Any]:
+        """The model in training, and a batch for it; on a real device drawn from torch's generator."""
+        if re.fullmatch(r".+\.py:\w+", self.name):
+            return self._by_function(device)
+        entry = _configuration(self.name)
+        return self._by_configuration(entry, device)
+
+    def _by_function(self, device: str) -> tuple[nn.Module, Any]:
+        path, _, function = self.name.rpartition(":")
+        build = getattr(_module(Path(path)), function, None)
+        if not callable(build):
+            raise NoModel(f"{path} has no function {function}", advice=f"{path}:build, which returns a model")
+        with torch.device(device):
+            made = build()
+        model, batch = made if isinstance(made, tuple) else (made, None)
+        if not isinstance(model, nn.Module):
+            raise NoModel(f"{self.name} returned a {type(model).__name__}, no model", advice="return model, inputs")
+        given = _tensors(self.inputs, device) if self.inputs else batch
+        if given is None:
+            raise NoModel(
+                f"{self.name} returned no inputs, and none were named",
+                advice="return model, inputs; or --inputs x=8x512,labels=8:int64",
+            )
+        return model.train(), given
+
+    def _by_configuration(self, entry: Mapping[str, Any], device: str) -> tuple[nn.Module, Any]:
+        transformers = _transformers()
+        transformers.logging.set_verbosity_error()
+        config = transformers.AutoConfig.for_model(**entry["config"])
+        kind = getattr(transformers, entry["architecture"], None)
+        if kind is None:
+            raise NoModel(
+                f"transformers {transformers.__version__} has no {entry['architecture']}",
+                advice="another release of transformers",
+            )
+        with torch.device(device):
+            model = kind(config)
+        sizes = _sizes(self.inputs)
+        return model.train(), _batch(config, sizes, device)
+
+
+def _module(path: Path) -> Any:
+    if not path.exists():
+        raise NoModel(
+            f"there is no file {path}", advice="file.py:build, a configuration such as gpt2, or a config.json"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def shipped() -> Mapping[str, Any]:
+    """Configurations by name."""
+    text = resources.files("autopar.commands").joinpath("models.json").read_text(encoding="utf-8")
+    found: Mapping[str, Any] = json.loads(text)
+    return found
+
+
+def _configuration(name: str) -> Mapping[str, Any]:
+    """The architecture and the figures of a configuration: one that is shipped, or a config.json."""
+    known = shipped()
+    if name in known:
+        entry: Mapping[str, Any] = known[name]
+        return entry
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if path.suffix != ".json" or not path.exists():
+        near = difflib.get_close_matches(name, known, n=1)
+        raise NoModel(
+            f"no model is called {name!r}",
+            seen=among(known, name),
+            advice=near[0] if near else "file.py:build, one of these, or the path of a config.json",
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return {"architecture": data["architectures"][0], "config": {**data, "model_type": data["model_type"]}}
+    except (ValueError, KeyError, IndexError, TypeError) as e:
+        raise NoModel(f"{path} is no config.json of a model: {type(e).__name__}: {e}") from None
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise NoModel("configurations need transformers", advice="pip install autopar[hf], or file.py:build") from None
+    return transformers
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """`batch=8,seq=512` as numbers."""
+    found = dict(_DEFAULT)
+    for item in filter(None, text.split(",")):
+        name, _, number = item.partition("=")
+        if name not in _DEFAULT or not number.isdecimal() or not int(number):
+            raise NoModel(
+                f"--inputs {item!r} is not batch=N or seq=N", seen=f"--inputs {text}", advice="batch=8,seq=512"
+            )
+        found[name] = int(number)
+    return found
+
+
+def _batch(config: Any, sizes: Mapping[str, int], device: str) -> dict[str, torch.Tensor]:
+    """What a model of a configuration trains on."""
+    rows = sizes["batch"]
+    if hasattr(config, "image_size"):
+        side, channels = config.image_size, getattr(config, "num_channels", 3)
+        labels = _whole((rows,), config.num_labels, device)
+        return {"pixel_values": torch.randn(rows, channels, side, side, device=device), "labels": labels}
+    ids = _whole((rows, sizes["seq"]), config.vocab_size, device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _tensors(text: str, device: str) -> dict[str, torch.Tensor]:
+    """`x=8x512,labels=8:int64` as tensors; whole numbers are 0 or 1."""
+    found = {}
+    for item in text.split(","):
+        match = re.fullmatch(r"(\w+)=(\d+(?:x\d+)*)(?::(\w+))?", item)
+        dtype = getattr(torch, match[3] or "float32", None) if match else None
+        if match is None or not isinstance(dtype, torch.dtype):
+            raise NoModel(f"--inputs {item!r} names no tensor", advice="x=8x512, or labels=8:int64")
+        shape = tuple(map(int, match[2].split("x")))
+        whole = not (dtype.is_floating_point or dtype.is_complex)
+        found[match[1]] = (
+            _whole(shape, 2, device).to(dtype) if whole else torch.randn(shape, dtype=dtype, device=device)
+        )
+    return found
+
+
+def _whole(shape: tuple[int, ...], most: int, device: str) -> torch.Tensor:
+    if device == "meta":
+        return torch.empty(shape, dtype=torch.int64, device=device)
+    return torch.randint(0, most, shape, device=device)
+
+
+def count_of(model: nn.Module) -> str:
+    """The number of a model's parameters, in words."""
+    count = sum(p.numel() for p in model.parameters())
+    power = min(3, int(math.log10(max(1, count))) // 3)
+    return f"{count / 1000**power:.3g}{('', ' thousand', ' million', ' billion')[power]} parameters"

@@ -1,0 +1,30 @@
+"""`autopar show`, `explain` and `diff`: plans that were saved."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from autopar.commands.planning import shown
+from autopar.solver.plan import Plan
+
+
+def show(asked: argparse.Namespace) -> int:
+    """A plan at one look, in full, or as JSON."""
+    print(shown(Plan.load(asked.plan), asked))
+    return 0
+
+
+def explain(asked: argparse.Namespace) -> int:
+    """What was decided at the places that a name stands for."""
+    print(Plan.load(asked.plan).explain(asked.place))
+    return 0
+
+
+def diff(asked: argparse.Namespace) -> int:
+    """What two plans decide otherwise; 1 where they differ."""
+    one, other = Plan.load(asked.plan), Plan.load(asked.other)
+    said = one.diff(other)
+    alike = one.decisions == other.decisions and one.recomputed == other.recomputed
+    print(json.dumps({"alike": alike, "differences": said.splitlines()}, indent=2) if asked.json else said)
+    return 0 if alike else 1

@@ -1,0 +1,104 @@
+"""`autopar verify`: the program of a plan on local ranks beside one device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.commands.models import Named
+from autopar.letters import BadPlan
+from autopar.runtime.world import world_size
+from autopar.solver.figures import aligned
+from autopar.solver.plan import Plan
+from autopar.testing.ranks import on_processes
+from autopar.tracer.precision import Precision, reference
+
+_NEAR = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}  # of a tensor's norm, by dtype of compute
+_MOST_RANKS = 16
+_SHOWN = 8
+_Found = tuple[float, dict[str, torch.Tensor]]  # the loss, and gradients by name
+
+
+def verify(asked: argparse.Namespace) -> int:
+    """The largest errors of loss and gradients; 1 where one is too large."""
+    plan, named = Plan.load(asked.plan), Named(asked.model, asked.inputs)
+    if plan.mesh.size > _MOST_RANKS:
+        raise BadPlan(
+            f"the plan is for {plan.mesh.size} devices, and verify starts a local process for each",
+            advice=f"a plan of the same model for {_MOST_RANKS} or fewer",
+        )
+    plan.validate(named.made()[0])
+    alone = _alone(named, plan)
+    found = on_processes(plan.mesh.size, _on_rank, named, plan, timeout_s=asked.timeout)[0]
+    near = asked.near or _NEAR[plan.precision[0] if plan.precision else _dtype(named)]
+    errors = _errors(alone, found)
+    worst = max(errors.values())
+    is_right = worst <= near
+    if asked.json:
+        print(json.dumps({"right": is_right, "allowed": near, "errors": errors}, indent=2))
+        return 0 if is_right else 1
+    rows = sorted(errors.items(), key=lambda pair: -pair[1])[:_SHOWN]
+    print("\n".join(aligned(("largest of all", "error"), [(name, f"{e:.2e}") for name, e in rows])))
+    said = "computes what one device does" if is_right else "DIFFERS from one device"
+    print(f"\nthe program on mesh {plan.mesh} {said}: {len(errors)} tensors, at most {worst:.2e} of their norm off")
+    return 0 if is_right else 1
+
+
+def _step(model: nn.Module, batch: Any, forward: Any) -> _Found:
+    """Loss and gradients of one step."""
+    out = forward(**batch) if isinstance(batch, dict) else forward(*batch)
+    loss = out if isinstance(out, torch.Tensor) else out["loss"] if hasattr(out, "keys") else out[0]
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+    return float(loss.detach()), whole
+
+
+def _alone(named: Named, plan: Plan) -> _Found:
+    """The single-device program: eager, or where it draws random numbers autopar's own, which draws by position."""
+    torch.manual_seed(0)
+    model, batch = named.made("cpu")
+    if any(d.op.startswith(("dropout", "bernoulli", "rand")) for d in plan.decisions.values()):
+        return on_processes(1, _on_one, named, plan)[0]
+    return _step(model, batch, reference(model, Precision(*plan.precision)) if plan.precision else model)
+
+
+def _on_one(rank: int, named: Named, plan: Plan) -> _Found:
+    torch.manual_seed(0)
+    model, batch = named.made("cpu")
+    precision = Precision(*plan.precision) if plan.precision else None
+    parallel = autopar.autoparallelize(model, batch, mesh=(1,), memory_budget="inf", precision=precision)
+    torch.manual_seed(1)
+    return _step(parallel, batch, parallel)
+
+
+def _on_rank(rank: int, named: Named, plan: Plan) -> _Found:
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of how full_tensor gathers
+    torch.manual_seed(0)
+    model, batch = named.made("cpu")
+    parallel = autopar.autoparallelize(model, batch, plan=plan)
+    torch.manual_seed(1)
+    loss, gradients = _step(parallel, batch, parallel)
+    return loss, gradients if rank == 0 or world_size() == 1 else {}
+
+
+def _dtype(named: Named) -> str:
+    return str(next(named.made()[0].parameters()).dtype).removeprefix("torch.")
+
+
+def _errors(right: _Found, found: _Found) -> dict[str, float]:
+    """Of each tensor the norm of the difference, over its own or a thousandth of what a tensor has in the mean."""
+    norms = {name: float(g.double().norm()) for name, g in right[1].items()}
+    mean = (sum(n * n for n in norms.values()) / max(1, len(norms))) ** 0.5
+    errors = {"loss": abs(right[0] - found[0]) / max(abs(right[0]), 1e-12)}
+    for name, gradient in right[1].items():
+        off = float((gradient.double() - found[1][name].double()).norm()) if name in found[1] else float("inf")
+        errors[name] = off / max(norms[name], 1e-3 * mean, 1e-300)
+    return errors

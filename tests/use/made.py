@@ -1,0 +1,47 @@
+"""Models that command lines of tests name: `tests/use/made.py:...`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(p)
+
+    def forward(self, x):
+        return x + self.drop(self.down(torch.relu(self.up(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, p=0.0):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block(p) for _ in range(2)), nn.Linear(16, 4)
+
+    def forward(self, x, labels):
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def build():
+    """A model alone: its inputs are named beside it."""
+    return Stack()
+
+
+def with_inputs():
+    return Stack(), {"x": torch.randn(8, 16), "labels": torch.zeros(8, dtype=torch.int64)}
+
+
+def dropping():
+    return Stack(0.3), {"x": torch.randn(8, 16), "labels": torch.zeros(8, dtype=torch.int64)}
+
+
+def no_model():
+    return 3
+
+
+def other():
+    return nn.Linear(16, 16), (torch.randn(8, 16),)

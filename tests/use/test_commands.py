@@ -1,0 +1,229 @@
+"""Every command, what it prints and exits with, and what it says of wrong uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+import autopar
+from autopar.cli import _parser, main
+from autopar.commands.models import Named, shipped
+from tests.language import meta_gpt2
+
+HERE = "tests/use/made.py"
+PLAN = ("plan", f"{HERE}:with_inputs", "--mesh", "2", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    """Two plans that were saved, under dp and zero3."""
+    folder = tmp_path_factory.mktemp("plans")
+    for name in ("ddp", "fsdp"):
+        assert main([*PLAN, "--parallel", name, "--out", str(folder / f"{name}.json")]) == 0
+    return folder
+
+
+def run(*arguments, **how):
+    """The command itself, in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    return subprocess.run(
+        [sys.executable, "-m", "autopar", *arguments], capture_output=True, text=True, timeout=120, env=env, **how
+    )
+
+
+def test_a_plan_is_made_shown_and_compared(plans, capsys):
+    one, other = str(plans / "ddp.json"), str(plans / "fsdp.json")
+    capsys.readouterr()
+    assert main(["show", one]) == 0
+    shown = capsys.readouterr().out
+    assert shown.strip() == str(autopar.Plan.load(one)) and "batch over 2 devices" in shown
+    assert main(["show", one, "--table"]) == 0 and "operands -> output" in capsys.readouterr().out
+    assert main(["show", one, "--json"]) == 0
+    assert autopar.Plan.from_dict(json.loads(capsys.readouterr().out)) == autopar.Plan.load(one)
+    assert main(["explain", one, "blocks.*.up"]) == 0 and "blocks.0.up/linear" in capsys.readouterr().out
+    assert main(["diff", one, one]) == 0 and "the same" in capsys.readouterr().out
+    assert main(["diff", one, other]) == 1 and "blocks.*.up.weight (x2)" in capsys.readouterr().out
+    assert main(["diff", one, other, "--json"]) == 1 and json.loads(capsys.readouterr().out)["alike"] is False
+
+
+def test_what_a_command_line_says_is_what_plan_is_told(capsys, tmp_path):
+    out = str(tmp_path / "plan.json")
+    asked = ["--cluster", "h100-8x1", "--budget", "60KiB", "--precision", "bf16", "--optimizer", "sgd", "--no-padding"]
+    assert main([*PLAN, *asked, "--constrain", "head.weight=S(0)@0", "--accumulation", "2", "--out", out]) == 0
+    plan = autopar.Plan.load(out)
+    assert plan.budget == 60 * 1024 and plan.precision == ("bfloat16", "float32") and plan.optimizer == "sgd"
+    assert plan.accumulation == 2 and plan.parameters["head.weight"].text(("0",)) == "S(0)" and "h100" in plan.cluster
+    capsys.readouterr()
+    assert main([*PLAN, "--beside", "--json"]) == 0 and json.loads(capsys.readouterr().out)["mesh"]
+
+
+def test_progress_goes_to_the_standard_error():
+    made = run("plan", f"{HERE}:build", "--mesh", "2x2", "--inputs", "x=8x16,labels=8:int64")
+    assert made.returncode == 0 and made.stdout.startswith("plan      for 4 devices")
+    said = made.stderr.splitlines()
+    assert any("traced" in line for line in said) and any("planned on mesh" in line for line in said)
+    assert all(line.startswith("autopar: ") for line in said)
+
+
+@pytest.mark.parametrize("builder", ["with_inputs", "dropping"])
+def test_a_program_is_held_against_one_device(builder, tmp_path, capsys):
+    out = str(tmp_path / "plan.json")
+    model = f"{HERE}:{builder}"
+    assert main(["plan", model, "--mesh", "2", "--parallel", "fsdp", "--quiet", "--out", out]) == 0
+    assert main(["verify", out, model]) == 0
+    assert "computes what one device does" in capsys.readouterr().out
+    assert main(["verify", out, model, "--near", "1e-30", "--json"]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["errors"]) >= {"loss", "head.weight"} and max(found["errors"].values()) < 1e-5
+
+
+def test_a_difference_is_told(monkeypatch, plans, capsys):
+    from autopar.commands import verifying
+
+    monkeypatch.setattr(verifying, "_step", doubled(verifying._step))
+    assert main(["verify", str(plans / "ddp.json"), f"{HERE}:with_inputs"]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
+
+
+def doubled(step):
+    """A step whose gradients on this process are twice what they are."""
+
+    def run(*given):
+        loss, gradients = step(*given)
+        return loss, {name: 2 * g for name, g in gradients.items()}
+
+    return run
+
+
+def test_a_model_fits_where_its_plan_does(capsys):
+    assert main(["fit", "gpt2", "--inputs", "batch=64,seq=1024", "--clusters", "l4,h100", "--json", "--quiet"]) == 0
+    rows = {row["cluster"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["h100"]["devices"] < rows["l4"]["devices"]
+    model, inputs = meta_gpt2(12, rows=64, length=1024)
+    for kind, row in rows.items():
+        n = row["devices"]
+        asked = {"cluster": kind, "parallel": "zero3", "recompute": "none", "memory_budget": "inf", "chunks": 1}
+        plan = autopar.plan(model, inputs, mesh=(n,), **asked)
+        held = row["states"] + row["kept"] + row["flying"]
+        assert plan.peak_bytes <= row["room"] and 0.8 < held / plan.peak_bytes < 1.3
+        half = autopar.plan(model, inputs, mesh=(n // 2,), **asked)
+        assert half.peak_bytes > row["room"]
+
+
+def test_configurations_that_are_shipped_can_be_made():
+    sizes = {"gpt2": 124.4, "llama-3-8b": 8030.3, "qwen3-8b": 8190.7, "bert-base": 109.5, "llama-3.2-1b": 1235.8}
+    for name in shipped():
+        model, inputs = Named(name).made()
+        millions = sum(p.numel() for p in model.parameters()) / 1e6
+        assert model.training and len(inputs) == 2
+        assert name not in sizes or millions == pytest.approx(sizes[name], abs=0.06), (name, millions)
+
+
+def test_a_config_json_names_a_model(tmp_path):
+    entry = shipped()["gpt2"]
+    data = {**entry["config"], "architectures": [entry["architecture"]], "n_layer": 1}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    model, _ = Named(str(tmp_path), "batch=2,seq=8").made()
+    assert type(model).__name__ == "GPT2LMHeadModel" and model.config.n_layer == 1
+
+
+def test_a_script_runs_on_ranks(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+    )
+    made = run("run", "--ranks", "2", str(script), "--lr", "0.1")
+    assert made.returncode == 0, made.stderr
+    assert sorted(made.stdout.split("\n"))[-2:] == [f"rank {r} of 2 ['--lr', '0.1']" for r in (0, 1)]
+    assert run("run", "--ranks", "2", str(tmp_path / "nothing.py")).returncode != 0
+
+
+def test_a_machine_is_looked_at(capsys):
+    assert main(["check"]) == 0 and "solvers" in capsys.readouterr().out
+    assert main(["check", "--json"]) == 0 and json.loads(capsys.readouterr().out)["ready"] is True
+    made = run("--version")
+    assert made.returncode == 0 and made.stdout.strip() == f"autopar {autopar.__version__}"
+    made = run("bench", "kernels", "--device", "cpu", "--small", "--only", "gated")
+    assert made.returncode == 0 and "| gated |" in made.stdout
+
+
+UNREADABLE = [
+    (),
+    ("plan",),
+    ("plann", "gpt2"),
+    ("plan", "gpt2", "--meshes", "2"),
+    ("plan", "gpt2", "--accumulation", "two"),
+    ("show",),
+    ("explain", "plan.json"),
+    ("diff", "plan.json"),
+    ("run",),
+    ("calibrate", "--ranks", "two"),
+]
+
+
+@pytest.mark.parametrize("arguments", UNREADABLE, ids=" ".join)
+def test_what_cannot_be_read_exits_with_two(arguments):
+    made = run(*arguments)
+    assert made.returncode == 2 and "usage: autopar" in made.stderr and not made.stdout
+
+
+LETTERS = {
+    "no such model": (("plan", "llama-4-8b", "--mesh", "2"), "did you mean 'llama-3-8b'"),
+    "no such file": (("plan", "nowhere.py:build", "--mesh", "2"), "there is no file nowhere.py"),
+    "no such function": (("plan", f"{HERE}:nothing", "--mesh", "2"), "has no function nothing"),
+    "no model": (("plan", f"{HERE}:no_model", "--mesh", "2"), "returned a int, no model"),
+    "no inputs": (("plan", f"{HERE}:build", "--mesh", "2"), "returned no inputs"),
+    "odd inputs": (("plan", f"{HERE}:build", "--mesh", "2", "--inputs", "x=8by16"), "names no tensor"),
+    "odd sizes": (("plan", "gpt2", "--mesh", "2", "--inputs", "batch=8,length=3"), "is not batch=N or seq=N"),
+    "no mesh": (("plan", f"{HERE}:with_inputs"), "nothing says how many devices"),
+    "an odd mesh": ((*PLAN[:2], "--mesh", "2by2"), "is not a mesh"),
+    "no such cluster": ((*PLAN, "--cluster", "h101-8x1"), "did you mean 'h100'"),
+    "too small a cluster": ((*PLAN[:2], "--mesh", "16", "--cluster", "h100-8x1"), 'cluster="h100-8x2"'),
+    "an odd budget": ((*PLAN, "--budget", "40"), 'memory_budget="40GiB"'),
+    "a budget that nothing fits": ((*PLAN, "--budget", "2KiB"), "no plan of 2,048 bytes"),
+    "an odd precision": ((*PLAN, "--precision", "bf15"), "did you mean 'bf16'"),
+    "no such preset": ((*PLAN, "--parallel", "fsdp3"), "did you mean 'fsdp'"),
+    "no such policy": ((*PLAN, "--recompute", "ful"), "did you mean 'full'"),
+    "an odd constraint": ((*PLAN, "--constrain", "head.weight"), "is no constraint"),
+    "a constraint of nothing": ((*PLAN, "--constrain", "heat.weight=S(0)@0"), "heat.weight"),
+    "no folder": ((*PLAN, "--out", "/nowhere/at/all.json"), "there is no folder"),
+    "no plan": (("show", "nowhere.json"), "cannot be read"),
+    "not a plan": (("show", "pyproject.toml"), "cannot be read"),
+    "a plan of another model": (("verify", "{plan}", f"{HERE}:other"), "made for another model"),
+    "no such place": (("explain", "{plan}", "block.*.up"), "has no site called"),
+    "no ranks": (("calibrate", "--ranks", "0"), "no number of ranks"),
+    "no such kind": (("fit", f"{HERE}:with_inputs", "--clusters", "h1000"), "did you mean 'h100'"),
+}
+
+
+@pytest.mark.parametrize("name", LETTERS)
+def test_a_wrong_use_is_a_letter(name, plans, capsys):
+    arguments, says = LETTERS[name]
+    given = [str(plans / "ddp.json") if a == "{plan}" else a for a in arguments]
+    capsys.readouterr()
+    assert main(given) == 1
+    said = capsys.readouterr()
+    assert says in said.err and "Traceback" not in said.err and not said.out
+
+
+def test_letters_of_processes_exit_with_one():
+    made = run("plan", "llama-4-8b", "--mesh", "2")
+    assert made.returncode == 1 and made.stderr.startswith("no model is called") and not made.stdout
+
+
+def test_commands_of_the_pages_can_be_read():
+    found = 0
+    for page in ("README.md", "docs/commands.md"):
+        for block in re.findall(r"```bash\n(.*?)```", pathlib.Path(page).read_text(), re.DOTALL):
+            for line in block.splitlines():
+                if line.startswith("autopar "):
+                    _parser().parse_args(shlex.split(line.partition("  #")[0])[1:])
+                    found += 1
+    assert found >= 10
