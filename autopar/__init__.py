@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _HOME = {  # public name -> the module that holds it
     "autoparallelize": "autopar.api",
     "plan": "autopar.api",
+    "gather": "autopar.module.gathered",
     "Plan": "autopar.api",
     "DeviceMesh": "autopar.sharding.mesh",
     "Cluster": "autopar.sharding.cluster",

@@ -16,7 +16,9 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/capture.md", "docs/planning.md", "docs/training.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/capture.md", "docs/planning.md", "docs/training.md", "docs/trainers.md"]
+)
 def test_the_code_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile("\n".join(sections(page).values()), page, "exec"), {"__name__": "__main__"})
