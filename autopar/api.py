@@ -139,10 +139,11 @@ def autoparallelize(
     and buffers from rank 0. A model on meta gets its values from its own recipes (`init="module"`), or from the same
     ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever
     there in full. `outputs` beside a loss are DTensors where the plan cuts them; whole with "full", all DTensors with
-    "sharded"; those that are named come whole, and may be given gradients. With `pad_to` calls of other lengths than
-    `meta_inputs` run as those of the next multiple of it: fewer programs. With `compile`, what stands between
-    collectives is given to torch.compile (True, or the name of a backend). No collective waits longer than `timeout_s`
-    for another rank.
+    "sharded"; those that are named come whole, and may be given gradients. With `outputs="local"` beside
+    `inputs="local"` each rank gets its own rows of them, and a loss that is a mean over these is trained as that of the
+    whole batch. With `pad_to` calls of other lengths than `meta_inputs` run as those of the next multiple of it: fewer
+    programs. With `compile`, what stands between collectives is given to torch.compile (True, or the name of a
+    backend). No collective waits longer than `timeout_s` for another rank.
     """
     started = time.monotonic()
     own = {"inputs": inputs, "outputs": outputs, "compile": compile, "sync": sync, "pad_to": pad_to, "init": init}
@@ -206,6 +207,10 @@ def _read(
     check_timeout(timeout_s)
     _refuse_planning(plan, planning)
     outputs = own["outputs"]
+    gives_rows = outputs == "local"
+    if gives_rows and own["inputs"] != "local":
+        what = 'outputs="local" gives each rank its own rows, and inputs are those of all'
+        raise NotServed(what, advice='inputs="local"')
     device = start_world(timeout_s)
     if plan is None:
         asked = {"mesh": world_size(), **planning, "outputs": outputs, "compile": _is_fused(backend)}
@@ -216,7 +221,8 @@ def _read(
         graph = request.trace(model, meta_inputs)
     _refuse_unknown_outputs(outputs, graph)
     leave, whole = (outputs, ()) if isinstance(outputs, str) else ("auto", tuple(outputs))
-    how = How(backend, leave, whole, own["inputs"] == "local", own["pad_to"])
+    leave = "full" if gives_rows else leave
+    how = How(backend, leave, whole, own["inputs"] == "local", gives_rows, own["pad_to"])
     return _Read(device, request, graph, how, reads)
 
 

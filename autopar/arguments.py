@@ -113,15 +113,15 @@ def _states_of(name: str, groups: Sequence[Any]) -> str | float | None:
 def check_outputs(outputs: Any) -> None:
     """Raise a letter unless it is a way in which outputs leave, or names of outputs."""
     if isinstance(outputs, str):
-        is_known = outputs in ("auto", "full", "sharded")
+        is_known = outputs in ("auto", "full", "sharded", "local")
     else:
         is_known = isinstance(outputs, (tuple, list)) and all(isinstance(name, str) for name in outputs)
     if not is_known:
         raise NotServed(
             f"outputs={outputs!r} is not known",
             advice=(
-                '"auto", "full", "sharded", or the names of outputs that come whole and may be given gradients: '
-                'outputs=("logits",)'
+                '"auto", "full", "sharded", "local", or the names of outputs that come whole and may be given '
+                'gradients: outputs=("logits",)'
             ),
         )
 

@@ -132,9 +132,10 @@ class Request:
         started = time.monotonic()
         graph = ColoTracer().trace(model, meta_inputs, assume=self.assume, loss=self.loss, precision=self.precision)
         log.info("traced %d ops in %.1f s", sum(info(n).kind == "op" for n in graph.nodes), time.monotonic() - started)
-        if isinstance(self.outputs, str) or graph.loss is None:
+        if (isinstance(self.outputs, str) and self.outputs != "local") or graph.loss is None:
             return graph
-        named = (name for i, name in enumerate(graph.output_names) if name in self.outputs and i != graph.loss)
+        wanted = graph.output_names if self.outputs == "local" else self.outputs  # a loss of one's own: of any of them
+        named = (name for i, name in enumerate(graph.output_names) if name in wanted and i != graph.loss)
         return replace(graph, backward_from=tuple(named))
 
     def plan(self, graph: Graph, started: float = math.inf) -> Plan:
@@ -208,7 +209,7 @@ class Request:
                 "outputs='sharded' and micro-batches: rows of a turn lie otherwise than those of the batch",
                 advice='outputs="full", or microbatches=1',
             )
-        return in_micro_batches(graph, turns, keeps_outputs=self.outputs == "full")
+        return in_micro_batches(graph, turns, keeps_outputs=self.outputs in ("full", "local"))
 
     def _on_meshes(self, planning: Planning) -> Plan:
         """The fastest plan found on the mesh that is asked for, or on the best one."""

@@ -17,6 +17,7 @@ from autopar.codegen.halves import Joint
 from autopar.graph.graph import Graph, build_outputs, write_buffer
 from autopar.letters import BadInput, NotServed
 from autopar.module.lengths import padded
+from autopar.module.own_rows import own_rows, rows_of_call
 from autopar.module.padding import cut_back
 from autopar.module.runner import CHECKED_CALLS
 from autopar.module.state import ModelState
@@ -183,4 +184,8 @@ class ParallelModule(nn.Module):
             write_buffer(self, name, value)
         for hook in program.sight.idle:
             hook.run(self, state.hooks)
-        return build_outputs(graph, outputs if bucket is None else cut_back(graph, outputs, bucket.cuts, bucket.here))
+        left = build_outputs(graph, outputs if bucket is None else cut_back(graph, outputs, bucket.cuts, bucket.here))
+        if state.parts is None or not state.setup.how.gives_rows:
+            return left
+        rows = rows_of_call(graph, program.lowered.rows[1])
+        return own_rows(left, state.parts, state.setup.mesh, rows, dist.get_rank())

@@ -43,6 +43,7 @@ class How:
     outputs: str = "auto"
     outputs_whole: tuple[str, ...] = ()  # and these whole
     passes_rows: bool = False  # inputs="local"
+    gives_rows: bool = False  # outputs="local": whole inside, a rank's own rows outside
     pad_to: int | None = None  # lengths are brought to multiples of it
 
 
