@@ -92,15 +92,15 @@ def _unmasked_vocabulary(patch):
     )
 
 
-_reduced, _cross_entropy_part = forms._reduced, forms.cross_entropy_part
+_reduced, _cross_entropy_part = forms.reduced, forms.cross_entropy_part
 
 GPT2_MUTANTS = {
     "the vocabulary is not masked": _unmasked_vocabulary,
     "every device counts the log-sum": lambda patch: patch.setattr(
-        forms, "_reduced", lambda x, step, axes: x if step == "lodge" else _reduced(x, step, axes)
+        forms, "reduced", lambda x, step, axes: x if step == "lodge" else _reduced(x, step, axes)
     ),
     "the sum of exponentials is not reduced": lambda patch: patch.setattr(
-        forms, "_reduced", lambda x, step, axes: x if step == "all_reduce" else _reduced(x, step, axes)
+        forms, "reduced", lambda x, step, axes: x if step == "all_reduce" else _reduced(x, step, axes)
     ),
     "ignored targets count": lambda patch: patch.setattr(
         forms, "cross_entropy_part", lambda **how: _cross_entropy_part(**{**how, "ignore_index": -1})

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from autopar import __version__
 from autopar.kernels import NAMES
 from autopar.letters import BadPlan, Letter
 from autopar.sharding.certainty import SPREADS
@@ -18,12 +19,13 @@ from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, Strategy, gradients, values
+from autopar.solver import folding
 from autopar.solver.decision import Conversion, Decision
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Plan
 
-VERSION = 4
+VERSION = 4  # of the data of `to_dict`; a file has that of `folding.py`
 _READ = (3, VERSION)  # a plan of version 3 recomputes nothing
 _MOST = 2**62  # whole numbers of a file are below
 _WINDOW_BYTES = 25 * 2**20  # of a file that does not say it
@@ -35,7 +37,8 @@ _T = TypeVar("_T")
 
 def write(plan: Plan, path: str | Path) -> None:
     try:
-        Path(path).write_text(json.dumps(written(plan), indent=1) + "\n", encoding="utf-8")
+        data = {"version": folding.VERSION, "autopar": __version__, **folding.fold(written(plan))}
+        Path(path).write_text(folding.written(data), encoding="utf-8")
     except (OSError, TypeError) as e:
         raise BadPlan(f"the plan cannot be written to {path}", seen=f"{type(e).__name__}: {e}") from e
 
@@ -120,6 +123,8 @@ def _conversion_data(c: Conversion, axes: Sequence[str]) -> dict[str, Any]:
 def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the plan that `written` wrote."""
     try:
+        if data["version"] == folding.VERSION and not isinstance(data["version"], bool):
+            return _fields(folding.unfold(data, VERSION))
         if data["version"] not in _READ:
             version = _shown(data["version"])
             raise BadPlan(f"the plan is of version {version}, this autopar reads {VERSION}", advice="plan again")

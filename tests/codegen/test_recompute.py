@@ -416,7 +416,7 @@ def test_a_deep_model_fits_in_segments_where_one_more_run_of_each_is_not_enough(
     how = dict(mesh=(1,), optimizer=0, cluster=on_cpu(), **NO_TURNS)
     free = autopar.plan(model, batch, memory_budget="inf", **how)
     plan = autopar.plan(model, batch, memory_budget=int(0.12 * free.peak_bytes), **how)
-    assert plan.segments and f"in {len(plan.segments)} segments" in str(plan)
+    assert plan.segments and f"in {len(plan.segments)} segments" in plan.table()
     assert Plan.from_dict(plan.to_dict()) == plan and "segments" in plan.diff(free)
     found, peaks = {}, {}
     for name, one in (("free", free), ("segments", plan), ("one run more", replace(plan, segments=()))):

@@ -135,7 +135,7 @@ def test_half_the_bytes_move_and_the_plan_says_so():
         )
         for p in (None, Precision("bfloat16", "bfloat16"))
     )
-    assert 0.4 < half.beside_s / full.beside_s < 0.6 and "computes in bfloat16, reduces in bfloat16" in str(half)
+    assert 0.4 < half.beside_s / full.beside_s < 0.6 and "computes in bfloat16, reduces in bfloat16" in half.table()
     assert (
         half.memory["optimizer states"] == full.memory["optimizer states"]
         and half.memory["gathered parameters"] < 0.6 * full.memory["gathered parameters"]

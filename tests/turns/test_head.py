@@ -126,10 +126,10 @@ def test_a_budget_takes_the_head_in_chunks_by_itself():
     budget = int(0.7 * free.peak_bytes)
     tight = ask(memory_budget=budget)
     assert tight.chunks > 1 and tight.peak_bytes <= budget and not tight.recomputed
-    assert f"in {tight.chunks} chunks of rows" in str(tight)
+    assert f"in {tight.chunks} chunks of rows" in tight.table()
     assert f"in {tight.chunks} chunks of rows, each of which takes" in tight.explain("lm_head/linear")
     wanted = ask(memory_budget=int(0.95 * free.peak_bytes), outputs="full")
-    assert wanted.chunks == 1 and "the logits leave the step" in str(wanted)
+    assert wanted.chunks == 1 and "the logits leave the step" in wanted.table()
     mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=Plan.from_dict(tight.to_dict()))
     mine.random_state.seed = SEED
     reference = copy.deepcopy(model)

@@ -1,0 +1,178 @@
+"""A plan's file, in which layers that are alike stand once.
+
+    {"name": "h.0.up/linear", "op": "linear", ...}      at place 7
+    {"name": "h.1.up/linear", "op": "linear", ...}      at place 19
+    {"name": "h.2.up/linear", "op": "linear", ...}      at place 31
+
+is written as one record, whose names have `{}` for the layer and `{+1}` for the one after it:
+
+    {"names": ["h.{}.up/linear"], "layer": 0, "count": 3, "at": 7, "every": 12, "op": "linear", ...}
+
+`fold` and `unfold` are inverse to each other; choices stand in a table of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from autopar.graph.layers import around_number
+
+VERSION = 5
+_LARGEST = 10_000_000  # places of a file
+_LISTS = ("regathered", "scattered", "recomputed", "without_rule")  # of names alone
+_HOLE = re.compile(r"\{([+-]\d+)?\}")
+_Record = tuple[tuple[str, ...], Mapping[str, Any]]  # names, and what is said of them
+
+
+def fold(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of a plan as its file has it."""
+    table = list(dict.fromkeys(tuple(d["choice"]) for d in data["decisions"].values()))
+    places = {choice: i for i, choice in enumerate(table)}
+    decisions = [((name,), {**d, "choice": places[tuple(d["choice"])]}) for name, d in data["decisions"].items()]
+    conversions = [
+        ((c["source"], c["target"]), {k: v for k, v in c.items() if k not in ("source", "target")})
+        for c in data["conversions"]
+    ]
+    sizes = [((name,), {"bytes": n}) for name, n in data["parameter_bytes"].items()]
+    needed = [((name,), {"bytes": n, "seconds": s}) for name, (n, s) in data.get("needed", {}).items()]
+    folded = {
+        **data,
+        "version": VERSION,
+        "choices": [list(choice) for choice in table],
+        "decisions": _folded(decisions),
+        "conversions": _folded(conversions),
+        "parameter_bytes": _folded(sizes),
+        **{key: _folded([((name,), {}) for name in data[key]]) for key in _LISTS},
+    }
+    return {**folded, "needed": _folded(needed)} if needed else folded
+
+
+def unfold(data: Mapping[str, Any], version: int) -> dict[str, Any]:
+    """The data of a plan from its file; a KeyError, TypeError or ValueError where it is none."""
+    choices = data["choices"]
+    found = {
+        **{k: v for k, v in data.items() if k != "choices"},
+        "version": version,
+        "decisions": _each_once(
+            (name, {**said, "choice": choices[_place(said["choice"])]})
+            for (name,), said in _unfolded(data["decisions"])
+        ),
+        "conversions": [
+            {"source": source, "target": target, **said} for (source, target), said in _unfolded(data["conversions"])
+        ],
+        "parameter_bytes": _each_once((name, said["bytes"]) for (name,), said in _unfolded(data["parameter_bytes"])),
+        **{key: [name for (name,), _ in _unfolded(data[key])] for key in _LISTS},
+    }
+    if "needed" in data:
+        needed = _unfolded(data["needed"])
+        found["needed"] = _each_once((name, [said["bytes"], said["seconds"]]) for (name,), said in needed)
+    return found
+
+
+def written(data: Mapping[str, Any]) -> str:
+    """The file's text: a record a line."""
+    lines = []
+    for key, value in data.items():
+        if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+            rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in value)
+            lines.append(f" {json.dumps(key)}: [\n  {rows}\n ]")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+# -- records
+
+
+def _folded(records: Sequence[_Record]) -> list[dict[str, Any]]:
+    """Records with those of layers that are alike as one, by their first places."""
+    alike: dict[Any, list[tuple[int, int]]] = {}  # of a pattern and what is said: layers and places
+    for place, (names, said) in enumerate(records):
+        layer, patterns = _pattern(names)
+        key = (patterns, layer is None, json.dumps(said, sort_keys=True))
+        alike.setdefault(key, []).append((0 if layer is None else layer, place))
+    found = []
+    for (patterns, is_plain, _), members in alike.items():
+        said = records[members[0][1]][1]
+        runs = [[one] for one in members] if is_plain else _runs(members)
+        for run in runs:
+            (layer, place), *_ = run
+            listed = list(records[place][0] if len(run) == 1 else patterns)
+            every = run[1][1] - place if len(run) > 1 else 0
+            head: dict[str, Any] = {"names": listed, "at": place}
+            if len(run) > 1:
+                head |= {"layer": layer, "count": len(run), "every": every}
+            found.append({**head, **said})
+    return sorted(found, key=lambda record: record["at"])
+
+
+def _runs(members: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Layers one after the other, whose places are evenly apart."""
+    run: list[tuple[int, int]] = []
+    for layer, place in sorted(members):
+        is_next = bool(run) and layer == run[-1][0] + 1 and place > run[-1][1]
+        is_even = len(run) < 2 or place - run[-1][1] == run[1][1] - run[0][1]
+        if run and not (is_next and is_even):
+            yield run
+            run = []
+        run.append((layer, place))
+    if run:
+        yield run
+
+
+def _pattern(names: Sequence[str]) -> tuple[int | None, tuple[str, ...]]:
+    """The layer of the first name that is in one, and all names by how far their layers are from it."""
+    parts = [around_number(name) for name in names]
+    first = next((part[1] for part in parts if part is not None), None)
+    if first is None or any("{" in name or "}" in name for name in names):
+        return None, tuple(names)
+    patterns = []
+    for name, part in zip(names, parts, strict=True):
+        if part is None:
+            patterns.append(name)
+            continue
+        before, layer, behind = part
+        by = "" if layer == first else f"{layer - first:+d}"
+        is_plain = f"{before}{layer}{behind}" == name  # no leading zeros
+        patterns.append(f"{before}{{{by}}}{behind}" if is_plain else name)
+    return first, tuple(patterns)
+
+
+def _unfolded(records: Any) -> list[tuple[list[str], dict[str, Any]]]:
+    """Records one by one, in their places."""
+    found: dict[int, tuple[list[str], dict[str, Any]]] = {}
+    for record in records:
+        said = {k: v for k, v in record.items() if k not in ("names", "at", "layer", "count", "every")}
+        count, at, every = (_place(record.get(k, d)) for k, d in (("count", 1), ("at", 0), ("every", 0)))
+        for i in range(count):
+            names: list[str] = record["names"]
+            if "layer" in record:
+                names = [_HOLE.sub(_layer(_place(record["layer"]) + i), name) for name in names]
+            place = at + i * every
+            if place in found:
+                raise ValueError(f"two records stand at place {place}")
+            found[place] = (list(names), said)
+    if len(found) and max(found) != len(found) - 1:
+        raise ValueError(f"{len(found)} records do not fill the places up to {max(found)}")
+    return [found[place] for place in range(len(found))]
+
+
+def _layer(number: int) -> Callable[[re.Match[str]], str]:
+    return lambda hole: str(number + int(hole[1] or 0))
+
+
+def _place(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LARGEST:
+        raise ValueError(f"{str(value)[:40]} is no place")
+    return value
+
+
+def _each_once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    listed = list(itertools.islice(pairs, _LARGEST))
+    if len(found := dict(listed)) < len(listed):
+        raise ValueError("a name stands twice")
+    return found

@@ -1,0 +1,123 @@
+"""Files of plans: layers that are alike stand once, a schema says what is in them, and older ones are read."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autopar
+from autopar import Assume, Plan
+from autopar.letters import BadPlan
+from autopar.solver.folding import _folded, _unfolded
+from tests.kernels.sites import SITES
+from tests.language import drawn, meta_gpt2, meta_llama_8b
+
+ASSUMED = Assume(no_padding=True)
+HOW = {
+    "gpt2": {"mesh": (2, 2), "memory_budget": "1MiB"},
+    "llama": {"mesh": (2, 2), "parallel": {"data": 2, "tensor": 2}, "precision": "bf16"},
+    "t5 1.1": {"mesh": 4, "kernels": ("rms_norm",)},
+    "gpt_neox": {"mesh": (4,), "recompute": "full", "memory_budget": "64GiB", "accumulation": 2},
+}
+
+
+def schema():
+    return json.loads(resources.files("autopar.solver").joinpath("plan.schema.json").read_text())
+
+
+def planned(name):
+    build, config = SITES[name]
+    return autopar.plan(
+        build(config).train(), drawn(16, 16, 128), assume=ASSUMED, **{"memory_budget": "inf", **HOW[name]}
+    )
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_a_file_is_what_its_schema_says_and_gives_the_plan(name, tmp_path):
+    plan, path = planned(name), tmp_path / "plan.json"
+    plan.save(path)
+    data = json.loads(path.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema())
+    jsonschema.validate(data, schema(), jsonschema.Draft202012Validator)
+    assert data["version"] == 5 and data["autopar"] == autopar.__version__
+    again = Plan.load(path)
+    assert again == plan and Plan.from_dict(data) == plan
+    assert list(again.decisions) == list(plan.decisions) and again.conversions == plan.conversions
+    assert again.table() == plan.table()
+
+
+def test_many_layers_take_no_more_room_than_few(tmp_path):
+    """A file of LLaMA-8B is under 100 KB; another eight layers of GPT-2 add a twentieth."""
+    model, inputs = meta_llama_8b(32, 64)
+    autopar.plan(model, inputs, mesh=(8, 8), cluster="h100-8x8", parallel="fsdp", memory_budget="inf").save(
+        tmp_path / "llama.json"
+    )
+    assert (tmp_path / "llama.json").stat().st_size < 100_000
+    sizes = []
+    for layers in (4, 12):
+        model, inputs = meta_gpt2(layers)
+        autopar.plan(model, inputs, mesh=(2,), memory_budget="inf").save(tmp_path / "gpt2.json")
+        sizes.append((tmp_path / "gpt2.json").stat().st_size)
+    assert sizes[1] < 1.05 * sizes[0]
+
+
+def test_a_file_of_an_older_release_is_read(tmp_path):
+    plan = planned("llama")
+    (tmp_path / "old.json").write_text(json.dumps(plan.to_dict()))
+    assert plan.to_dict()["version"] == 4 and Plan.load(tmp_path / "old.json") == plan
+
+
+def test_a_file_that_was_edited_wrongly_is_a_letter(tmp_path):
+    plan, path = planned("gpt2"), tmp_path / "plan.json"
+    plan.save(path)
+    right = json.loads(path.read_text())
+
+    def edited(change):
+        data = json.loads(json.dumps(right))
+        change(data)
+        path.write_text(json.dumps(data))
+        with pytest.raises(BadPlan):
+            Plan.load(path)
+
+    layer = next(i for i, d in enumerate(right["decisions"]) if "layer" in d)
+    for change in (
+        lambda d: d["decisions"][layer].update(count=3),  # a layer that is elsewhere too
+        lambda d: d["decisions"][layer].update(at=10_000),
+        lambda d: d["decisions"][layer].update(every=-1),
+        lambda d: d["decisions"][layer].update(names=["h.{"]),
+        lambda d: d["decisions"][layer].update(choice=10_000),
+        lambda d: d["decisions"].pop(layer),
+        lambda d: d["choices"].clear(),
+        lambda d: d["conversions"][0].update(names=["one"]),
+        lambda d: d["parameter_bytes"][0].pop("bytes"),
+        lambda d: d.pop("choices"),
+        lambda d: d.update(version=6),
+        lambda d: d.update(decisions=3),
+        lambda d: d["decisions"][layer].update(count=10**12),
+    ):
+        edited(change)
+    path.write_text(json.dumps(right))
+    assert Plan.load(path) == plan
+
+
+_NAMES = st.builds(
+    lambda before, n, behind: f"{before}{n}{behind}",
+    st.sampled_from(["h.", "enc.block.", "x", "", "layers.0", "a{b}."]),
+    st.integers(0, 12),
+    st.sampled_from([".up", "/add", ".mlp.0/linear", "", ":shared"]),
+)
+_RECORDS = st.lists(
+    st.tuples(st.tuples(_NAMES, _NAMES), st.fixed_dictionaries({"seconds": st.sampled_from([0.0, 1.5])})), max_size=30
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(_RECORDS)
+def test_records_come_back_as_they_were(records):
+    found = _unfolded(json.loads(json.dumps(_folded(records))))
+    assert [(tuple(names), said) for names, said in found] == [(names, dict(said)) for names, said in records]
