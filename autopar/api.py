@@ -28,6 +28,7 @@ from autopar.letters import BadPlan, Consumed, NotServed
 from autopar.module import How, ParallelModule, Source, parallelise
 from autopar.module.attributes import reads_of
 from autopar.module.reads import Reads
+from autopar.report import write_report
 from autopar.request import Request
 from autopar.runtime.faults import limit
 from autopar.runtime.world import (
@@ -270,6 +271,7 @@ def _check_graph(
 
 
 Plan.check_graph = _check_graph
+Plan.write_report = write_report
 
 
 def _in_words(value: Any) -> str:

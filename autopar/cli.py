@@ -4,6 +4,7 @@
     autopar fit llama-3-8b --inputs batch=64,seq=8192 --precision bf16       on how many devices of which kind
     autopar show plan.json                                                   a plan at one look; --table: all of it
     autopar explain plan.json "model.layers.*.mlp.up_proj"                   one place of it
+    autopar report plan.json -o plan.html                                    a page about it; plan --report has more
     autopar diff plan.json other.json                                        what two plans decide otherwise
     autopar verify plan.json train.py:build                                  its program on ranks beside one device
     autopar run train.py --ranks 8                                           a script on local ranks
@@ -35,6 +36,7 @@ _HOME = {  # command -> the module that runs it, imported when it is asked for
     "show": "plans",
     "explain": "plans",
     "diff": "plans",
+    "report": "plans",
     "verify": "verifying",
     "run": "machines",
     "check": "machines",
@@ -66,11 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(asked: argparse.Namespace) -> None:
     """Raise a letter about what can be seen to be wrong before anything is imported."""
-    ranks, out = getattr(asked, "ranks", None), getattr(asked, "out", "")
+    ranks = getattr(asked, "ranks", None)
     if ranks is not None and ranks < 1:
         raise BadSharding(f"--ranks {ranks} is no number of ranks")
-    if out and not os.path.isdir(os.path.dirname(out) or "."):
-        raise BadCluster(f"there is no folder for {out}")
+    for name in ("out", "report"):
+        path = getattr(asked, name, "")
+        if path and not os.path.isdir(os.path.dirname(path) or "."):
+            raise BadCluster(f"there is no folder for {path}")
 
 
 # -- what each command takes
@@ -100,6 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     explain = command("explain", "say what was decided at one place of a plan")
     explain.add_argument("plan", help="a plan that was saved")
     explain.add_argument("place", help='a name as the table prints it: "model.layers.*.mlp.up_proj"')
+    report = command("report", "write a page about a plan that was saved: one file, for a browser")
+    report.add_argument("plan", help="a plan that was saved")
+    report.add_argument("-o", "--out", default="plan.html", help="where the page goes")
     diff = command("diff", "say what two plans decide otherwise; exits with 1 where they differ")
     diff.add_argument("plan", help="a plan that was saved")
     diff.add_argument("other", help="another")
@@ -141,6 +148,8 @@ def _of_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beside", action="store_true", help="plan dp, zero3 and megatron beside it")
     parser.add_argument("--table", action="store_true", help="print all of the plan")
     parser.add_argument("--out", default="", help="where the plan goes: plan.json")
+    parser.add_argument("--report", default="", help="where a page about it goes: plan.html")
+    parser.add_argument("--budgets", type=int, default=0, help="how many budgets the page holds against the step time")
 
 
 def _of_fit(parser: argparse.ArgumentParser) -> None:

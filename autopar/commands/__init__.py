@@ -2,7 +2,7 @@
 
     models.py     a model and its inputs, from a file, a shipped configuration or a config.json
     planning.py   plan, fit
-    plans.py      show, explain, diff: of a plan that was saved
+    plans.py      show, explain, report, diff: of a plan that was saved
     machines.py   check, calibrate, bench, run
     verifying.py  verify: a plan's program beside one device
 

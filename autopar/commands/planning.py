@@ -52,6 +52,8 @@ def plan(asked: argparse.Namespace) -> int:
         found.beside()
     if asked.out:
         found.save(asked.out)
+    if asked.report:
+        found.report(asked.report, asked.budgets)
     print(shown(found, asked))
     return 0
 

@@ -1,4 +1,4 @@
-"""`autopar show`, `explain` and `diff`: plans that were saved."""
+"""`autopar show`, `explain`, `report` and `diff`: plans that were saved."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ def show(asked: argparse.Namespace) -> int:
 def explain(asked: argparse.Namespace) -> int:
     """What was decided at the places that a name stands for."""
     print(Plan.load(asked.plan).explain(asked.place))
+    return 0
+
+
+def report(asked: argparse.Namespace) -> int:
+    """A page about a plan."""
+    path = Plan.load(asked.plan).report(asked.out)
+    print(json.dumps({"report": str(path)}) if asked.json else path)
     return 0
 
 

@@ -131,16 +131,23 @@ def _overlap(space: Space, picked: Sequence[int]) -> tuple[float, float]:
     return float(beside), float(hidden)
 
 
+def held_of(space: Space, point: Point) -> dict[str, np.ndarray]:
+    """Bytes at every time of the step, by kind; none where memory is not counted."""
+    if space.memory is None:
+        return {}
+    held = space.memory.held(point.picked, space.edges)
+    if point.recomputed:  # of what is saved there is less, and what is made again is there for the while
+        saved = "saved activations"
+        held[saved] = held[saved] + point.held - np.sum(list(held.values()), axis=0)
+    return held
+
+
 def _peak(space: Space, point: Point) -> tuple[dict[str, int], str]:
     """Bytes at the fullest time by kind, and when that is."""
     if space.memory is None:
         return {}, ""
-    held = space.memory.held(point.picked, space.edges)
-    whole = np.sum(list(held.values()), axis=0)
-    if point.recomputed:  # of what is saved there is less, and what is made again is there for the while
-        saved = "saved activations"
-        held[saved], whole = held[saved] + point.held - whole, point.held
-    time = int(whole.argmax())
+    held = held_of(space, point)
+    time = int(np.sum(list(held.values()), axis=0).argmax())
     return {kind: round(float(n[time])) for kind, n in held.items()}, space.memory.when(time)
 
 

@@ -52,6 +52,9 @@ class SearchedSpace(Protocol):
     def is_over(self) -> bool:
         """Has it been let go?"""
 
+    def line(self) -> tuple[list[str], dict[str, list[int]]]:
+        """The times of a step by name, and the bytes that the plan holds at each, by kind."""
+
     def told(self, name: str) -> list[str]:
         """A line for each kernel of an op: its seconds, and how they came to be."""
 
@@ -127,6 +130,7 @@ class Plan:
     search: SearchedSpace | None = field(default=None, repr=False, compare=False)
 
     check_graph: ClassVar[GraphCheck | None] = None  # given by autopar.api, which can trace a model
+    write_report: ClassVar[Callable[..., Path] | None] = None  # given by autopar.report
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decisions", MappingProxyType(dict(self.decisions)))
@@ -194,6 +198,25 @@ class Plan:
         process that planned, until `autoparallelize` takes the plan.
         """
         return text.explained(self, pattern)
+
+    def line(self) -> tuple[list[str], dict[str, list[int]]]:
+        """The times of a step by name, and the bytes that a device holds at each, by kind.
+
+        As `explain`, it needs the space.
+        """
+        if self.search is None or self.search.is_over:
+            raise BadPlan("the space that this plan was chosen from is gone", advice="autopar.plan(...).line()")
+        return self.search.line()
+
+    def report(self, path: str | Path, budgets: int = 0) -> Path:
+        """Write a page about the plan, one file that needs no network: open it in a browser.
+
+        Where the space is there it shows memory over the step, prices and rivals, and with `budgets` as many of them
+        against the step time.
+        """
+        if Plan.write_report is None:
+            raise BadPlan("a report is written by autopar.report", advice="import autopar.api")
+        return Plan.write_report(self, path, budgets)
 
     def curve(self, budgets: int | Sequence[int] = 20) -> Curve:
         """The fastest step under one memory budget after the other, all from one search; printed, it is a table.

@@ -75,7 +75,7 @@ def solve(
     return replace(
         plan,
         stopped=tuple(dict.fromkeys(found.stopped)) if is_open else (),
-        search=PricedSpace(counted, best.picked, prices, curve),
+        search=PricedSpace(counted, best, prices, curve),
     )
 
 

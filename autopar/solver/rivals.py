@@ -13,8 +13,10 @@ import numpy as np
 
 from autopar.sharding.strategies import Choice
 from autopar.solver.budget import Budgeted, Prices
+from autopar.solver.chosen import held_of
 from autopar.solver.curve import Curve
 from autopar.solver.eliminate import least_by_choice
+from autopar.solver.points import Point
 from autopar.solver.tables import Problem
 
 if TYPE_CHECKING:
@@ -26,10 +28,11 @@ CurveOf = Callable[[int | Sequence[int]], Curve]
 class PricedSpace:
     """The space that a plan was chosen from, at the prices of its bound, until it is let go."""
 
-    def __init__(self, counted: Budgeted, picked: Sequence[int], prices: Prices, curve: CurveOf) -> None:
+    def __init__(self, counted: Budgeted, point: Point, prices: Prices, curve: CurveOf) -> None:
         self.counted: Budgeted | None = counted
         self._curve: CurveOf | None = curve
-        self.picked = picked
+        self.point = point
+        self.picked = point.picked
         self.prices = prices
         self._problem: Problem | None = None
         self.others: Callable[[], tuple[Beside, ...]] | None = None  # given by who knows presets
@@ -60,6 +63,14 @@ class PricedSpace:
         """Budgets against step time."""
         assert self._curve is not None
         return self._curve(budgets)
+
+    def line(self) -> tuple[list[str], dict[str, list[int]]]:
+        """The times of a step by name, and the bytes that the plan holds at each, by kind."""
+        assert self.counted is not None
+        space = self.counted.space
+        held = held_of(space, self.point)
+        times = [] if space.memory is None else [space.memory.when(t) for t in range(space.memory.times)]
+        return times, {kind: [round(float(n)) for n in bytes_] for kind, bytes_ in held.items() if bytes_.any()}
 
     def told(self, name: str) -> list[str]:
         """A line for each kernel of an op: its seconds, and how they came to be."""

@@ -12,7 +12,13 @@ import pytest
 import autopar
 
 HERE = pathlib.Path(__file__).parents[2]
-DATA = ("py.typed", "sharding/clusters/h100.json", "commands/models.json", "solver/plan.schema.json")
+DATA = (
+    "py.typed",
+    "sharding/clusters/h100.json",
+    "commands/models.json",
+    "solver/plan.schema.json",
+    "report/page.html",
+)
 USE = """
 import importlib.metadata, torch, autopar
 from autopar.commands.models import shipped

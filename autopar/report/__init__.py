@@ -1,0 +1,118 @@
+"""A page about a plan: one file without network, for a browser.
+
+    page.html, page.css, page.js     the page, which draws what its data say
+    uPlot.*                          the library that draws charts (MIT)
+
+`data_of` is all that the page shows, as JSON; nothing is computed in the browser but what is seen of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from autopar.graph.layers import folded
+from autopar.letters import BadPlan
+from autopar.sharding.strategies import values
+from autopar.solver.plan import Plan
+from autopar.solver.summary import verdict
+
+_FILES = {
+    "/*uplot.css*/": "uPlot.min.css",
+    "/*page.css*/": "page.css",
+    "/*uplot.js*/": "uPlot.iife.min.js",
+    "/*page.js*/": "page.js",
+}
+
+
+def write_report(plan: Plan, path: str | Path, budgets: int = 0) -> Path:
+    """Write the page."""
+    page = _file("page.html")
+    for mark, name in _FILES.items():
+        page = page.replace(mark, _file(name))
+    data = json.dumps(data_of(plan, budgets), separators=(",", ":")).replace("<", "\\u003c")  # ends no script
+    try:
+        Path(path).write_text(page.replace('"@data@"', data), encoding="utf-8")
+    except OSError as e:
+        raise BadPlan(f"the report cannot be written to {path}", seen=f"{type(e).__name__}: {e}") from e
+    return Path(path)
+
+
+def data_of(plan: Plan, budgets: int = 0) -> dict[str, Any]:
+    """What the page shows."""
+    is_here = plan.search is not None and not plan.search.is_over
+    times, held = plan.line() if is_here else ([], {})
+    known = plan.search.known_beside if plan.search is not None else None
+    return {
+        "title": f"a plan for {plan.mesh.size} devices, mesh {plan.mesh}",
+        "verdict": verdict(plan),
+        "summary": str(plan),
+        "step_s": plan.step_time_s,
+        "bound_s": plan.lower_bound_s,
+        "budget": plan.budget if math.isfinite(plan.budget) else None,
+        "peak": {"bytes": plan.peak_bytes, "at": plan.peak_at, "kinds": dict(plan.memory)},
+        "line": {"times": times, "held": held},
+        "parameters": _parameters(plan),
+        "places": _places(plan, is_here),
+        "curve": _curve(plan, budgets) if is_here and budgets else [],
+        "beside": [list(rival) for rival in known or () if not rival.why],
+        "meshes": [list(row) for row in plan.meshes],
+        "said": [*(["assumed", a] for a in plan.assumptions), *(list(pair) for pair in plan.defaults)],
+    }
+
+
+def _file(name: str) -> str:
+    return resources.files("autopar.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _parameters(plan: Plan) -> list[list[Any]]:
+    """Parameters that lie alike in a row: name, count, sharding, bytes of all in full."""
+    rows: dict[tuple[str, str], list[int]] = {}
+    for name, sharding in plan.parameters.items():
+        stored = sharding.text(plan.mesh.axes) + (" (regathered)" if name in plan.regathered else "")
+        rows.setdefault((folded(name), stored), []).append(plan.parameter_bytes[name])
+    return [[name, len(sizes), stored, sum(sizes)] for (name, stored), sizes in rows.items()]
+
+
+def _places(plan: Plan, is_here: bool) -> list[dict[str, Any]]:
+    """Places that decide alike, in the order of the step: name, count, op, choice, seconds, and all that is known."""
+    groups: dict[Any, list[str]] = {}
+    for name, d in plan.decisions.items():
+        if d.kind == "op":
+            groups.setdefault((folded(name), repr(d.choice), name in plan.recomputed), []).append(name)
+    arriving: dict[str, list[float]] = {}
+    for c in plan.conversions:
+        arriving.setdefault(c.target, []).append(c.seconds)
+    found = []
+    for (name, choice, is_recomputed), alike in groups.items():
+        d = plan.decisions[alike[0]]
+        moved = sum(sum(arriving.get(one, ())) for one in alike)
+        seconds = sum(plan.decisions[one].seconds for one in alike)
+        found.append(
+            {
+                "name": name,
+                "count": len(alike),
+                "op": d.op,
+                "choice": choice,
+                "cut": [_first(values(d.flows()).placements[a]) for a in range(len(plan.mesh.shape))],
+                "seconds": seconds,
+                "moved": moved,
+                "recomputed": is_recomputed,
+                "told": plan.explain(alike[0]) if is_here and (seconds or moved) else "",
+                "source": d.source,
+            }
+        )
+    return found
+
+
+def _first(placement: Any) -> str:
+    return "R" if placement.is_replicated else f"S{placement.dim}" if placement.is_shard else "P"
+
+
+def _curve(plan: Plan, budgets: int) -> list[list[float]]:
+    """Budgets, step times and bounds, where a plan was found."""
+    points = [p for p in plan.curve(budgets) if math.isfinite(p.step_time_s)]
+    return [[p.budget, p.step_time_s, p.lower_bound_s] for p in points]

@@ -1,0 +1,140 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const by = (id) => document.getElementById(id);
+  const COLORS = ["#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d", "#bab0ac"];
+  const CUTS = { R: "#d0d5dd", P: "#f4a7a0", S0: "#9ecbff", S1: "#a6e3b4", S2: "#ffd591", S3: "#d9b8ff" };
+  const ink = getComputedStyle(document.documentElement).getPropertyValue("--ink");
+  const line = getComputedStyle(document.documentElement).getPropertyValue("--line");
+
+  const seconds = (s) => (s >= 1 ? s.toFixed(2) + " s" : s >= 1e-3 ? (s * 1e3).toFixed(2) + " ms" : (s * 1e6).toFixed(1) + " us");
+  const size = (n) => {
+    for (const [unit, scale] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]]) if (n >= scale) return (n / scale).toFixed(2) + " " + unit;
+    return n + " B";
+  };
+  const made = (tag, text, kind) => {
+    const element = document.createElement(tag);
+    if (text !== undefined) element.textContent = text;
+    if (kind) element.className = kind;
+    return element;
+  };
+
+  // -- what it is
+  by("title").textContent = data.title;
+  by("verdict").textContent = data.verdict;
+  const gap = data.step_s ? (data.step_s - data.bound_s) / data.step_s : 0;
+  for (const [said, value] of [
+    ["a step", seconds(data.step_s)],
+    ["no plan takes less than", seconds(data.bound_s) + " (gap " + (100 * gap).toFixed(2) + "%)"],
+    ["a device holds at most", size(data.peak.bytes)],
+    ["of a budget of", data.budget === null ? "none was asked for" : size(data.budget)],
+  ]) {
+    const box = made("div", undefined, "figure");
+    box.append(made("b", value), made("span", said));
+    by("figures").append(box);
+  }
+
+  // -- memory
+  const axis = (values) => ({ stroke: ink, grid: { stroke: line }, ticks: { stroke: line }, values });
+  const wide = () => Math.min(1072, document.body.clientWidth - 48);
+  const kinds = Object.entries(data.line.held);
+  if (kinds.length) {
+    const times = data.line.times.map((_, i) => i);
+    let below = times.map(() => 0);
+    const stacks = kinds.map(([, held]) => (below = below.map((n, i) => n + held[i])));
+    const series = [{ label: "time", value: (u, i) => (i === null ? "--" : data.line.times[i]) }];
+    const drawn = [times];
+    for (let k = kinds.length - 1; k >= 0; k--) {  // the whole first, so that what lies below is drawn over it
+      const color = COLORS[k % COLORS.length];
+      series.push({ label: kinds[k][0], stroke: color, fill: color, width: 0, points: { show: false }, value: (u, v, s, i) => (i === null ? "--" : size(kinds[k][1][i])) });
+      drawn.push(stacks[k]);
+    }
+    if (data.budget !== null) {
+      series.push({ label: "budget", stroke: "#d92d20", width: 2, dash: [6, 4], points: { show: false }, value: () => size(data.budget) });
+      drawn.push(times.map(() => data.budget));
+    }
+    const phase = (i) => (data.line.times[i] || "").split(" ")[0];
+    const turns = times.filter((i) => i === 0 || phase(i) !== phase(i - 1));  // where forward, backward and the step begin
+    const axes = [{ ...axis((u, at) => at.map(phase)), splits: () => turns }, { ...axis((u, at) => at.map(size)), size: 84 }];
+    const chart = new uPlot({ width: wide(), height: 300, series, axes, scales: { x: { time: false } }, cursor: { points: { show: false } } }, drawn, by("held"));
+    addEventListener("resize", () => chart.setSize({ width: wide(), height: 300 }));
+    by("at").textContent = "fullest at the " + data.peak.at;
+  } else {
+    by("at").textContent = "fullest at the " + data.peak.at + "; memory over the step is known where a plan is made";
+  }
+  for (const [kind, n] of Object.entries(data.peak.kinds).sort((a, b) => b[1] - a[1])) {
+    if (!n) continue;
+    const place = kinds.findIndex(([name]) => name === kind);
+    const swatch = made("span", undefined, "swatch");
+    swatch.style.background = place < 0 ? "var(--mark)" : COLORS[place % COLORS.length];
+    by("kinds").append(swatch, made("span", kind + " " + size(n)));
+  }
+
+  // -- places
+  const total = data.step_s || 1;
+  const rows = data.places.map((place, order) => {
+    const row = made("tr", undefined, "place");
+    const name = made("td", place.name + (place.count > 1 ? " (x" + place.count + ")" : "") + (place.recomputed ? " recomputed" : ""), "name");
+    const result = made("td");
+    for (const cut of place.cut) {
+      const badge = made("span", cut, "cut");
+      badge.style.background = CUTS[cut] || "#cfd8e3";
+      result.append(badge);
+    }
+    const share = made("td", undefined, "number");
+    const bar = made("span", undefined, "bar");
+    bar.style.width = Math.round((160 * (place.seconds + place.moved)) / total) + "px";
+    share.append(bar, (100 * (place.seconds + place.moved) / total).toFixed(1) + "%");
+    row.append(name, made("td", place.op), result, share, made("td", seconds(place.seconds), "number"), made("td", place.moved ? seconds(place.moved) : "", "number"));
+    const more = made("tr"), cell = made("td");
+    cell.colSpan = 6;
+    cell.append(made("pre", (place.source ? place.source + "\n" : "") + (place.told || place.choice)));
+    more.append(cell);
+    more.hidden = true;
+    row.addEventListener("click", () => { more.hidden = !more.hidden; });
+    return { row, more, order, cost: place.seconds + place.moved, text: [place.name, place.op, place.choice].join(" ").toLowerCase() };
+  });
+  const show = () => {
+    const wanted = by("search").value.toLowerCase();
+    const found = rows.filter((r) => r.text.includes(wanted));
+    found.sort((a, b) => (by("dear").checked ? b.cost - a.cost : 0) || a.order - b.order);
+    by("rows").replaceChildren(...found.flatMap((r) => [r.row, r.more]));
+    by("shown").textContent = found.length + " of " + rows.length;
+  };
+  by("search").addEventListener("input", show);
+  by("dear").addEventListener("change", show);
+  show();
+
+  // -- parameters
+  for (const [name, count, stored, bytes] of data.parameters) {
+    const row = made("tr");
+    row.append(made("td", name + (count > 1 ? " (x" + count + ")" : ""), "name"), made("td", stored), made("td", size(bytes), "number"));
+    by("stored").append(row);
+  }
+
+  // -- other plans
+  if (data.curve.length > 1) {
+    const points = [...data.curve].sort((a, b) => a[0] - b[0]);
+    const columns = [0, 1, 2].map((k) => points.map((p) => p[k]));
+    const axes = [axis((u, at) => at.map(size)), { ...axis((u, at) => at.map(seconds)), size: 84 }];
+    const series = [{ label: "budget", value: (u, v) => (v === null ? "--" : size(v)) }, { label: "step", stroke: COLORS[0], width: 2, value: (u, v) => (v === null ? "--" : seconds(v)) }, { label: "bound", stroke: COLORS[3], dash: [6, 4], value: (u, v) => (v === null ? "--" : seconds(v)) }];
+    new uPlot({ width: wide(), height: 260, series, axes, scales: { x: { time: false } } }, columns, by("curve"));
+  }
+  const others = [...data.beside.map(([name, step, peak, fits]) => [name, step, peak, fits ? "" : "does not fit"]), ...data.meshes.map(([mesh, step, , peak, why]) => ["mesh " + mesh, step, peak, why])];
+  if (others.length) {
+    const table = made("table");
+    for (const [name, step, peak, why] of others) {
+      const row = made("tr");
+      row.append(made("td", name), made("td", step ? seconds(step) : "-", "number"), made("td", peak ? size(peak) : "-", "number"), made("td", why));
+      table.append(row);
+    }
+    by("rivals").append(table);
+  } else if (data.curve.length < 2) {
+    by("rivals").append(made("p", "none were asked for: plan.beside(), and plan.report(path, budgets=12)", "quiet"));
+  }
+
+  // -- in words
+  by("summary").textContent = data.summary;
+  for (const [name, meaning] of data.said) by("said").append(made("dt", name), made("dd", meaning));
+  document.body.dataset.drawn = "yes";
+})();

@@ -1,0 +1,136 @@
+"""The page about a plan: its data are the plan's, it needs no network, and a browser draws it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+import autopar
+from autopar import Assume, Plan
+from autopar.cli import main
+from tests.kernels.sites import SITES
+from tests.language import drawn
+
+MOST = 2 * 2**20
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--enable-logging=stderr",
+    "--dump-dom",
+    "--virtual-time-budget=5000",
+)
+# what a person does: searches, opens the first place, lists places in their order
+ACTS = """<script>
+const search = document.getElementById("search");
+search.value = "c_fc/linear";
+search.dispatchEvent(new Event("input"));
+const found = document.querySelectorAll("#rows tr.place").length;
+document.querySelector("#rows tr.place").click();
+const opened = [...document.querySelectorAll("#rows tr:not(.place)")].filter((row) => !row.hidden);
+search.value = "";
+document.getElementById("dear").click();
+search.dispatchEvent(new Event("input"));
+document.body.dataset.acted = JSON.stringify([found, opened.length, opened[0].textContent.includes("rival"),
+  document.querySelectorAll("#rows tr.place").length, document.querySelector("#rows td.name").textContent,
+  document.querySelectorAll("canvas").length]);
+</script></body>"""
+
+
+@pytest.fixture(scope="module")
+def plan():
+    build, config = SITES["gpt2"]
+    asked = {"mesh": (2, 2), "memory_budget": "1MiB", "assume": Assume(no_padding=True)}
+    found = autopar.plan(build(config).train(), drawn(16, 16, 128), **asked)
+    found.beside()
+    return found
+
+
+class Page(HTMLParser):
+    """The elements by their ids, and the text of the data."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.links, self.text, self._in = [], [], "", ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        named = dict(attributes)
+        self._in = named.get("id", "")
+        self.ids.append(self._in)
+        self.links += [named[key] for key in ("src", "href") if key in named]
+
+    def handle_data(self, data):
+        if self._in == "data":
+            self.text, self._in = data, ""
+
+
+def test_a_page_holds_what_the_plan_says(plan, tmp_path):
+    path = plan.report(tmp_path / "plan.html", budgets=5)
+    text = path.read_text()
+    page = Page(text)
+    data = json.loads(page.text)
+    assert {"held", "rows", "stored", "curve", "search", "summary"} <= set(page.ids)
+    assert len(text) < MOST and all(link.startswith("#") for link in page.links)
+    assert not re.findall(r"(?:src|href|url|import|fetch)\s*[=(]\s*[\"']?(?:https?:)?//", text)
+    assert data["step_s"] == plan.step_time_s and data["summary"] == str(plan) and data["budget"] == plan.budget
+    places = {p["name"]: p for p in data["places"]}
+    seconds = sum(d.seconds for d in plan.decisions.values() if d.kind == "op")
+    assert sum(p["seconds"] for p in data["places"]) == pytest.approx(seconds)
+    moved = sum(c.seconds for c in plan.conversions if plan.decisions[c.target].kind == "op")
+    assert sum(p["moved"] for p in data["places"]) == pytest.approx(moved)
+    assert places["lm_head/linear"]["told"] == plan.explain("lm_head/linear")
+    assert sum(size for *_, size in data["parameters"]) == sum(plan.parameter_bytes.values())
+    whole = [sum(kinds) for kinds in zip(*data["line"]["held"].values(), strict=True)]
+    assert max(whole) == pytest.approx(plan.peak_bytes, abs=len(data["line"]["held"]))
+    assert data["line"]["times"][whole.index(max(whole))] == plan.peak_at
+    assert [row[0] for row in data["beside"]] == ["dp", "zero3", "megatron"] and len(data["curve"]) > 1
+
+
+def test_a_plan_that_was_read_has_a_page_too(plan, tmp_path, capsys):
+    plan.save(tmp_path / "plan.json")
+    assert main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "plan.html")]) == 0
+    data = json.loads(Page((tmp_path / "plan.html").read_text()).text)
+    assert data["line"]["times"] == [] and data["peak"]["bytes"] == plan.peak_bytes
+    assert data["parameters"] and data["places"] and "parameters" in data["peak"]["kinds"]
+    with pytest.raises(autopar.letters.BadPlan, match="is gone"):
+        Plan.load(tmp_path / "plan.json").line()
+    assert main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "no" / "plan.html")]) == 1
+
+
+def test_text_of_a_model_ends_no_script(plan, tmp_path):
+    odd = replace(plan, assumptions=("of </script><b>",))
+    text = odd.report(tmp_path / "odd.html").read_text()
+    assert text.count("</script>") == 3 and ["assumed", "of </script><b>"] in json.loads(Page(text).text)["said"]
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium: apt-get install chromium")
+def test_a_browser_draws_it(plan, tmp_path):
+    path = plan.report(tmp_path / "plan.html", budgets=5)
+    path.write_text(path.read_text().replace("</body>", ACTS))
+    made = subprocess.run(
+        ["chromium", *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"file://{path}"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert 'data-drawn="yes"' in made.stdout, made.stderr[-2000:]
+    errors = [line for line in made.stderr.splitlines() if "CONSOLE" in line and ("Error" in line or "error" in line)]
+    assert not errors
+    acted = re.search(r'data-acted="([^"]*)"', made.stdout)[1].replace("&quot;", '"')
+    found, opened, has_rivals, count, first, canvases = json.loads(acted)
+    assert 1 <= found < count and opened == 1 and has_rivals and canvases == 2
+    assert first.startswith(plan_first(plan))
+
+
+def plan_first(plan):
+    """The first op of the plan, layers as one."""
+    from autopar.graph.layers import folded
+
+    return folded(next(name for name, d in plan.decisions.items() if d.kind == "op"))
