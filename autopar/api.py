@@ -12,7 +12,7 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from autopar.graph.graph import Graph, type_of
 from autopar.letters import BadPlan, Consumed, NotServed
 from autopar.module import How, ParallelModule, Source, parallelise
 from autopar.module.attributes import reads_of
+from autopar.module.own_rows import outputs_of_rows
 from autopar.module.reads import Reads
 from autopar.report import write_report
 from autopar.request import Request
@@ -141,9 +142,9 @@ def autoparallelize(
     ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever
     there in full. `outputs` beside a loss are DTensors where the plan cuts them; whole with "full", all DTensors with
     "sharded"; those that are named come whole, and may be given gradients. With `outputs="local"` beside
-    `inputs="local"` each rank gets its own rows of them, and a loss that is a mean over these is trained as that of the
-    whole batch. With `pad_to` calls of other lengths than `meta_inputs` run as those of the next multiple of it: fewer
-    programs. With `compile`, what stands between collectives is given to torch.compile (True, or the name of a
+    `inputs="local"` each rank gets its own rows of them, and a loss that is a mean over these rows is trained as that
+    of the whole batch. With `pad_to` calls of other lengths than `meta_inputs` run as those of the next multiple of it:
+    fewer programs. With `compile`, what stands between collectives is given to torch.compile (True, or the name of a
     backend). No collective waits longer than `timeout_s` for another rank.
     """
     started = time.monotonic()
@@ -165,6 +166,10 @@ def autoparallelize(
     rows = rows_of(graph, chosen) if inputs == "local" else WHOLE
     if rows[1] and (wants := [name for name, node in graph.inputs.items() if type_of(node).requires_grad]):
         raise NotServed(f'inputs="local", and the input {wants[0]} wants a gradient', advice='inputs="global"')
+    how = asked.how
+    if outputs == "local":
+        grows = outputs_of_rows(lambda batch: request.trace(model, batch), asked.graph, meta_inputs, rows[1])
+        how = replace(how, gives_rows=grows)
     lowered = lower(graph, chosen, coordinate(chosen.mesh), device, rows=rows)
     _let_search_go(chosen)
 
@@ -176,7 +181,7 @@ def autoparallelize(
         return request.as_planned(graph, other), other
 
     call, source = Call(*as_call(meta_inputs)), Source(sync, init, weights)
-    return parallelise(model, call, lowered, mesh, again, source, asked.how, asked.reads)
+    return parallelise(model, call, lowered, mesh, again, source, how, asked.reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +228,7 @@ def _read(
     _refuse_unknown_outputs(outputs, graph)
     leave, whole = (outputs, ()) if isinstance(outputs, str) else ("auto", tuple(outputs))
     leave = "full" if gives_rows else leave
-    how = How(backend, leave, whole, own["inputs"] == "local", gives_rows, own["pad_to"])
+    how = How(backend, leave, whole, own["inputs"] == "local", pad_to=own["pad_to"])
     return _Read(device, request, graph, how, reads)
 
 

@@ -27,7 +27,15 @@ _MOST_BYTES = 2**62
 _MOST_OPTIMIZER_BYTES = 1e6  # of its states for each parameter
 _STATE_BYTES = {"Adagrad": 4, "Adadelta": 8, "Adamax": 8, "NAdam": 8, "RAdam": 8, "Rprop": 8, "ASGD": 4, "Muon": 4}
 _LEAST_BYTES = 1024  # of a budget: less is a number of GiB
-_PRECISIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "half": "float16"}
+_PRECISIONS = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+}
 
 
 def refuse_unserved(**arguments: tuple[Any, tuple[Any, ...]]) -> None:
@@ -58,7 +66,7 @@ def check_gap(gap: Any) -> None:
 
 def check_recompute(policy: Any, known: Collection[str]) -> None:
     """Raise a letter unless it is "auto", a policy that is known by name, or a function."""
-    if policy != "auto" and policy not in known and not callable(policy):
+    if not callable(policy) and not (isinstance(policy, str) and policy in ("auto", *known)):
         raise NotServed(
             f"recompute={policy!r} is no policy",
             seen=among(("auto", *known), policy),
@@ -158,12 +166,12 @@ def precision_of(given: Any) -> Precision | None:
     if given is None or isinstance(given, Precision):
         return given
     name = str(given).removeprefix("torch.").lower()
-    if name in ("fp32", "float32", "no"):  # as the model is stored
+    if name == "no":  # as the model is stored
         return None
     if name not in _PRECISIONS:
         raise NotServed(
             f"precision={given!r} is no Precision",
-            seen=among((*_PRECISIONS, "fp32"), given),
+            seen=among(_PRECISIONS, given),
             advice='autopar.Precision(param="bfloat16", reduce="float32"), or "bf16" for that',
         )
     return Precision(_PRECISIONS[name], "float32")

@@ -214,9 +214,16 @@ class Planning:
             plan,
             precision=(asked.precision.param, asked.precision.reduce) if asked.precision else None,
             assumptions=tuple(self.graph.assumptions),
-            defaults=(*defaults, *self._said_of_head()),
+            defaults=(*defaults, *self._said_of_head(), *self._said_of_bound()),
             chunks=self.graph.chunks,
         )
+
+    def _said_of_bound(self) -> list[tuple[str, str]]:
+        """Words about the bound where it is not that of any plan."""
+        asked = self.request
+        pins = [f"parallel={asked.parallel!r}"] if asked.parallel is not None else []
+        pins += ["the constraints"] if asked.constraints else []
+        return [("bound", f"of plans that keep to {' and '.join(pins)}")] if pins else []
 
     def _said_of_head(self) -> list[tuple[str, str]]:
         """Words about the loss head under a budget, where there is something to say."""

@@ -16,6 +16,7 @@ import autopar
 from autopar.calibrate.command import measure
 from autopar.kernels import can_run
 from autopar.kernels.measured import path
+from autopar.letters import NotServed
 from autopar.runtime.world import start_world
 from autopar.solver.figures import aligned, size
 from autopar.testing.ranks import on_processes
@@ -82,6 +83,8 @@ def bench(asked: argparse.Namespace) -> int:
 
 def run(asked: argparse.Namespace) -> int:
     """Start a script on local ranks, by torchrun."""
+    if not os.path.isfile(asked.script):
+        raise NotServed(f"there is no script {asked.script}", advice="autopar run train.py --ranks 8")
     ranks = asked.ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
     nodes = ["--standalone"] if asked.nodes == 1 else [f"--nnodes={asked.nodes}", f"--rdzv-endpoint={asked.endpoint}"]
     command = ["torch.distributed.run", f"--nproc-per-node={ranks}", *nodes, asked.script, *asked.arguments]

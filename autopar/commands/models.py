@@ -45,9 +45,12 @@ class Named:
         build = getattr(_module(Path(path)), function, None)
         if not callable(build):
             raise NoModel(f"{path} has no function {function}", advice=f"{path}:build, which returns a model")
-        with torch.device(device):
-            made = build()
-        model, batch = made if isinstance(made, tuple) else (made, None)
+        try:
+            with torch.device(device):
+                made = build()
+        except Exception as e:
+            raise NoModel(f"{self.name} raised {type(e).__name__}: {e}") from e
+        model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
             raise NoModel(f"{self.name} returned a {type(model).__name__}, no model", advice="return model, inputs")
         given = _tensors(self.inputs, device) if self.inputs else batch
@@ -83,7 +86,10 @@ def _module(path: Path) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as e:
+        raise NoModel(f"{path} cannot be imported: {type(e).__name__}: {e}") from e
     return module
 
 

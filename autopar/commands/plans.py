@@ -7,6 +7,7 @@ import json
 
 from autopar.commands.planning import shown
 from autopar.solver.plan import Plan
+from autopar.solver.text import SAME
 
 
 def show(asked: argparse.Namespace) -> int:
@@ -32,6 +33,6 @@ def diff(asked: argparse.Namespace) -> int:
     """What two plans decide otherwise; 1 where they differ."""
     one, other = Plan.load(asked.plan), Plan.load(asked.other)
     said = one.diff(other)
-    alike = one.decisions == other.decisions and one.recomputed == other.recomputed
+    alike = said == SAME
     print(json.dumps({"alike": alike, "differences": said.splitlines()}, indent=2) if asked.json else said)
     return 0 if alike else 1

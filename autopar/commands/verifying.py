@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.commands.models import Named
+from autopar.commands.models import Named, NoModel
 from autopar.letters import BadPlan
 from autopar.runtime.world import world_size
 from autopar.solver.figures import aligned
@@ -39,8 +40,8 @@ def verify(asked: argparse.Namespace) -> int:
     found = on_processes(plan.mesh.size, _on_rank, named, plan, timeout_s=asked.timeout)[0]
     near = asked.near or _NEAR[plan.precision[0] if plan.precision else _dtype(named)]
     errors = _errors(alone, found)
-    worst = max(errors.values())
-    is_right = worst <= near
+    worst = max(errors.values(), key=lambda e: float("inf") if math.isnan(e) else e)
+    is_right = worst <= near  # what is no number is not
     if asked.json:
         print(json.dumps({"right": is_right, "allowed": near, "errors": errors}, indent=2))
         return 0 if is_right else 1
@@ -54,7 +55,10 @@ def verify(asked: argparse.Namespace) -> int:
 def _step(model: nn.Module, batch: Any, forward: Any) -> _Found:
     """Loss and gradients of one step."""
     out = forward(**batch) if isinstance(batch, dict) else forward(*batch)
-    loss = out if isinstance(out, torch.Tensor) else out["loss"] if hasattr(out, "keys") else out[0]
+    first = out.get("loss") if hasattr(out, "get") else out[0] if isinstance(out, (tuple, list)) else out
+    if not isinstance(first, torch.Tensor) or first.dim():
+        raise NoModel(f"this {type(model).__name__} returns no loss", advice="a model whose first output is its loss")
+    loss = first
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
@@ -98,6 +102,7 @@ def _errors(right: _Found, found: _Found) -> dict[str, float]:
     norms = {name: float(g.double().norm()) for name, g in right[1].items()}
     mean = (sum(n * n for n in norms.values()) / max(1, len(norms))) ** 0.5
     errors = {"loss": abs(right[0] - found[0]) / max(abs(right[0]), 1e-12)}
+    errors |= {name: float("inf") for name in found[1].keys() - right[1].keys()}  # a gradient that one device has not
     for name, gradient in right[1].items():
         off = float((gradient.double() - found[1][name].double()).norm()) if name in found[1] else float("inf")
         errors[name] = off / max(norms[name], 1e-3 * mean, 1e-300)

@@ -49,7 +49,8 @@ def forward_kernel(X, T, ROWS, columns, ignored, SUMS: tl.constexpr, BLOCK: tl.c
         at = start + tl.arange(0, BLOCK)
         x = tl.load(X + row * columns + at, mask=at < columns, other=-float("inf")).to(tl.float32)
         larger = tl.maximum(most, tl.max(x))
-        total = total * tl.exp(most - larger) + tl.sum(tl.exp(x - larger))
+        above = tl.where(larger == -float("inf"), 0.0, larger)  # logits that are masked have no distance to it
+        total = total * tl.exp(most - above) + tl.sum(tl.exp(x - above))
         most = larger
         if SUMS:
             whole += tl.sum(tl.where(at < columns, x, 0.0))
@@ -85,7 +86,7 @@ def statistics(x: Tensor, target: Tensor, ignored: int, sums: bool) -> Tensor:
         most, is_column = wide.amax(-1), (target != ignored) & (target >= 0) & (target < columns)
         right = wide.gather(1, torch.where(is_column, target, 0)[:, None])[:, 0]
         whole = wide.sum(-1) if sums else torch.zeros_like(most)
-        log = torch.logsumexp(wide - most[:, None], -1)
+        log = torch.logsumexp(wide - torch.where(most == -torch.inf, 0, most)[:, None], -1)
         return torch.stack([most, log, torch.where(is_column, right, torch.nan), whole], -1)
     found = torch.empty((rows, 4), dtype=torch.float32, device=x.device)
     if rows:

@@ -65,7 +65,8 @@ def less_here_backward(dy: Tensor, x: Tensor, place: Tensor, lse: Tensor, smooth
         here = counts & (place >= 0) & (place < x.shape[-1])
         right = wide.gather(1, torch.where(here, place, 0)[:, None])[:, 0]
         share = torch.exp(wide.detach() - lse[:, :1] - lse[:, 1:])  # the slope of the logarithm of the sum
-        total = (wide * share).sum(-1) - wide.sum(-1) * (smoothing / classes)
+        total = (torch.where(share > 0, wide, 0) * share).sum(-1)  # a logit that is masked has no share
+        total = total - wide.sum(-1) * (smoothing / classes) if smoothing else total
         return (torch.where(counts, total, 0) - torch.where(here, right, 0) * (1.0 - smoothing)).sum()
 
     return through(sums, dy, x)[0]
@@ -97,7 +98,8 @@ def cross_entropy_part(x: Tensor, target: Tensor, ignored: int, smoothing: float
     axes, most = [axis for axis, _ in cuts], rows[:, 0]
     top = reduced(most, "all_reduce_max", axes)
     log = reduced((most - top + rows[:, 1]).exp(), "all_reduce", axes).log()
-    logs = torch.where(target == ignored, 0, top + log).sum()
+    logs = torch.where(target == ignored, 0, top + log)
+    logs = torch.where((target != ignored) & ((target < 0) | (target >= classes)), torch.nan, logs).sum()  # no class
     found = less_here(x, place, rows, torch.stack([top, log], -1), smoothing, classes)
     return found + reduced(logs, "lodge", axes)  # one device counts them
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopar.letters import NotServed
 from autopar.module.checkpoint import whole
@@ -29,20 +31,42 @@ def gather(model: nn.Module, rank: int | None = None) -> nn.Module | None:
     ranks = dist.get_world_size()
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks):
         raise NotServed(f"rank={rank!r} is none of the {ranks} ranks", advice="rank=0, or None for all")
+    for path, name in _held_elsewhere(model):
+        raise NotServed(
+            f"the attribute {name!r} of {path or 'the model'} holds a parameter in a list or dictionary: there it has "
+            "its values from before training",
+            advice="model.save_pretrained, or torch.distributed.checkpoint",
+        )
     state: ModelState = model._own
     agree((state.original.__name__, "gather", rank), "calls autopar.gather", is_call=False)
     takes = rank is None or rank == dist.get_rank()
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        full = whole(tensor.detach()).clone()  # one after the other: every rank takes part
-        if takes:
-            memo[id(tensor)] = _like(tensor, full)
+        with torch.inference_mode(False), torch.no_grad():
+            full = whole(tensor.detach()).clone()  # one after the other: every rank takes part
+            if takes:
+                memo[id(tensor)] = _like(tensor, full)
     if not takes:
         return None
-    with state.as_before(model), torch.no_grad():
-        found = copy.deepcopy(model, memo)
+    try:
+        with state.as_before(model), torch.inference_mode(False), torch.no_grad():
+            found = copy.deepcopy(model, memo)
+    except TypeError as e:
+        raise NotServed(
+            f"this {type(model).__name__} cannot be copied: {e}", advice="state_dict, and a model of it"
+        ) from e
     del found._autopar
     return found
+
+
+def _held_elsewhere(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """The modules and attributes that hold a parameter of before inside a list or dictionary."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                continue
+            if any(getattr(leaf, "_autopar_consumed", False) for leaf in pytree.tree_leaves(value)):
+                yield path, name
 
 
 def _like(tensor: Tensor, full: Tensor) -> Tensor:

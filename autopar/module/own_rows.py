@@ -4,12 +4,14 @@
     loss.backward()
 
 The mean of all rows is that of the ranks' means, each weighed by its rows; so the gradient that a rank gives counts by
-its share of the rows, and what the program gets is the gradient of the single-device loss.
+its share of the rows, and what the program gets is the gradient of the single-device loss. A mean over something
+else, such as targets that are not ignored, or classes with weights, is not that of the whole batch: no share of rows
+makes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +20,43 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.codegen.parts import Parts
-from autopar.graph.graph import Graph, type_of
+from autopar.graph.graph import Graph, info, type_of
+from autopar.letters import Letter, NotServed
 from autopar.sharding.placement import part
+
+
+def outputs_of_rows(
+    trace: Callable[[Any], Graph], graph: Graph, meta_inputs: Any, cut: Collection[str]
+) -> Mapping[str, bool]:
+    """Of each output, whether its first dim are the rows of the batch: those that grow when the batch does.
+
+    Sizes alone do not tell: a weight or a mean over rows may be as long as a batch is.
+    """
+    rows = next((type_of(node).shape[0] for name, node in graph.inputs.items() if name in cut), 0)
+    if not rows:
+        return dict.fromkeys(graph.output_names, False)
+
+    def longer(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape[:1] != (rows,):
+            return value
+        return torch.empty((rows + 1, *value.shape[1:]), dtype=value.dtype, device="meta")
+
+    try:
+        other = trace(pytree.tree_map(longer, meta_inputs))
+    except Letter as e:
+        raise NotServed(
+            'outputs="local": which outputs have the rows of the batch is seen by a batch of one row more, and the '
+            f"model does not take one: {e.what}",
+            at=e.at,
+            advice='outputs="full", and labels of all ranks',
+        ) from e
+    before, after = info(graph.output).outputs, info(other.output).outputs
+    if graph.output_names != other.output_names:
+        raise NotServed('outputs="local", and the model has other outputs for another batch', advice='outputs="full"')
+    return {
+        name: one.shape[:1] == (rows,) and two.shape[:1] == (rows + 1,)
+        for name, one, two in zip(graph.output_names, before, after, strict=False)
+    }
 
 
 def rows_of_call(graph: Graph, cut: Collection[str]) -> int:
@@ -27,8 +64,14 @@ def rows_of_call(graph: Graph, cut: Collection[str]) -> int:
     return next((type_of(node).shape[0] * graph.turns for name, node in graph.inputs.items() if name in cut), 0)
 
 
-def own_rows(outputs: Any, parts: Parts, mesh: Any, rows: int, rank: int) -> Any:
-    """The outputs with this rank's rows in the place of tensors that have all of them; others as they are."""
+def own_rows(
+    named: Mapping[str, Any], gives: Mapping[str, bool], parts: Parts, mesh: Any, rows: int, rank: int
+) -> list[Any]:
+    """The outputs, with this rank's rows in the place of those that have the rows of the batch.
+
+    `gives` are those of the first call; a letter where another has outputs that it had not.
+    """
+    outputs = list(named.values())
     start, length = 0, rows
     for axis in parts.axes:
         before, length = part(length, parts.mesh.shape[axis], parts.mesh.coordinate(rank)[axis])
@@ -37,11 +80,12 @@ def own_rows(outputs: Any, parts: Parts, mesh: Any, rows: int, rank: int) -> Any
         return outputs
     groups = [mesh.get_group(axis) for axis in parts.axes]
 
-    def cut(value: Any) -> Any:
-        has_rows = isinstance(value, Tensor) and value.shape[:1] == (rows,)
-        return _OwnRows.apply(value, start, length, groups) if has_rows else value
-
-    return pytree.tree_map(cut, outputs)
+    if unknown := [name for name in named if name not in gives]:
+        raise NotServed(
+            f'outputs="local", and this call has an output {unknown[0]!r} that the first had not',
+            advice='outputs="full"',
+        )
+    return [_OwnRows.apply(value, start, length, groups) if gives[name] else value for name, value in named.items()]
 
 
 class _OwnRows(torch.autograd.Function):

@@ -184,8 +184,9 @@ class ParallelModule(nn.Module):
             write_buffer(self, name, value)
         for hook in program.sight.idle:
             hook.run(self, state.hooks)
-        left = build_outputs(graph, outputs if bucket is None else cut_back(graph, outputs, bucket.cuts, bucket.here))
-        if state.parts is None or not state.setup.how.gives_rows:
-            return left
-        rows = rows_of_call(graph, program.lowered.rows[1])
-        return own_rows(left, state.parts, state.setup.mesh, rows, dist.get_rank())
+        left = outputs if bucket is None else cut_back(graph, outputs, bucket.cuts, bucket.here)
+        if state.parts is not None and state.setup.how.gives_rows is not None:
+            named = dict(zip(graph.output_names, left, strict=True))
+            rows, gives = rows_of_call(graph, program.lowered.rows[1]), state.setup.how.gives_rows
+            left = own_rows(named, gives, state.parts, state.setup.mesh, rows, dist.get_rank())
+        return build_outputs(graph, left)

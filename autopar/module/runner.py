@@ -43,7 +43,8 @@ class How:
     outputs: str = "auto"
     outputs_whole: tuple[str, ...] = ()  # and these whole
     passes_rows: bool = False  # inputs="local"
-    gives_rows: bool = False  # outputs="local": whole inside, a rank's own rows outside
+    # outputs="local": whole inside, and outside a rank's own rows of those outputs that have them
+    gives_rows: Mapping[str, bool] | None = None
     pad_to: int | None = None  # lengths are brought to multiples of it
 
 

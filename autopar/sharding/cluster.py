@@ -140,7 +140,7 @@ class Cluster:
             match = re.fullmatch(r"([a-z0-9]+?)(?:-(\d+)x(\d+))?", str(given))
             folder = resources.files("autopar.sharding").joinpath("clusters")
             known = sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
-            if match and match[1] in known:
+            if match and match[1] in known and "0" not in match.groups()[1:]:
                 cluster = _read(match[1], folder.joinpath(f"{match[1]}.json"))
                 if not match[2]:
                     return cluster

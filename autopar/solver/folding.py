@@ -151,7 +151,7 @@ def _unfolded(records: Any) -> list[tuple[list[str], dict[str, Any]]]:
         for i in range(count):
             names: list[str] = record["names"]
             if "layer" in record:
-                names = [_HOLE.sub(_layer(_place(record["layer"]) + i), name) for name in names]
+                names = [_HOLE.sub(_layer(_whole(record["layer"]) + i), name) for name in names]
             place = at + i * every
             if place in found:
                 raise ValueError(f"two records stand at place {place}")
@@ -168,6 +168,12 @@ def _layer(number: int) -> Callable[[re.Match[str]], str]:
 def _place(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LARGEST:
         raise ValueError(f"{str(value)[:40]} is no place")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
+        raise ValueError(f"{str(value)[:40]} is no number of a layer")
     return value
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 LINES, WIDTH = 15, 100
 _LABEL = 10
+_SAID = ("parallel", "bound")  # of what defaults meant, what has a line of its own
+_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")  # where there is none with a weight for sure
 _MOST = 0.9  # of the seconds of products: what holds for so many is said of all
 _SOME = 0.1
 _NAMES = 6  # of modules or values that are named
@@ -50,7 +52,8 @@ def _what(plan: Plan) -> Iterator[_Line]:
     """The plan in words."""
     made = ", compiled" if plan.compiled else ""
     dtypes = f", computes in {plan.precision[0]}" if plan.precision else ""
-    yield "plan", f"for {plan.mesh.size} devices, mesh {plan.mesh}, cluster {plan.cluster}{dtypes}{made}", 1
+    count = f"{plan.mesh.size} device{'s' if plan.mesh.size > 1 else ''}"
+    yield "plan", f"for {count}, mesh {plan.mesh}, cluster {plan.cluster}{dtypes}{made}", 1
     yield "does", verdict(plan), 3
     if plan.recomputed:
         within = f" in {len(plan.segments)} segments" if plan.segments else ""
@@ -74,7 +77,9 @@ def _takes(plan: Plan) -> Iterator[_Line]:
     of_budget = f" of {size(plan.budget)}" if math.isfinite(plan.budget) else ""
     yield "memory", f"{size(plan.peak_bytes)}{of_budget} at the {plan.peak_at}: {held}", 2
     within = " within the budget" if math.isfinite(plan.budget) else ""
-    yield "bound", f"no plan{within} takes less than {time(plan.lower_bound_s)}: gap {plan.gap:.2%}", 1
+    if pinned := dict(plan.defaults).get("bound"):
+        within += f" {pinned.removeprefix('of plans ').replace('that keep', 'that keeps')}"
+    yield "bound", f"no plan{within} takes less than {time(plan.lower_bound_s)}: gap {plan.gap:.2%}", 2
     yield "beside", _beside(plan), 2
     yield "dearest", _dearest(plan), 2
 
@@ -105,7 +110,7 @@ def _said(plan: Plan) -> Iterator[_Line]:
     """What was assumed, and what defaults meant."""
     if plan.assumptions:
         yield "assumed", "; ".join(plan.assumptions), 1
-    said = [f"{name}: {meaning.partition(':')[0]}" for name, meaning in plan.defaults if name != "parallel"]
+    said = [f"{name}: {meaning.partition(':')[0]}" for name, meaning in plan.defaults if name not in _SAID]
     if said:
         yield "defaults", "; ".join(said), 2
 
@@ -141,11 +146,13 @@ def _dearest(plan: Plan) -> str:
 
 def verdict(plan: Plan) -> str:
     """What is cut along the axes of the mesh, axes of one role together."""
-    roles: dict[_Role, list[int]] = defaultdict(list)
+    roles: dict[tuple[_Role, int], list[int]] = defaultdict(list)
     for axis, n in enumerate(plan.mesh.shape):
         if n > 1:
-            roles[_role(plan, axis)].append(axis)
-    said = [role.text(plan, axes) for role, axes in roles.items()]
+            role = _role(plan, axis)
+            alone = axis if 0 < role.stored < 10 else -1  # another axis may cut other parameters
+            roles[role, alone].append(axis)
+    said = [role.text(plan, axes) for (role, _), axes in roles.items()]
     turns = [f"the batch passes in {plan.microbatches} micro-batches"] if plan.microbatches > 1 else []
     calls = [f"a step is {plan.accumulation} calls"] if plan.accumulation > 1 else []
     head = [f"the loss head runs in {plan.chunks} chunks of rows"] if plan.chunks > 1 else []
@@ -173,7 +180,8 @@ class _Role:
             if tenths:
                 said.append(f"{what} {along}{_share(tenths)}")
         if self.weights:
-            said.append(f"weights over {along}{_share(self.weights)}: {_named(Counter(self.modules))}")
+            where = f": {_named(Counter(self.modules))}" if self.modules else ""
+            said.append(f"weights over {along}{_share(self.weights)}{where}")
         elif self.stored:
             share = "" if self.stored == 10 else f" ({self.stored}0% of their bytes)"
             again = ", and again in backward" if self.is_regathered else ""
@@ -183,10 +191,13 @@ class _Role:
 
 def _role(plan: Plan, axis: int) -> _Role:
     seconds, modules = defaultdict[str, float](float), set[str]()
-    products = [(name, d) for name, d in plan.decisions.items() if d.op == "linear" or d.op.startswith("conv")]
-    products = products or [(name, d) for name, d in plan.decisions.items() if d.kind == "op" and d.seconds]
+    ops = [(name, d) for name, d in plan.decisions.items() if d.kind == "op"]
+    products = [(name, d) for name, d in ops if d.op == "linear" or d.op.startswith("conv")]
+    products = products or [(name, d) for name, d in ops if d.op in _PRODUCTS] or [p for p in ops if p[1].seconds]
+    is_batch = _cuts_batch(plan, axis)
     for name, d in products:
         cut = _cut_of(d, axis)
+        cut = "rows" if cut == "positions" and is_batch else cut  # of a batch that lies along another dim
         seconds[cut] += d.seconds or 1e-12
         if cut == "weights":
             modules.add(_module(name))
@@ -203,6 +214,17 @@ def _role(plan: Plan, axis: int) -> _Role:
         _tenths(cut_bytes / whole),
         again > cut_bytes / 2,
         tuple(sorted(modules)) if tenths.get("weights", 0) else (),
+    )
+
+
+def _cuts_batch(plan: Plan, axis: int) -> bool:
+    """Does an input come in parts of its first dim along an axis?"""
+    inputs = {name.partition(":")[0] for name, d in plan.decisions.items() if d.kind == "input"}
+    return any(
+        step.kind == "slice" and step.axis == axis and step.dim == 0
+        for c in plan.conversions
+        if c.source.partition(":")[0] in inputs
+        for step in c.forward
     )
 
 
@@ -232,7 +254,8 @@ def _short(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    return _short(name).partition("/")[0]
+    module, _, op = _short(name).partition("/")
+    return op if module in ("", "*") else module
 
 
 def _named(counted: Counter[str]) -> str:

@@ -22,6 +22,20 @@ if TYPE_CHECKING:
     from autopar.solver.curve import Curve, CurvePoint
     from autopar.solver.plan import Plan
 
+SAME = "the plans are the same"
+# of a plan, what is asked and not decided place by place
+_SETTINGS = (
+    "cluster",
+    "digest",
+    "optimizer",
+    "precision",
+    "accumulation",
+    "microbatches",
+    "chunks",
+    "kernels",
+    "compiled",
+    "budget",
+)
 _AS_FAST = 1e-9  # seconds by which a rival is no slower
 _GLOSSARY = [
     "R          whole on every device of the axis",
@@ -66,6 +80,8 @@ def explained(plan: Plan, pattern: str) -> str:
 
     A pattern is a name as the table prints it, with `*` for layers, or what a name begins with.
     """
+    if not isinstance(pattern, str) or not pattern:
+        raise BadPlan(f"{pattern!r} is no name of a place", advice="a name that plan.table() prints")
     names = _named(plan, pattern.partition(" (x")[0])
     knows_rivals = plan.search is not None and not plan.search.is_over
     blocks: dict[tuple[str, ...], list[str]] = {}
@@ -103,7 +119,7 @@ def difference(one: Plan, other: Plan) -> str:
     """What two plans do, and the sites that they decide otherwise: a line each, layers that differ alike in one."""
     rows = list(_differences(one, other))
     if not rows:
-        return "the plans are the same"
+        return SAME
     said = [f"{'one' if plan is one else 'other':<8}{verdict(plan)}" for plan in (one, other)]
     return "\n".join([*said, *_told_apart(one, other), "", *aligned(("place", "one", "other"), folded_rows(rows))])
 
@@ -117,6 +133,13 @@ def _differences(one: Plan, other: Plan) -> Iterator[Row]:
             yield name, *(str(d.choice) if d else "absent" for d in (mine, theirs))
     for value in sorted(one.recomputed ^ other.recomputed):
         yield value, _state(one, value), _state(other, value)
+    for said, none, names in (("regathered", "kept", "regathered"), ("each", "end", "scattered")):
+        mine, theirs = getattr(one, names), getattr(other, names)
+        for name in sorted(mine ^ theirs):  # of a parameter: when it is gathered, and when its gradient is reduced
+            yield name, *(said if name in held else none for held in (mine, theirs))
+    for name in _SETTINGS:
+        if getattr(one, name) != getattr(other, name):
+            yield name, str(getattr(one, name)), str(getattr(other, name))
     if one.segments != other.segments:
         yield "segments", _segments(one), _segments(other)
 
@@ -192,6 +215,7 @@ def _head(plan: Plan) -> list[str]:
         calls = f"{plan.accumulation} calls, each " if plan.accumulation > 1 else ""
         batches = f" ({calls}in {plan.microbatches} micro-batches)"
     has_budget = math.isfinite(plan.budget)
+    pinned = dict(plan.defaults).get("bound", "").replace("of plans that keep", " that keeps")
     within, of_budget = (" within the budget", f", of {size(plan.budget)}") if has_budget else ("", "")
     kinds = sorted(plan.memory.items(), key=lambda pair: -pair[1])
     held = ", ".join(f"{kind} {size(n)}" for kind, n in kinds if n)
@@ -201,7 +225,7 @@ def _head(plan: Plan) -> list[str]:
         f"{time(moved - plan.beside_s)} communication in line, {exposed} exposed of {time(plan.beside_s)} beside "
         f"compute, {_recomputing(plan)}",
         *_certainty(plan),
-        f"bound     {time(plan.lower_bound_s)} at least for any plan of this model on this mesh{within}: gap "
+        f"bound     {time(plan.lower_bound_s)} at least for any plan of this model on this mesh{pinned}{within}: gap "
         f"{plan.gap:.2%}",
         f"memory    {size(plan.peak_bytes)} at the {plan.peak_at}{of_budget}: {held}",
     ]

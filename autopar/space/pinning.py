@@ -130,9 +130,9 @@ def _uses_of_parameter(uses: Sequence[_Taker], of_all: Mapping[SiteKey, Sequence
 
 def _follow(draft: Draft, pins: Pins) -> None:
     """Leave the choices of the pinned policy; what is not cut has none."""
-    if not pins.gather and not pins.reduce:
-        return
     site, keep = draft.site, draft.left
+    if not ((pins.gather and site.regathered) or (pins.reduce and site.scattered)):
+        return  # an output that a parameter leaves by has none
     whole = ~np.array(site.is_cut())
     if pins.gather and site.regathered:
         keep = keep & (whole | (np.array(site.regathered) == (pins.gather == "regathered")))

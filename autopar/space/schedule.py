@@ -36,31 +36,35 @@ class Schedule:
     # and is not gathered again
     stays: frozenset[fx.Node]
 
+    def _bucket(self, parameter: fx.Node, op: int) -> Span:
+        """The ops that read a parameter's bucket; of one that leaves and that no op reads, the op that it leaves at."""
+        return self.buckets.get(parameter, (op, op))
+
     def gathered(self, parameter: fx.Node, op: int) -> int:
         """The time from which a parameter that this op reads is there: as its window's predecessor begins."""
         w = self.of[op]
-        return self.spans[w - 1][0] if w else self.buckets[parameter][0]
+        return self.spans[w - 1][0] if w else self._bucket(parameter, op)[0]
 
     def gathered_again(self, parameter: fx.Node, op: int) -> int:
         """The time from which it is there again in backward: as the backward of the next window begins."""
         n, w = len(self.of), self.of[op]
-        last = self.ends[w + 1] if w + 1 < len(self.spans) else self.buckets[parameter][1]
+        last = self.ends[w + 1] if w + 1 < len(self.spans) else self._bucket(parameter, op)[1]
         return 2 * n - 1 - last
 
     def taken(self, parameter: fx.Node, op: int) -> int:
         """The time at which what was gathered with this op's parameters arrives."""
-        return self.spans[self.of[op]][0] if self.of[op] else self.buckets[parameter][0]
+        return self.spans[self.of[op]][0] if self.of[op] else self._bucket(parameter, op)[0]
 
     def taken_again(self, parameter: fx.Node, op: int) -> int:
         """The time at which what was gathered again with this op's parameters arrives."""
         n, w = len(self.of), self.of[op]
-        last = self.spans[w][1] if w + 1 < len(self.spans) else self.buckets[parameter][1]
+        last = self.spans[w][1] if w + 1 < len(self.spans) else self._bucket(parameter, op)[1]
         return 2 * n - 1 - last
 
     def together(self, parameter: fx.Node, op: int, again: bool) -> bool:
         """Do other parameters arrive with this one?"""
         alone = self.of[op] == (len(self.spans) - 1 if again else 0)
-        return not alone or self.buckets[parameter][0] < self.buckets[parameter][1]
+        return not alone or self._bucket(parameter, op)[0] < self._bucket(parameter, op)[1]
 
     def reduced(self, op: int) -> int:
         """The time at which the gradient that this op gives is reduced."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autopar.kernels import cross_entropy
+from autopar.kernels.cross_entropy import statistics
 from tests.kernels.cases import CASES, is_near, results
 
 _CANARY = 12345.0
@@ -74,3 +76,21 @@ def test_a_target_that_is_no_column_is_no_number(interpret):
     case = CASES["cross_entropy, some ignored"]
     (logits, targets) = case.operands(torch.float32)
     assert case.call(logits, targets.where(targets != 0, 300)).isnan()
+
+
+def test_logits_that_are_masked_have_no_share(interpret):
+    """A whole block of them before the others, and a whole part of the vocabulary."""
+    logits = torch.randn(3, 5000)
+    logits[:, :4096] = -torch.inf
+    targets = torch.tensor([4100, 4999, 4500])
+    right = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    one = logits.clone().requires_grad_()
+    found = cross_entropy.cross_entropy(one, targets, -100, 0.0)
+    torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
+    (gradient,) = torch.autograd.grad(found, one)
+    assert gradient.isfinite().all() and (gradient[:, :4096] == 0).all()
+    for part in (
+        statistics(logits[:, :4096], targets, -100, False),
+        statistics(logits[:, 4096:], targets, -100, False),
+    ):
+        assert not part[:, :2].isnan().any()

@@ -121,3 +121,30 @@ def test_a_cut_vocabulary_is_read_once(vocabulary, precision, interpret, threads
     torch.testing.assert_close(loss, plain.detach(), rtol=near, atol=0)
     for mine, parameter in zip(found, first.parameters(), strict=True):
         assert (mine - parameter.grad).norm() <= near * parameter.grad.norm()
+
+
+class Masked(Head):
+    """Half of the words are masked: all of one device's part of them."""
+
+    def forward(self, x, labels):
+        logits = self.head(self.inner(x)).float().view(-1, self.head.out_features)
+        masked = torch.arange(logits.shape[1]) >= logits.shape[1] // 2
+        return torch.nn.functional.cross_entropy(logits.masked_fill(masked, -torch.inf), labels)
+
+
+@pytest.mark.parametrize("kernels", ["", "ops", "interpret"])
+def test_a_masked_part_of_a_vocabulary_and_a_target_that_is_none(kernels, request, threads):
+    if kernels:
+        request.getfixturevalue({"ops": "as_ops"}.get(kernels, kernels))
+    torch.manual_seed(0)
+    first, labels = Masked(32), torch.randint(0, 16, (12,))
+    batch = {"x": torch.randn(12, 24), "labels": labels}
+    models = [copy.deepcopy(first) for _ in range(4)]
+    _, loss, found = threads(2, cut_head, models[:2], batch, {})[0]
+    plain = first(**batch)
+    plain.backward()
+    torch.testing.assert_close(loss, plain.detach(), rtol=1e-5, atol=0)
+    for mine, parameter in zip(found, first.parameters(), strict=True):
+        assert (mine - parameter.grad).norm() <= 1e-5 * parameter.grad.norm()
+    wrong = {**batch, "labels": labels.where(torch.arange(12) != 3, 999)}
+    assert threads(2, cut_head, models[2:], wrong, {})[0][1].isnan()

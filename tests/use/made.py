@@ -45,3 +45,11 @@ def no_model():
 
 def other():
     return nn.Linear(16, 16), (torch.randn(8, 16),)
+
+
+def of_width(width):
+    return nn.Linear(width, width)
+
+
+def three():
+    return Stack(), {}, 1

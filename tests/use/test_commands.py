@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import autopar
 from autopar.cli import _parser, main
@@ -175,6 +176,11 @@ def test_what_cannot_be_read_exits_with_two(arguments):
 
 
 LETTERS = {
+    "a file that cannot be imported": (("plan", "pyproject.toml.py:build", "--mesh", "2"), "there is no file"),
+    "a builder that wants something": (("plan", f"{HERE}:of_width", "--mesh", "2"), "raised TypeError"),
+    "three things": (("plan", f"{HERE}:three", "--mesh", "2"), "returned a tuple, no model"),
+    "no devices in a cluster": ((*PLAN, "--cluster", "h100-0x2"), "no cluster is called"),
+    "no script": (("run", "nowhere.py"), "there is no script"),
     "no such model": (("plan", "llama-4-8b", "--mesh", "2"), "did you mean 'llama-3-8b'"),
     "no such file": (("plan", "nowhere.py:build", "--mesh", "2"), "there is no file nowhere.py"),
     "no such function": (("plan", f"{HERE}:nothing", "--mesh", "2"), "has no function nothing"),
@@ -227,3 +233,11 @@ def test_commands_of_the_pages_can_be_read():
                     _parser().parse_args(shlex.split(line.partition("  #")[0])[1:])
                     found += 1
     assert found >= 10
+
+
+def test_what_is_no_number_is_not_right():
+    from autopar.commands.verifying import _errors
+
+    right = (1.0, {"a": torch.ones(3), "b": torch.ones(3)})
+    errors = _errors(right, (1.0, {"a": torch.ones(3), "b": torch.full((3,), float("nan")), "c": torch.ones(1)}))
+    assert errors["a"] == 0 and errors["c"] == float("inf") and errors["b"] != errors["b"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -81,3 +82,31 @@ def test_what_cannot_be_gathered_is_a_letter():
     for wrong in (1, -1, "all", True):
         with pytest.raises(NotServed, match="is none of the 1 ranks"):
             autopar.gather(parallel, wrong)
+
+
+def test_parameters_in_lists_are_not_given_back_as_they_were():
+    """A list holds the parameter of before training: nobody puts the trained one there."""
+
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8, bias=False)
+            self.tied = [self.inner.weight]
+
+        def forward(self, x):
+            return nn.functional.linear(torch.relu(self.inner(x)), self.tied[0]).square().mean()
+
+    parallel = autopar.autoparallelize(Listed(), {"x": torch.ones(4, 8)}, mesh=1)
+    with pytest.raises(NotServed, match="'tied' of the model holds a parameter in a list"):
+        autopar.gather(parallel)
+
+
+def test_a_model_is_gathered_where_nothing_is_trained_and_refused_where_it_cannot_be_copied():
+    parallel = autopar.autoparallelize(nn.Linear(4, 4), {"input": torch.ones(2, 4)}, mesh=1)
+    with torch.inference_mode():
+        plain = autopar.gather(parallel)
+    plain(torch.ones(2, 4)).sum().backward()
+    locked = nn.Linear(4, 4)
+    locked.lock = threading.Lock()
+    with pytest.raises(NotServed, match="cannot be copied"):
+        autopar.gather(autopar.autoparallelize(locked, {"input": torch.ones(2, 4)}, mesh=1))

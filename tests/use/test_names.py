@@ -63,7 +63,8 @@ def test_hybrid_sharding_computes_what_one_device_does(threads):
     [
         ("bf16", Precision("bfloat16", "float32")),
         (torch.float16, Precision("float16", "float32")),
-        ("fp32", None),
+        ("fp32", Precision("float32", "float32")),
+        ("no", None),
         (Precision("bfloat16", "bfloat16"), Precision("bfloat16", "bfloat16")),
     ],
 )
@@ -117,6 +118,8 @@ def test_bytes_of_states_are_those_that_torch_keeps(optimizer):
         ({"cluster": "h10-8x1"}, BadCluster, "did you mean 'h100'"),
         ({"precision": "bf17"}, NotServed, "did you mean 'bf16'"),
         ({"recompute": "selectve"}, NotServed, "did you mean 'selective'"),
+        ({"recompute": []}, NotServed, "is no policy"),
+        ({"cluster": "h100-0x2"}, BadCluster, "no cluster is called"),
         ({"kernels": "rmsnorm"}, NotServed, "did you mean 'rms_norm'"),
         ({"optimizer": "admw"}, NotServed, "did you mean 'adamw'"),
     ],

@@ -20,10 +20,12 @@ class Classifier(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
         self.head = nn.Linear(8 * 16, 5)
+        self.mix = nn.Parameter(torch.randn(8, 3))  # as long as a batch
 
     def forward(self, x):
         features = self.body(x)
-        return self.head(features), features.square().mean()
+        of_batch = features.view(len(x), 8, 16).mean((0, 2))  # and this too
+        return self.head(features), features.square().mean(), {"mix": self.mix, "mean": of_batch}
 
 
 HOW = {
@@ -44,10 +46,11 @@ def loop(rank, models, batches, labels, how):
     for x, y in zip(batches, labels, strict=True):
         parts = parallel._own.parts
         mine = torch.arange(len(x)).chunk(parts.count)[parts.index(rank)]
-        logits, far = parallel(x=x[mine])
+        logits, far, more = parallel(x=x[mine])
         assert logits.shape == (len(mine), 5) and far.shape == ()
+        assert more["mix"].shape == (8, 3) and more["mean"].shape == (8,)
         loss = criterion(logits, y[mine])
-        (loss + 0.1 * far).backward()
+        (loss + 0.1 * far + 0.1 * more["mix"].square().sum() + more["mean"].square().sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append((loss.detach(), len(mine)))
@@ -59,9 +62,9 @@ def alone(model, batches, labels):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for x, y in zip(batches, labels, strict=True):
-        logits, far = model(x)
+        logits, far, more = model(x)
         loss = nn.functional.cross_entropy(logits, y)
-        (loss + 0.1 * far).backward()
+        (loss + 0.1 * far + 0.1 * more["mix"].square().sum() + more["mean"].square().sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())

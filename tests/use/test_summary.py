@@ -116,6 +116,9 @@ def test_a_place_is_explained_by_what_the_table_prints():
     said = plan.explain("transformer.h.*.mlp.c_fc/linear (x3)")
     assert said.count("linear, ") == 1 and "and 2 layers alike" in said and "rival" in said
     assert "transformer.h.1.mlp.c_fc/linear: linear" in plan.explain("transformer.h.1.mlp.c_fc")
+    for wrong in ("", None, 3):
+        with pytest.raises(BadPlan, match="no name of a place"):
+            plan.explain(wrong)
     with pytest.raises(BadPlan, match="has no site"):
         plan.explain("transformer.h.*.mlp.fc")
 
@@ -129,6 +132,62 @@ def test_plans_are_held_against_each_other():
     assert head.startswith("one     batch over 4 devices, parameters stored in 4 parts") and "memory  " in head
     assert "transformer.h.*.mlp.c_fc.weight (x3)" in rows and "transformer.h.1." not in rows
     assert one.diff(one) == "the plans are the same"
+
+
+def test_plans_that_differ_in_what_was_asked_are_not_the_same():
+    kept = of_gpt2(mesh=(2,), parallel="zero2")
+    assert "regathered" in kept.diff(of_gpt2(mesh=(2,), parallel="zero3"))
+    for how in ({"accumulation": 4}, {"optimizer": "sgd"}, {"cluster": "h100-8x1"}, {"precision": "bf16"}):
+        (name,) = how
+        assert name in kept.diff(of_gpt2(mesh=(2,), parallel="zero2", **how))
+
+
+def test_a_bound_is_of_the_plans_that_keep_to_what_is_pinned():
+    said = " ".join(str(of_gpt2(mesh=(2,), parallel="zero1")).split())
+    assert "no plan that keeps to parallel='zero1' takes less than" in said
+    assert "that keep" not in str(of_gpt2(mesh=(2,)))
+
+
+class Product(torch.nn.Module):
+    """A product with a weight that is no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        return (x @ self.w).square().mean()
+
+
+class SequenceFirst(torch.nn.Module):
+    """Layers that see positions before rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x.transpose(0, 1)))).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "how", "says"),
+    [
+        (Product, (64, 64), {"mesh": (2,), "constraints": {"w": "S(1)"}}, "weights over 2 devices: matmul"),
+        (Product, (64, 64), {"mesh": (2, 2), "parallel": "dp"}, "batch over 4 (axes 0, 1)"),
+        (SequenceFirst, (16, 8, 64), {"mesh": (2,), "parallel": "dp"}, "batch over 2 devices"),
+        (
+            SequenceFirst,
+            (16, 8, 64),
+            {"mesh": (2, 2), "constraints": {"a.weight": "S(0)@0; R", "b.weight": "S(0)@1; R"}},
+            "parameters stored in 2 parts (50% of their bytes)",
+        ),
+    ],
+)
+def test_the_verdict_of_odd_models_is_true(model, shape, how, says):
+    plan = autopar.plan(model(), {"x": torch.randn(shape)}, memory_budget="inf", **how)
+    said = " ".join(str(plan).partition("step  ")[0].split())
+    assert says in said and " for " not in said.partition("does")[2].replace(says, "").partition("gathered")[0], said
 
 
 @pytest.mark.parametrize("model", [llama, bert])
