@@ -36,13 +36,13 @@ def repair(monkeypatch):
         patched(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).item()))
 
-    call, alone = interpreter.GridExecutor.__call__, threading.Lock()  # ranks that are threads launch one at a time
+    run, alone = interpreter.InterpretedFunction.run, threading.RLock()
 
-    def launch(self, *args, **kwargs):
+    def launch(self, *args, **kwargs):  # ranks that are threads read and launch a kernel one at a time
         with alone:
-            return call(self, *args, **kwargs)
+            return run(self, *args, **kwargs)
 
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", launch)
     builder = interpreter.InterpreterBuilder
     monkeypatch.setattr(builder, "cast_impl", cast_impl)
     monkeypatch.setattr(

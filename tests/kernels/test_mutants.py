@@ -20,7 +20,7 @@ WRONG = {  # a case, and what is written instead
     "cross_entropy, some ignored": ("tl.where(target == ignored, 0.0, tl.load(DY)", "(tl.load(DY)"),
     "cross_entropy_part, smoothed": ("smoothing - 1.0", "-1.0"),
     "cross_entropy, smoothed": ("if SUMS:", "if not SUMS:"),
-    "cross_entropy, more columns than a block": ("total * tl.exp(most - larger) +", "total +"),
+    "cross_entropy, more columns than a block": ("total * tl.exp(most - above) +", "total +"),
     "rotary": ("y1 = x1 * c1 + x2 * s2", "y1 = x1 * c1 - x2 * s2"),
 }
 

@@ -46,7 +46,7 @@ document.body.dataset.acted = JSON.stringify([found, opened.length, opened[0].te
 @pytest.fixture(scope="module")
 def plan():
     build, config = SITES["gpt2"]
-    asked = {"mesh": (2, 2), "memory_budget": "1MiB", "assume": Assume(no_padding=True)}
+    asked = {"mesh": (2, 2), "recompute": "full", "memory_budget": "64GiB", "assume": Assume(no_padding=True)}
     found = autopar.plan(build(config).train(), drawn(16, 16, 128), **asked)
     found.beside()
     return found
