@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -49,7 +50,7 @@ class Named:
             with torch.device(device):
                 made = build()
         except Exception as e:
-            raise NoModel(f"{self.name} raised {type(e).__name__}: {e}") from e
+            raise NoModel(f"{self.name} raised {type(e).__name__}: {e}", at=_line_of(e, path)) from e
         model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
             raise NoModel(f"{self.name} returned a {type(model).__name__}, no model", advice="return model, inputs")
@@ -89,8 +90,14 @@ def _module(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as e:
-        raise NoModel(f"{path} cannot be imported: {type(e).__name__}: {e}") from e
+        raise NoModel(f"{path} cannot be imported: {type(e).__name__}: {e}", at=_line_of(e, str(path))) from e
     return module
+
+
+def _line_of(error: Exception, path: str) -> str:
+    """The last line of a user's file on the way to an error."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    return f"{frames[-1].line}    {path}:{frames[-1].lineno}" if frames else ""
 
 
 def shipped() -> Mapping[str, Any]:
@@ -143,7 +150,7 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 def _batch(config: Any, sizes: Mapping[str, int], device: str) -> dict[str, torch.Tensor]:
-    """What a model of a configuration trains on."""
+    """A batch for a model of a configuration."""
     rows = sizes["batch"]
     if hasattr(config, "image_size"):
         side, channels = config.image_size, getattr(config, "num_channels", 3)

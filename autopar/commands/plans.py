@@ -17,7 +17,7 @@ def show(asked: argparse.Namespace) -> int:
 
 
 def explain(asked: argparse.Namespace) -> int:
-    """What was decided at the places that a name stands for."""
+    """The decisions at the places that a name stands for."""
     print(Plan.load(asked.plan).explain(asked.place))
     return 0
 
@@ -30,7 +30,7 @@ def report(asked: argparse.Namespace) -> int:
 
 
 def diff(asked: argparse.Namespace) -> int:
-    """What two plans decide otherwise; 1 where they differ."""
+    """The places that two plans decide otherwise; 1 where they differ."""
     one, other = Plan.load(asked.plan), Plan.load(asked.other)
     said = one.diff(other)
     alike = said == SAME

@@ -98,7 +98,7 @@ def _dtype(named: Named) -> str:
 
 
 def _errors(right: _Found, found: _Found) -> dict[str, float]:
-    """Of each tensor the norm of the difference, over its own or a thousandth of what a tensor has in the mean."""
+    """The error of each tensor: the norm of the difference, over its own or a thousandth of the mean one."""
     norms = {name: float(g.double().norm()) for name, g in right[1].items()}
     mean = (sum(n * n for n in norms.values()) / max(1, len(norms))) ** 0.5
     errors = {"loss": abs(right[0] - found[0]) / max(abs(right[0]), 1e-12)}

@@ -67,7 +67,7 @@ class WholeBatches(Accelerator):
         return made
 
     def gather(self, tensor: Any) -> Any:
-        """What every rank has of the whole batch, it has whole."""
+        """The same: every rank has all of it already."""
         return pytree.tree_map(_whole, tensor)
 
 

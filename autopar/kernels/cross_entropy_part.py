@@ -28,7 +28,7 @@ def reference(x: Tensor, target: Tensor, ignored: int, smoothing: float, cuts: C
 
 @torch.library.custom_op("autopar::cross_entropy_rows", mutates_args=())
 def rows_of_part(x: Tensor, place: Tensor, sums: bool) -> Tensor:
-    """What `statistics` says of this device's logits."""
+    """The `statistics` of this device's logits."""
     return statistics(x, place, _NONE, sums)
 
 
@@ -39,7 +39,7 @@ def _(x: Tensor, place: Tensor, sums: bool) -> Tensor:
 
 @torch.library.custom_op("autopar::cross_entropy_part", mutates_args=())
 def less_here(x: Tensor, place: Tensor, rows: Tensor, lse: Tensor, smoothing: float, classes: int) -> Tensor:
-    """What this device takes from the sum of the logarithms of all rows: targets' logits, and those of all classes.
+    """The logits that this device takes from the sum of all rows' logarithms: of targets, and of all classes.
 
     Its gradient is that of the whole sum: each logit's share of it, by `lse`, is taken back here too.
     """

@@ -42,7 +42,7 @@ def write_report(plan: Plan, path: str | Path, budgets: int = 0) -> Path:
 
 
 def data_of(plan: Plan, budgets: int = 0) -> dict[str, Any]:
-    """What the page shows."""
+    """All that the page shows, as JSON can hold it."""
     is_here = plan.search is not None and not plan.search.is_over
     times, held = plan.line() if is_here else ([], {})
     known = plan.search.known_beside if plan.search is not None else None

@@ -95,7 +95,7 @@ def _expected(plan: Plan) -> str:
 
 
 def _warnings(plan: Plan) -> Iterator[_Line]:
-    """What a reader should not miss."""
+    """Warnings, a line each."""
     if plan.without_rule:
         cost = sum(plan.decisions[name].seconds for name in plan.without_rule)
         names = _named(Counter(map(_short, plan.without_rule)))
@@ -107,7 +107,7 @@ def _warnings(plan: Plan) -> Iterator[_Line]:
 
 
 def _said(plan: Plan) -> Iterator[_Line]:
-    """What was assumed, and what defaults meant."""
+    """Assumptions, and the meaning of defaults."""
     if plan.assumptions:
         yield "assumed", "; ".join(plan.assumptions), 1
     said = [f"{name}: {meaning.partition(':')[0]}" for name, meaning in plan.defaults if name not in _SAID]
@@ -145,7 +145,7 @@ def _dearest(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """What is cut along the axes of the mesh, axes of one role together."""
+    """The plan in words: the cuts along each axis of the mesh, axes of one role together."""
     roles: dict[tuple[_Role, int], list[int]] = defaultdict(list)
     for axis, n in enumerate(plan.mesh.shape):
         if n > 1:
@@ -229,7 +229,7 @@ def _cuts_batch(plan: Plan, axis: int) -> bool:
 
 
 def _cut_of(d: Decision, axis: int) -> str:
-    """What a product has cut along an axis: its rows, positions of them, its weights, or nothing."""
+    """The part of a product that an axis cuts: its rows, positions of them, its weights, or nothing."""
     strategy = d.choice.strategies[axis]
     values: list[Placement] = [flow.value for flow in strategy.operands] or [flow.value for flow in strategy.outputs]
     if len(values) > 1 and values[1].is_shard:

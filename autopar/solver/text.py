@@ -116,7 +116,7 @@ def _named(plan: Plan, pattern: str) -> list[str]:
 
 
 def difference(one: Plan, other: Plan) -> str:
-    """What two plans do, and the sites that they decide otherwise: a line each, layers that differ alike in one."""
+    """Two plans in words, and the sites that they decide otherwise: a line each, layers that differ alike in one."""
     rows = list(_differences(one, other))
     if not rows:
         return SAME

@@ -115,7 +115,7 @@ def _shares(found: Found, kernels: str) -> Iterator[tuple[fx.Node, Group]]:
 
 
 def _needed(ops: Sequence[fx.Node], kernels: str) -> set[fx.Node]:
-    """What the backward of ops that run in one kernel reads: what they keep, and what that is made of."""
+    """The values that the backward of ops in one kernel reads: kept ones, and those that these are made of."""
     needed = set[fx.Node]()
     for op in sorted(ops, reverse=True):
         values, makes = kept_by(op, kernels)
