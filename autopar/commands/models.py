@@ -156,6 +156,9 @@ def _batch(config: Any, sizes: Mapping[str, int], device: str) -> dict[str, torc
         side, channels = config.image_size, getattr(config, "num_channels", 3)
         labels = _whole((rows,), config.num_labels, device)
         return {"pixel_values": torch.randn(rows, channels, side, side, device=device), "labels": labels}
+    longest = getattr(config, "max_position_embeddings", None) or sizes["seq"]
+    if sizes["seq"] > longest:
+        raise NoModel(f"a model of {longest} positions has no place for seq={sizes['seq']}", advice=f"seq={longest}")
     ids = _whole((rows, sizes["seq"]), config.vocab_size, device)
     return {"input_ids": ids, "labels": ids}
 
@@ -166,9 +169,9 @@ def _tensors(text: str, device: str) -> dict[str, torch.Tensor]:
     for item in text.split(","):
         match = re.fullmatch(r"(\w+)=(\d+(?:x\d+)*)(?::(\w+))?", item)
         dtype = getattr(torch, match[3] or "float32", None) if match else None
-        if match is None or not isinstance(dtype, torch.dtype):
+        shape = tuple(map(int, match[2].split("x"))) if match else ()
+        if match is None or not isinstance(dtype, torch.dtype) or 0 in shape:
             raise NoModel(f"--inputs {item!r} names no tensor", advice="x=8x512, or labels=8:int64")
-        shape = tuple(map(int, match[2].split("x")))
         whole = not (dtype.is_floating_point or dtype.is_complex)
         found[match[1]] = (
             _whole(shape, 2, device).to(dtype) if whole else torch.randn(shape, dtype=dtype, device=device)

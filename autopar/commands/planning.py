@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 import autopar
 from autopar.arguments import RESERVE
 from autopar.commands.models import Named, count_of
@@ -117,7 +119,7 @@ class Needs:
         for name, nbytes in sizes.items():
             place = innermost_block(name) or name
             blocks[place] = blocks.get(place, 0) + nbytes
-        narrow = 0.5 if request.precision is not None else 1.0
+        narrow = getattr(torch, request.precision.param).itemsize / 4 if request.precision is not None else 1.0
         return Needs(graph, sum(sizes.values()) + trained * (1 + kept), 2 * narrow * max(blocks.values(), default=0))
 
     def on(self, kind: str, request: Request) -> Fit:

@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.commands.models import Named, NoModel
+from autopar.graph.graph import info
 from autopar.letters import BadPlan
+from autopar.request import Request
 from autopar.runtime.world import world_size
 from autopar.solver.figures import aligned
 from autopar.solver.plan import Plan
@@ -67,10 +69,10 @@ def _step(model: nn.Module, batch: Any, forward: Any) -> _Found:
 
 def _alone(named: Named, plan: Plan) -> _Found:
     """The single-device program: eager, or where it draws random numbers autopar's own, which draws by position."""
+    if any(info(node).random >= 0 for node in Request.of(plan).trace(*named.made()).nodes):
+        return on_processes(1, _on_one, named, plan)[0]
     torch.manual_seed(0)
     model, batch = named.made("cpu")
-    if any(d.op.startswith(("dropout", "bernoulli", "rand")) for d in plan.decisions.values()):
-        return on_processes(1, _on_one, named, plan)[0]
     return _step(model, batch, reference(model, Precision(*plan.precision)) if plan.precision else model)
 
 

@@ -73,7 +73,7 @@ def test_progress_goes_to_the_standard_error():
     assert all(line.startswith("autopar: ") for line in said)
 
 
-@pytest.mark.parametrize("builder", ["with_inputs", "dropping"])
+@pytest.mark.parametrize("builder", ["with_inputs", "dropping", "attending"])
 def test_a_program_is_held_against_one_device(builder, tmp_path, capsys):
     out = str(tmp_path / "plan.json")
     model = f"{HERE}:{builder}"
@@ -180,6 +180,8 @@ LETTERS = {
     "a builder that wants something": (("plan", f"{HERE}:of_width", "--mesh", "2"), "raised TypeError"),
     "three things": (("plan", f"{HERE}:three", "--mesh", "2"), "returned a tuple, no model"),
     "no devices in a cluster": ((*PLAN, "--cluster", "h100-0x2"), "no cluster is called"),
+    "more positions than there are": (("fit", "gpt2", "--inputs", "seq=9999"), "has no place for seq=9999"),
+    "a batch of no rows": (("plan", f"{HERE}:build", "--mesh", "2", "--inputs", "x=0x16,labels=0:int64"), "names no"),
     "no script": (("run", "nowhere.py"), "there is no script"),
     "no such model": (("plan", "llama-4-8b", "--mesh", "2"), "did you mean 'llama-3-8b'"),
     "no such file": (("plan", "nowhere.py:build", "--mesh", "2"), "there is no file nowhere.py"),
