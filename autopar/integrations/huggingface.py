@@ -32,12 +32,15 @@ from autopar.module import ParallelModule
 from autopar.runtime.world import world_size
 
 _FOLDER, _SCHEDULER = "autopar", "scheduler.pt"  # in a checkpoint's folder
-_SERVED = {"fp16": False, "bf16": False, "torch_compile": False, "auto_find_batch_size": False}
-_INSTEAD = {
+_INSTEAD = {  # arguments of training that are not served, and what is
     "fp16": 'planning={"precision": "fp16"}',
     "bf16": 'planning={"precision": "bf16"}',
     "torch_compile": 'planning={"compile": True}',
     "auto_find_batch_size": 'planning={"microbatches": "auto"}',
+    "fsdp": 'planning={"parallel": "fsdp"}',
+    "deepspeed": 'planning={"parallel": "zero3"}',
+    "label_smoothing_factor": "a model whose own loss smooths labels",
+    "load_best_model_at_end": "train(resume_from_checkpoint=...) of trainer.state.best_model_checkpoint",
 }
 
 
@@ -82,9 +85,11 @@ class Trainer(transformers.Trainer):
     def __init__(self, *args: Any, planning: Mapping[str, Any] | None = None, **how: Any) -> None:
         super().__init__(*args, **how)
         self.planning = dict(planning or {})
-        for name, served in _SERVED.items():
-            if getattr(self.args, name, served) not in (served, None):
-                raise NotServed(f"TrainingArguments({name}=...) beside a plan", advice=_INSTEAD[name])
+        for name, instead in _INSTEAD.items():
+            if getattr(self.args, name, None):
+                raise NotServed(f"TrainingArguments({name}=...) beside a plan", advice=instead)
+        if self.compute_loss_func is not None:
+            raise NotServed("compute_loss_func beside a plan", advice="a model that returns its loss")
         self.args.average_tokens_across_devices = False  # every rank counts the tokens of the whole batch
 
     # -- the model

@@ -31,10 +31,12 @@ def made(kind, folder, ranks, how, **more):
 
 
 def found_in(trainer):
-    """Weights, the logged losses and norms, and the loss of an evaluation."""
+    """Weights, the logged losses and norms, the loss of an evaluation, and predictions."""
     history = [(r["loss"], r["grad_norm"]) for r in trainer.state.log_history if "loss" in r]
     whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in trainer.model.named_parameters()}
-    return {n: p.detach().clone() for n, p in whole.items()}, history, trainer.evaluate()["eval_loss"]
+    weights = {n: p.detach().clone() for n, p in whole.items()}
+    predicted = torch.as_tensor(trainer.predict(trainer.eval_dataset).predictions)
+    return weights, history, trainer.evaluate()["eval_loss"], predicted
 
 
 def of_transformers(rank, folder, how):
@@ -56,7 +58,8 @@ def of_autopar(rank, ranks, folder, how, planning, resume=None):
 
 
 def check_alike(found, right):
-    (weights, history, evaluated), (others, told, alone) = found, right
+    (weights, history, evaluated, predicted), (others, told, alone, expected) = found, right
+    torch.testing.assert_close(predicted, expected, rtol=2e-3, atol=2e-3)
     assert len(weights) > 20 and len(history) == len(told)
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], rtol=2e-4, atol=2e-5, msg=name)
@@ -88,8 +91,9 @@ def test_what_a_plan_decides_is_not_asked_twice(tmp_path):
 
     from autopar.letters import NotServed
 
-    with pytest.raises(NotServed, match="bf16"):
-        body({"bf16": True})
+    for name, given in {"bf16": True, "label_smoothing_factor": 0.1, "torch_compile": True}.items():
+        with pytest.raises(NotServed, match=name):
+            body({name: given})
     trainer = body({"max_steps": 1})
     with pytest.raises(NotServed, match="no checkpoint that this Trainer wrote"):
         trainer._load_from_checkpoint(str(tmp_path))
