@@ -89,8 +89,15 @@ CASES = {  # op, operand, its placement there, the model
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        pytest.param(n, m, marks=[] if (i + k) % 2 == 0 else pytest.mark.nightly)
+        for i, n in enumerate(CASES)
+        for k, m in enumerate([(2,), (2, 2)])
+    ],
+    ids=str,
+)
 def test_it_computes_what_the_op_computes(name, mesh, threads):
     *cut, function = CASES[name]
     mesh = autopar.DeviceMesh(mesh)

@@ -12,7 +12,12 @@ from tests.zoo.families import has_extras
 
 QUICKEST = ("gpt2", "bert", "llama")  # for eight devices
 SLOW = ("swin", "resnet50", "convnext", "timm mixer")  # many small ops, or large ones: in the sample once
-NIGHTLY = ("2.5d", "zero3", "{'tensor': {'size': 4")  # kinds for eight devices that other tests hold against eager, too
+NIGHTLY = (
+    "2.5d",
+    "3d",
+    "zero3",
+    "{'tensor': {'size': 4",
+)  # kinds for eight devices that other tests hold against eager, too
 
 
 def sample():

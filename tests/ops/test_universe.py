@@ -26,7 +26,8 @@ SLOW = {
     "bilinear",
     "conv3d",
     "conv_transpose3d",
-}  # many operands: nightly
+    "scaled_dot_product_attention",
+}  # many operands, or many strategies: nightly
 
 # right, and not given: (pattern of ops, pattern of the strategy, why)
 MISSING = [

@@ -299,7 +299,7 @@ def test_evaluation_of_a_batch_that_trains_in_turns_is_whole(order):
         assert isinstance(logits, NotKept) if trains else logits.shape == (ROWS, 48, 128)
 
 
-SEEDS = 18
+SEEDS = 12
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 6))
