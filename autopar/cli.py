@@ -6,6 +6,7 @@
     autopar explain plan.json "model.layers.*.mlp.up_proj"                   one place of it
     autopar report plan.json -o plan.html                                    a page about it; plan --report has more
     autopar diff plan.json other.json                                        what two plans decide otherwise
+    autopar timeline gpt2 --inputs batch=8,seq=256 --mesh 4 -o step.json     the step as a trace, and a measured one
     autopar verify plan.json train.py:build                                  its program on ranks beside one device
     autopar run train.py --ranks 8                                           a script on local ranks
     autopar check                                                            versions, solvers, backends, GPUs
@@ -36,6 +37,7 @@ _HOME = {  # command -> the module that runs it, imported when it is asked for
     "show": "plans",
     "explain": "plans",
     "diff": "plans",
+    "timeline": "timing",
     "report": "plans",
     "verify": "verifying",
     "run": "machines",
@@ -97,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=said, description=said[0].upper() + said[1:] + ".", parents=[common])
 
     _of_plan(command("plan", "plan a training step of a model"))
+    _of_timeline(command("timeline", "write the predicted step of a plan as a trace, for Perfetto"))
     _of_fit(command("fit", "say on how many devices of each kind a training step fits"))
     show = command("show", "print a plan that was saved")
     show.add_argument("plan", help="a file that plan.save or --out wrote")
@@ -129,7 +132,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inputs", default="", help="batch=8,seq=1024; of a file.py: x=8x512,labels=8:int64")
 
 
-def _of_plan(parser: argparse.ArgumentParser) -> None:
+def _add_planning(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument("--mesh", help="2x4; or a count, whose meshes are searched; default: all of the cluster")
     parser.add_argument("--cluster", help="h100-8x4: four nodes of eight; or the path of a profile")
@@ -145,11 +148,22 @@ def _of_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="seconds of code that torch.compile makes")
     parser.add_argument("--strict", action="store_true", help="an op without a rule is an error")
     parser.add_argument("--no-padding", action="store_true", help="sequences have no padding, whatever masks say")
+
+
+def _of_plan(parser: argparse.ArgumentParser) -> None:
+    _add_planning(parser)
     parser.add_argument("--beside", action="store_true", help="plan dp, zero3 and megatron beside it")
     parser.add_argument("--table", action="store_true", help="print all of the plan")
     parser.add_argument("--out", default="", help="where the plan goes: plan.json")
     parser.add_argument("--report", default="", help="where a page about it goes: plan.html")
     parser.add_argument("--budgets", type=int, default=0, help="how many budgets the page holds against the step time")
+
+
+def _of_timeline(parser: argparse.ArgumentParser) -> None:
+    _add_planning(parser)
+    parser.add_argument("-o", "--out", default="step.json", help="where the trace goes")
+    parser.add_argument("--measure", action="store_true", help="run the step on local ranks, and put it beside")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that the ranks may take")
 
 
 def _of_fit(parser: argparse.ArgumentParser) -> None:

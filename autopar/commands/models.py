@@ -190,3 +190,12 @@ def count_of(model: nn.Module) -> str:
     count = sum(p.numel() for p in model.parameters())
     power = min(3, int(math.log10(max(1, count))) // 3)
     return f"{count / 1000**power:.3g}{('', ' thousand', ' million', ' billion')[power]} parameters"
+
+
+def loss_of(forward: Any, batch: Any) -> torch.Tensor:
+    """The loss that a model returns for a batch."""
+    out = forward(**batch) if isinstance(batch, dict) else forward(*batch)
+    first = out.get("loss") if hasattr(out, "get") else out[0] if isinstance(out, (tuple, list)) else out
+    if not isinstance(first, torch.Tensor) or first.dim():
+        raise NoModel(f"this {type(forward).__name__} returns no loss", advice="a model whose first output is its loss")
+    return first

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.commands.models import Named, NoModel
+from autopar.commands.models import Named, loss_of
 from autopar.graph.graph import info
 from autopar.letters import BadPlan
 from autopar.request import Request
@@ -24,7 +24,7 @@ from autopar.testing.ranks import on_processes
 from autopar.tracer.precision import Precision, reference
 
 _NEAR = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}  # of a tensor's norm, by dtype of compute
-_MOST_RANKS = 16
+MOST_RANKS = 16
 _SHOWN = 8
 _Found = tuple[float, dict[str, torch.Tensor]]  # the loss, and gradients by name
 
@@ -32,10 +32,10 @@ _Found = tuple[float, dict[str, torch.Tensor]]  # the loss, and gradients by nam
 def verify(asked: argparse.Namespace) -> int:
     """The largest errors of loss and gradients; 1 where one is too large."""
     plan, named = Plan.load(asked.plan), Named(asked.model, asked.inputs)
-    if plan.mesh.size > _MOST_RANKS:
+    if plan.mesh.size > MOST_RANKS:
         raise BadPlan(
             f"the plan is for {plan.mesh.size} devices, and verify starts a local process for each",
-            advice=f"a plan of the same model for {_MOST_RANKS} or fewer",
+            advice=f"a plan of the same model for {MOST_RANKS} or fewer",
         )
     plan.validate(named.made()[0])
     alone = _alone(named, plan)
@@ -56,11 +56,7 @@ def verify(asked: argparse.Namespace) -> int:
 
 def _step(model: nn.Module, batch: Any, forward: Any) -> _Found:
     """Loss and gradients of one step."""
-    out = forward(**batch) if isinstance(batch, dict) else forward(*batch)
-    first = out.get("loss") if hasattr(out, "get") else out[0] if isinstance(out, (tuple, list)) else out
-    if not isinstance(first, torch.Tensor) or first.dim():
-        raise NoModel(f"this {type(model).__name__} returns no loss", advice="a model whose first output is its loss")
-    loss = first
+    loss = loss_of(forward, batch)
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}

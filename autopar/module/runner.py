@@ -17,6 +17,7 @@ from autopar.codegen.compiled import compile_between_collectives
 from autopar.codegen.halves import Joint, bind
 from autopar.codegen.local import LocalProgram
 from autopar.codegen.lower import Lowered
+from autopar.codegen.ranges import with_ranges
 from autopar.graph import walks
 from autopar.graph.graph import info
 from autopar.letters import Anomaly, NotServed
@@ -25,7 +26,7 @@ from autopar.module.step import EmittedStep, Tangent
 from autopar.module.storage import Storage, dtensor_of
 from autopar.module.waiting import Waiting
 from autopar.runtime.collectives import bind_axes
-from autopar.runtime.private import inside_backward
+from autopar.runtime.private import inside_backward, profiler_runs
 from autopar.runtime.random import RandomState
 from autopar.runtime.world import all_ranks_hold
 from autopar.sharding.placement import Sharding
@@ -59,17 +60,27 @@ class Setup:
 
 
 class Halves:
-    """The graphs of a program as modules of this rank."""
+    """The graphs of a program as modules of this rank. While torch.profiler runs, ops have their names in the plan."""
 
-    def __init__(self, joint: Joint, axes: Mapping[str, Any], backend: str | None) -> None:
+    def __init__(self, joint: Joint, program: LocalProgram, axes: Mapping[str, Any], backend: str | None) -> None:
         self.joint = joint
+        self.places = {node.name: info(node).key for node in program.fx.nodes if "info" in node.meta}
         self.axes = dict(axes)
         self.backend = backend
-        names = ("forward", "backward", "hold", "settle")
-        self.modules = {name: self._bound(name, getattr(joint, name)) for name in names}
-        # backwards for gradients that arrive at some outputs alone
-        self.for_arrived: dict[tuple[str, tuple[bool, ...]], fx.GraphModule] = {}
-        self.forward = self.modules["forward"].forward
+        # by name, by which outputs gradients arrive at (all: none named), and whether ops are ranges of a profiler
+        self.modules: dict[tuple[str, tuple[bool, ...], bool], fx.GraphModule] = {}
+        for name in ("forward", "backward", "hold", "settle"):
+            self._module(name, (), False)
+
+    def _module(self, name: str, arrived: tuple[bool, ...], is_watched: bool) -> fx.GraphModule:
+        key = name, arrived, is_watched
+        if key not in self.modules:
+            graph = getattr(self.joint, name)
+            graph = for_arrived(graph, arrived) if arrived else graph
+            if is_watched:
+                graph = with_ranges(graph, "forward" if name == "forward" else "backward", self.places)
+            self.modules[key] = self._bound(name, graph)
+        return self.modules[key]
 
     def _bound(self, name: str, graph: fx.Graph) -> fx.GraphModule:
         """A half as a module, which takes a list and empties it; forward takes its primals."""
@@ -83,11 +94,16 @@ class Halves:
 
         None comes out that depends on none of them.
         """
-        if all(arrived):
-            return self.modules[name].forward
-        if (name, arrived) not in self.for_arrived:
-            self.for_arrived[name, arrived] = self._bound(name, for_arrived(getattr(self.joint, name), arrived))
-        return self.for_arrived[name, arrived].forward
+        return self._module(name, () if all(arrived) else arrived, self._is_watched).forward
+
+    def forward(self, *primals: Any) -> Sequence[Tensor]:
+        """The outputs, then what is saved for backward."""
+        return self._module("forward", (), self._is_watched).forward(*primals)
+
+    @property
+    def _is_watched(self) -> bool:
+        """Does a profiler run? What a compiler makes of a half has names of its own."""
+        return self.backend is None and profiler_runs()
 
 
 class Primals:
@@ -172,7 +188,7 @@ class Runner:
         self.setup = setup
         self.waiting = waiting
         self.axes = self._axes()
-        self.halves = Halves(lowered.joint, self.axes, setup.how.backend)
+        self.halves = Halves(lowered.joint, lowered.program, self.axes, setup.how.backend)
         self.primals = Primals(lowered.program, lowered.joint, setup.storage)
         self.settlement = Settlement(self.halves, self.primals.names)
         self.outputs, self.differentiable = lowered.joint.outputs, lowered.joint.differentiable

@@ -38,7 +38,7 @@ class InTurns(Runner):
         self.turns = Turns(lowered.graph.turns)
         super().__init__(lowered, setup, waiting)
         ending = self.ending = lowered.ending
-        self.end = Halves(ending.joint, self.axes, setup.how.backend)
+        self.end = Halves(ending.joint, ending.program, self.axes, setup.how.backend)
         self.outputs, self.differentiable = len(ending.results), self._differentiable()
         both = lowered.program.outputs, ending.program.outputs
         self.parts = tuple(both[is_last][place] for is_last, place in ending.results)

@@ -55,6 +55,7 @@ def data_of(plan: Plan, budgets: int = 0) -> dict[str, Any]:
         "budget": plan.budget if math.isfinite(plan.budget) else None,
         "peak": {"bytes": plan.peak_bytes, "at": plan.peak_at, "kinds": dict(plan.memory)},
         "line": {"times": times, "held": held},
+        "step": _step(plan) if is_here else {"places": [], "events": []},
         "parameters": _parameters(plan),
         "places": _places(plan, is_here),
         "curve": _curve(plan, budgets) if is_here and budgets else [],
@@ -66,6 +67,19 @@ def data_of(plan: Plan, budgets: int = 0) -> dict[str, Any]:
 
 def _file(name: str) -> str:
     return resources.files("autopar.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _step(plan: Plan) -> dict[str, list[Any]]:
+    """The events of the predicted step: of each its place as a number, its lane, part, beginning and seconds."""
+    events = plan.timeline().events
+    places = {place: i for i, place in enumerate(dict.fromkeys(event.place for event in events))}
+    rows = [[places[e.place], e.lane, e.part, _short(e.begins_s), _short(e.seconds)] for e in events]
+    return {"places": list(places), "events": rows}
+
+
+def _short(seconds: float) -> float:
+    """Seven digits: a picture shows no more, and a page is sent about."""
+    return float(f"{seconds:.7g}")
 
 
 def _parameters(plan: Plan) -> list[list[Any]]:

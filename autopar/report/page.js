@@ -49,7 +49,7 @@
       series.push({ label: kinds[k][0], stroke: color, fill: color, width: 0, points: { show: false }, value: (u, v, s, i) => (i === null ? "--" : size(kinds[k][1][i])) });
       drawn.push(stacks[k]);
     }
-    if (data.budget !== null) {
+    if (data.budget !== null && data.budget < 3 * data.peak.bytes) {  // one far above would press the rest flat
       series.push({ label: "budget", stroke: "#d92d20", width: 2, dash: [6, 4], points: { show: false }, value: () => size(data.budget) });
       drawn.push(times.map(() => data.budget));
     }
@@ -68,6 +68,36 @@
     const swatch = made("span", undefined, "swatch");
     swatch.style.background = place < 0 ? "var(--mark)" : COLORS[place % COLORS.length];
     by("kinds").append(swatch, made("span", kind + " " + size(n)));
+  }
+
+  // -- the step: above what computes, below what communicates
+  const lanes = ["communication", "compute"];
+  if (data.step.events.length) {
+    const at = [...new Set(data.step.events.flatMap(([, , , begins, lasts]) => [begins, begins + lasts]))].sort((a, b) => a - b);
+    const place = new Map(at.map((t, i) => [t, i]));
+    const tracks = new Map();  // of a lane and a part: its heights, and which event stands at each time
+    for (const event of data.step.events) {
+      const [, lane, part, begins, lasts] = event, key = lane + ", " + part, base = lanes.indexOf(lane);
+      if (!tracks.has(key)) tracks.set(key, { base, heights: at.map(() => base), events: at.map(() => null) });
+      const track = tracks.get(key);
+      for (let i = place.get(begins); i < place.get(begins + lasts); i++) {
+        track.heights[i] = base + 0.8;
+        track.events[i] = event;
+      }
+    }
+    const named = (event) => data.step.places[event[0]] + " " + seconds(event[4]);
+    const series = [{ label: "at", value: (u, t) => (t === null ? "--" : seconds(t)) }];
+    for (const [label, track] of tracks) {
+      const color = COLORS[["forward", "backward", "recompute", "optimizer"].indexOf(label.split(", ")[1])];
+      series.push({ label, fill: color, width: 0, points: { show: false }, paths: uPlot.paths.stepped({ align: 1 }), fillTo: track.base, value: (u, v, s, i) => (i === null || !track.events[i] ? "--" : named(track.events[i])) });
+    }
+    const axes = [axis((u, ticks) => ticks.map(seconds)), { ...axis(() => lanes), splits: () => [0.4, 1.4], size: 110, grid: { show: false } }];
+    const chart = new uPlot({ width: wide(), height: 200, series, axes, scales: { x: { time: false }, y: { range: [0, 2] } }, cursor: { points: { show: false } } }, [at, ...[...tracks.values()].map((track) => track.heights)], by("lanes"));
+    addEventListener("resize", () => chart.setSize({ width: wide(), height: 200 }));
+    const spent = (lane) => data.step.events.reduce((sum, event) => sum + (event[1] === lane ? event[4] : 0), 0);
+    by("busy").textContent = seconds(spent("compute")) + " of compute and " + seconds(spent("communication")) + " of communication in a step of " + seconds(data.step_s) + "; drag to look closer, click twice to see all";
+  } else {
+    by("busy").textContent = "the step, event by event, is known where a plan is made";
   }
 
   // -- places

@@ -19,6 +19,7 @@
     attention_kernel    which fused kernel of attention can run a call, and the calls that
     fused_attention     give the log-sum-exp of each row beside the output, and go
     ..._backward        backward from an output and log-sum-exps that are given
+    profiler_runs       whether torch.profiler records
     before_call         a part of a parallel model is called by itself
     FakeTensor, ...     tensors without values, and the mode that makes them
     TorchDispatchMode   sees every op that runs inside it
@@ -251,6 +252,11 @@ def let_go(ctx: Any) -> None:
     A second backward is torch's own error, as without this.
     """
     ctx.maybe_clear_saved_tensors()
+
+
+def profiler_runs() -> bool:
+    """Does torch.profiler record?"""
+    return torch.autograd._profiler_enabled()
 
 
 def inside_backward() -> bool:

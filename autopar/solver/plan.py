@@ -24,6 +24,8 @@ from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, values
 from autopar.solver import archive, summary, text
 from autopar.solver.decision import Conversion, Decision
+from autopar.solver.lanes import Event
+from autopar.solver.profiled import StepTimeline
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +56,9 @@ class SearchedSpace(Protocol):
 
     def line(self) -> tuple[list[str], dict[str, list[int]]]:
         """The times of a step by name, and the bytes that the plan holds at each, by kind."""
+
+    def events(self) -> list[Event]:
+        """The predicted step, event by event."""
 
     def told(self, name: str) -> list[str]:
         """A line for each kernel of an op: its seconds, and how they came to be."""
@@ -207,6 +212,17 @@ class Plan:
         if self.search is None or self.search.is_over:
             raise BadPlan("the space that this plan was chosen from is gone", advice="autopar.plan(...).line()")
         return self.search.line()
+
+    def timeline(self) -> StepTimeline:
+        """The predicted step, event by event: `.save(path)` writes a trace for Perfetto.
+
+        Beside a torch.profiler.profile of a step of its program, `.save(path, profile)` has both, and
+        `.compare(profile)` the errors by kind of op. As `explain`, it needs the space.
+        """
+        if self.search is None or self.search.is_over:
+            raise BadPlan("the space that this plan was chosen from is gone", advice="autopar.plan(...).timeline()")
+        kinds = {name: decision.op for name, decision in self.decisions.items() if decision.kind == "op"}
+        return StepTimeline(tuple(self.search.events()), kinds)
 
     def report(self, path: str | Path, budgets: int = 0) -> Path:
         """Write a page about the plan, one file that needs no network: open it in a browser.

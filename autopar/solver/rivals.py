@@ -16,6 +16,7 @@ from autopar.solver.budget import Budgeted, Prices
 from autopar.solver.chosen import held_of
 from autopar.solver.curve import Curve
 from autopar.solver.eliminate import least_by_choice
+from autopar.solver.lanes import Event, events_of
 from autopar.solver.points import Point
 from autopar.solver.tables import Problem
 
@@ -71,6 +72,11 @@ class PricedSpace:
         held = held_of(space, self.point)
         times = [] if space.memory is None else [space.memory.when(t) for t in range(space.memory.times)]
         return times, {kind: [round(float(n)) for n in bytes_] for kind, bytes_ in held.items() if bytes_.any()}
+
+    def events(self) -> list[Event]:
+        """The predicted step, event by event."""
+        assert self.counted is not None
+        return events_of(self.counted.space, self.point)
 
     def told(self, name: str) -> list[str]:
         """A line for each kernel of an op: its seconds, and how they came to be."""

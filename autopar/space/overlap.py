@@ -67,7 +67,7 @@ def windows_of(
         times = setting.passes - 1 if beside.every else 1
         name = f"{beside.way} of {sites[ops[first]].name} to {sites[ops[last]].name}"
         compute = tables.compute(sites, ops[first : last + 1], ("forward", "backward").index(beside.way))
-        found.append(Window(name, times, tuple(communication), compute))
+        found.append(Window(beside.way, (ops[first], ops[last]), name, times, tuple(communication), compute))
     return tuple(found)
 
 

@@ -133,7 +133,7 @@ class Timeline:
         self.fixed[[v for run in self.runs if not gathered.isdisjoint(run.reads) for v in run.makes]] = True
         self.fixed[[v for i in self.forced for v in self.runs[i].makes]] = False
         self._forward = _Forward.of(self)
-        _, bare = self._step(self.forced, Momentary.nothing(len(self.held)))
+        *_, bare = self._step(self.forced, Momentary.nothing(len(self.held)))
         self.other: np.ndarray = self.held - self.momentary.temporaries - bare  # bytes of what is in no run, by time
 
     @staticmethod
@@ -162,17 +162,17 @@ class Timeline:
 
     def under(self, again: frozenset[int], segments: Segments = ()) -> Through:
         """The step in which these runs are repeated: what runs once more, and the bytes at every time."""
-        ran, most = self._step(again, self.momentary, segments)
-        return Through(ran, most + self.other)
+        ran, times, most = self._step(again, self.momentary, segments)
+        return Through(ran, times, most + self.other)
 
     def _step(
         self, again: frozenset[int], momentary: Momentary, segments: Segments = ()
-    ) -> tuple[tuple[int, ...], np.ndarray]:
-        """The runs that come once more, each as often as it does, and the bytes of all runs at every time."""
+    ) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
+        """The runs that come once more, each as often as it does, when, and the bytes of all runs at every time."""
         forward, made_by, fixed = self._forward, self.made_by, self._forward.fixed
         born, last, there = list(forward.born), list(forward.read), set[int]()
         lives = list[tuple[int, int, int]]()  # first lives of values that are made again
-        ran, times, work, now = list[int](), list[int](), list[tuple[int, float]](), len(self.runs)
+        ran, came, times, work, now = list[int](), list[int](), list[int](), list[tuple[int, float]](), len(self.runs)
         for keeps, first, time in forward.backward:
             before = len(ran)
             for value in keeps:
@@ -188,6 +188,7 @@ class Timeline:
                         if run.work:
                             work.append((now, run.work))
                         ran.append(i)
+                        came.append(time)
                         times.append(time)
                         now += 1
             for value in keeps:
@@ -198,7 +199,7 @@ class Timeline:
             now += 1
             if segments and len(ran) > before:
                 there.difference_update(self._passing(ran[before:], 2 * self.ops - 1 - time, segments))
-        return tuple(ran), self._bytes(born, last, lives, work, times, momentary)
+        return tuple(ran), tuple(came), self._bytes(born, last, lives, work, times, momentary)
 
     def _passing(self, ran: Sequence[int], op: int, segments: Segments) -> Iterator[int]:
         """The values of these runs that were made in passing, for the backward of the op at this time."""
@@ -269,6 +270,7 @@ class Through:
     """A step under some states: the runs that come once more, in order, and the bytes at every time."""
 
     ran: tuple[int, ...]
+    times: tuple[int, ...]  # of each of them: that of the backward before which it comes
     held: np.ndarray
 
 

@@ -36,6 +36,8 @@ BLOCK = 1  # of windows: whatever reads a parameter is one
 class Window:
     """Communication that moves while some ops compute: seconds of edges and of sites, by choice."""
 
+    way: str  # "forward" or "backward"
+    span: tuple[int, int]  # the first and the last of the sites that compute, as forward runs them
     name: str
     times: int  # in a step
     communication: tuple[tuple[int, np.ndarray], ...]  # of an edge by [given, taken]

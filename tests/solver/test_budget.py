@@ -69,6 +69,8 @@ def spaces_with_memory(draw):
         }
         windows.append(
             Window(
+                "forward",
+                (0, 0),
                 "w",
                 int(rng.integers(1, 3)),
                 tuple(part.items()),

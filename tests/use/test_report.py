@@ -76,7 +76,7 @@ def test_a_page_holds_what_the_plan_says(plan, tmp_path):
     text = path.read_text()
     page = Page(text)
     data = json.loads(page.text)
-    assert {"held", "rows", "stored", "curve", "search", "summary"} <= set(page.ids)
+    assert {"held", "lanes", "rows", "stored", "curve", "search", "summary"} <= set(page.ids)
     assert len(text) < MOST and all(link.startswith("#") for link in page.links)
     assert not re.findall(r"(?:src|href|url|import|fetch)\s*[=(]\s*[\"']?(?:https?:)?//", text)
     assert data["step_s"] == plan.step_time_s and data["summary"] == str(plan) and data["budget"] == plan.budget
@@ -90,6 +90,9 @@ def test_a_page_holds_what_the_plan_says(plan, tmp_path):
     whole = [sum(kinds) for kinds in zip(*data["line"]["held"].values(), strict=True)]
     assert max(whole) == pytest.approx(plan.peak_bytes, abs=len(data["line"]["held"]))
     assert data["line"]["times"][whole.index(max(whole))] == plan.peak_at
+    events = data["step"]["events"]
+    assert max(begins + lasts for *_, begins, lasts in events) == pytest.approx(plan.step_time_s, rel=1e-5)
+    assert {data["step"]["places"][e[0]] for e in events} == {e.place for e in plan.timeline().events}
     assert [row[0] for row in data["beside"]] == ["dp", "zero3", "megatron"] and len(data["curve"]) > 1
 
 
@@ -125,7 +128,7 @@ def test_a_browser_draws_it(plan, tmp_path):
     assert not errors
     acted = re.search(r'data-acted="([^"]*)"', made.stdout)[1].replace("&quot;", '"')
     found, opened, has_rivals, count, first, canvases = json.loads(acted)
-    assert 1 <= found < count and opened == 1 and has_rivals and canvases == 2
+    assert 1 <= found < count and opened == 1 and has_rivals and canvases == 3
     assert first.startswith(plan_first(plan))
 
 

@@ -1,0 +1,178 @@
+"""The predicted step as events on two lanes: what computes, what communicates, and when.
+
+Ops run one behind the other, forward and then backward; conversions in line stand between them. What moves in a window
+ends with the window: its first part runs beside the compute that hides it, and the rest is the time that it adds
+(`space/windows.py`). The optimizer comes last. Where a step is of several micro-batches an event is what all of them
+take together. The last event ends with the step time of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.solver.points import Point
+from autopar.space.space import Edge, Space
+from autopar.space.timeline import Timeline
+from autopar.space.windows import Window
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
+
+
+class Event(NamedTuple):
+    """Something that takes time: of a place, or on the way to one."""
+
+    place: str  # as the plan names it; a conversion has the name of what takes it, as which operand
+    lane: str
+    part: str  # of the step
+    begins_s: float
+    seconds: float
+
+
+def events_of(space: Space, point: Point) -> list[Event]:
+    """The step of a plan in the order of its events."""
+    return _Writer(space, point).step()
+
+
+@dataclass(slots=True)
+class _Moved:
+    """Seconds of an edge that are in line: before its op's forward, and behind its backward."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(slots=True, eq=False)
+class _Writer:
+    space: Space
+    point: Point
+    now: float = 0.0
+    events: list[Event] = field(default_factory=list)
+
+    def step(self) -> list[Event]:
+        space, picked = self.space, self.point.picked
+        arriving: dict[int, list[int]] = {}
+        for k, edge in enumerate(space.edges):
+            arriving.setdefault(edge.target, []).append(k)
+        moved = self._in_line()
+        ends = {FORWARD: _by(space.windows, FORWARD, 1), BACKWARD: _by(space.windows, BACKWARD, 0)}
+        again = self._again()
+        order = [k for k, site in enumerate(space.sites) if site.kind != "parameter"]
+        for k in order:
+            for e in arriving.get(k, ()):
+                self._put(_named(space, space.edges[e]), COMMUNICATION, FORWARD, moved[e].forward)
+            computed, inside = self._of_op(k)
+            self._put(space.sites[k].name, COMPUTE, FORWARD, computed[0])
+            self._put(space.sites[k].name, COMMUNICATION, FORWARD, inside)
+            self._close(ends[FORWARD].get(k, ()), FORWARD)
+        for k in reversed(order):
+            for name, seconds in again.get(k, ()):
+                self._put(name, COMPUTE, RECOMPUTE, seconds)
+            self._put(space.sites[k].name, COMPUTE, BACKWARD, self._of_op(k)[0][1])
+            for e in arriving.get(k, ()):
+                self._put(_named(space, space.edges[e]), COMMUNICATION, BACKWARD, moved[e].backward)
+            self._close(ends[BACKWARD].get(k, ()), BACKWARD)
+        for k, site in enumerate(space.sites):
+            if site.kind == "parameter":
+                self._put(site.name, COMPUTE, OPTIMIZER, float(site.seconds[picked[k]]))
+                for e in arriving.get(k, ()):
+                    self._put(
+                        _named(space, space.edges[e]), COMMUNICATION, OPTIMIZER, moved[e].forward + moved[e].backward
+                    )
+        return self.events
+
+    def _put(self, place: str, lane: str, part: str, seconds: float) -> None:
+        """An event in line."""
+        if seconds > 0:
+            self.events.append(Event(place, lane, part, self.now, seconds))
+            self.now += seconds
+
+    def _close(self, windows: Iterable[Window], part: str) -> None:
+        """The communication of windows that end here: its last part is what compute does not hide."""
+        for window in windows:
+            communication, compute = window.seconds(self.point.picked, self.space.edges)
+            whole, hidden = communication / self._hidden, min(communication, compute)
+            end = self.now + window.times * (whole - hidden)
+            begins = end - window.times * whole
+            for k, seconds in self._of_window(window):
+                self.events.append(Event(_named(self.space, self.space.edges[k]), COMMUNICATION, part, begins, seconds))
+                begins += seconds
+            self.now = end
+
+    @property
+    def _hidden(self) -> float:
+        return self.space.setting.cluster.hidden
+
+    def _of_window(self, window: Window) -> list[tuple[int, float]]:
+        """The seconds of each edge that moves in a window, of all its times."""
+        picked, edges = self.point.picked, self.space.edges
+        found = ((k, float(table[edges[k].place(picked)])) for k, table in window.communication)
+        return [(k, window.times * seconds / self._hidden) for k, seconds in found if seconds > 0]
+
+    def _of_op(self, k: int) -> tuple[tuple[float, float], float]:
+        """Compute seconds of an op forward and backward, and what it takes besides: what it exchanges inside."""
+        site, choice, passes = self.space.sites[k], self.point.picked[k], self.space.setting.passes
+        seconds = float(site.seconds[choice])
+        if not site.compute:
+            return (seconds, 0.0), 0.0
+        forward, backward = (passes * float(way[choice]) for way in site.compute)
+        besides = seconds - forward - backward
+        return (forward, backward), besides if besides > 1e-9 * seconds else 0.0
+
+    def _in_line(self) -> list[_Moved]:
+        """Of each edge the seconds that are in no window."""
+        space, picked = self.space, self.point.picked
+        beside = {FORWARD: np.zeros(len(space.edges)), BACKWARD: np.zeros(len(space.edges))}
+        for window in space.windows:
+            for k, seconds in self._of_window(window):
+                beside[window.way][k] += seconds
+        found = []
+        for k, edge in enumerate(space.edges):
+            whole = float(edge.seconds[edge.place(picked)])
+            rest = whole - beside[FORWARD][k] - beside[BACKWARD][k]
+            rest = rest if rest > 1e-9 * whole else 0.0
+            once = float(edge.forward[edge.place(picked)]) if edge.forward.size else 0.0
+            forward = min(rest, max(0.0, self._times(edge) * once - beside[FORWARD][k]))
+            found.append(_Moved(forward, rest - forward))
+        return found
+
+    def _times(self, edge: Edge) -> int:
+        """How often a value is converted in a step: what is gathered and kept, once."""
+        source = self.space.sites[edge.source]
+        is_kept = source.kind == "parameter" and not (
+            source.regathered and source.regathered[self.point.picked[edge.source]]
+        )
+        return 1 if is_kept else self.space.setting.passes
+
+    def _again(self) -> dict[int, list[tuple[str, float]]]:
+        """What backward makes again before that of each site: names and seconds."""
+        space, point = self.space, self.point
+        if not point.recomputed or space.memory is None:
+            return {}
+        line = Timeline.of(space, point.picked, point.held, point.momentary)
+        times = {run.name: run.time for run in line.runs if run.is_op}
+        segments = tuple(sorted((times[name], level) for name, level in point.segments))
+        through = line.under(line.again(point.recomputed), segments)
+        found: dict[int, list[tuple[str, float]]] = {}
+        for i, time in zip(through.ran, through.times, strict=True):
+            if i not in line.forced:  # a copy of a parameter, whose gathering is a movement
+                op = space.memory.passages.ops[2 * line.ops - 1 - time]
+                found.setdefault(op.site, []).append((line.runs[i].name, line.runs[i].seconds))
+        return found
+
+
+def _named(space: Space, edge: Edge) -> str:
+    return f"{space.sites[edge.source].name} to {space.sites[edge.target].name}"
+
+
+def _by(windows: Sequence[Window], way: str, end: int) -> Mapping[int, list[Window]]:
+    """The windows of one way, by the site that ends them."""
+    found: dict[int, list[Window]] = {}
+    for window in windows:
+        if window.way == way:
+            found.setdefault(window.span[end], []).append(window)
+    return found

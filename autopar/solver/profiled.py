@@ -1,0 +1,121 @@
+"""The predicted step beside a measured one: a trace for Perfetto, and errors by kind of op."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from autopar.letters import BadPlan
+from autopar.solver.figures import aligned, time
+from autopar.solver.lanes import COMMUNICATION, COMPUTE, Event
+
+PREFIX = "autopar: "
+MESSAGES = "messages"  # a place of its own: parameters and gradients that are packed to travel together
+
+
+class Range(NamedTuple):
+    """What a run of ops of an emitted program is a part of, as a profiler names it."""
+
+    place: str  # a name of the plan
+    part: str  # "forward", "backward" or "recompute"
+    is_exchange: bool
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.place}{', exchange' if self.is_exchange else ''}, {self.part}"
+
+    @staticmethod
+    def read(text: str) -> Range | None:
+        """The range that a profiler names so; None of what is none."""
+        if not text.startswith(PREFIX):
+            return None
+        place, _, part = text.removeprefix(PREFIX).rpartition(", ")
+        return Range(place.removesuffix(", exchange"), part, place.endswith(", exchange"))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeline:
+    """The events of a step as they were predicted; `kinds` has the op of each place."""
+
+    events: tuple[Event, ...]
+    kinds: Mapping[str, str]
+
+    def save(self, path: str | Path, profile: Any = None) -> Path:
+        """Write a trace: open it at ui.perfetto.dev, or in chrome://tracing.
+
+        `profile` is a torch.profiler.profile of one step of this plan's program, or the events that `measured` reads in
+        one: they stand beside the predicted ones.
+        """
+        tracks = {"predicted": self.events, **({"measured": measured(profile)} if profile is not None else {})}
+        records = [record for pid, track in enumerate(tracks, 1) for record in _records(pid, track, tracks[track])]
+        try:
+            Path(path).write_text(json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}), encoding="utf-8")
+        except OSError as e:
+            raise BadPlan(f"the timeline cannot be written to {path}", seen=f"{type(e).__name__}: {e}") from e
+        return Path(path)
+
+    def by_kind(self, profile: Any) -> dict[str, tuple[float, float]]:
+        """Predicted and measured seconds by kind of op; what moves, and is packed to, is one kind."""
+        found: dict[str, list[float]] = {}
+        for which, events in enumerate((self.events, measured(profile))):
+            for event in events:
+                kind = COMMUNICATION if event.lane == COMMUNICATION else self.kinds.get(event.place, COMMUNICATION)
+                if event.part != "optimizer":  # which is not in the program
+                    found.setdefault(kind, [0.0, 0.0])[which] += event.seconds
+        return {kind: (predicted, real) for kind, (predicted, real) in found.items()}
+
+    def compare(self, profile: Any) -> str:
+        """The errors of predicted seconds by kind of op, as a table."""
+        rows = sorted(self.by_kind(profile).items(), key=lambda row: -max(row[1]))
+        sums = tuple(sum(seconds[which] for _, seconds in rows) for which in (0, 1))
+        lines = [(kind, time(p), time(m), _ratio(p, m)) for kind, (p, m) in (*rows, ("all", sums))]
+        return "\n".join(aligned(("kind of op", "predicted", "measured", "predicted over measured"), lines))
+
+
+def measured(profile: Any) -> list[Event]:
+    """The events of a step that torch.profiler recorded on this rank.
+
+    On a GPU an event takes what its kernels take; it begins when it was launched.
+    """
+    if isinstance(profile, Sequence):
+        return list(profile)
+    found = []
+    for event in profile.events():
+        of = Range.read(event.name)
+        if of is not None:
+            on_device = getattr(event, "device_time_total", 0.0)
+            seconds = 1e-6 * (on_device or event.time_range.elapsed_us())
+            lane = COMMUNICATION if of.is_exchange else COMPUTE
+            found.append(Event(of.place, lane, of.part, 1e-6 * event.time_range.start, seconds))
+    if not found:
+        raise BadPlan(
+            "the profile has no step of a parallel model",
+            advice="with torch.profiler.profile() as profile: model(**batch).loss.backward()",
+        )
+    first = min(event.begins_s for event in found)
+    return [event._replace(begins_s=event.begins_s - first) for event in found]
+
+
+def _records(pid: int, name: str, events: Any) -> Iterator[dict[str, Any]]:
+    """The events of one process of a trace, a thread for each lane."""
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+    for tid, lane in enumerate((COMPUTE, COMMUNICATION), 1):
+        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}}
+        for event in events:
+            if event.lane == lane:
+                yield {
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": tid,
+                    "name": event.place,
+                    "cat": event.part,
+                    "ts": 1e6 * event.begins_s,
+                    "dur": 1e6 * event.seconds,
+                    "args": {"part": event.part},
+                }
+
+
+def _ratio(predicted: float, real: float) -> str:
+    return f"{predicted / real:.2g}" if real else "not run"
