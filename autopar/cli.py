@@ -7,6 +7,7 @@
     autopar report plan.json -o plan.html                                    a page about it; plan --report has more
     autopar diff plan.json other.json                                        what two plans decide otherwise
     autopar timeline gpt2 --inputs batch=8,seq=256 --mesh 4 -o step.json     the step as a trace, and a measured one
+    autopar export plan.json --to fsdp2                                      for other systems, and what they lack
     autopar verify plan.json train.py:build                                  its program on ranks beside one device
     autopar run train.py --ranks 8                                           a script on local ranks
     autopar check                                                            versions, solvers, backends, GPUs
@@ -38,6 +39,7 @@ _HOME = {  # command -> the module that runs it, imported when it is asked for
     "explain": "plans",
     "diff": "plans",
     "timeline": "timing",
+    "export": "exporting",
     "report": "plans",
     "verify": "verifying",
     "run": "machines",
@@ -113,6 +115,10 @@ def _parser() -> argparse.ArgumentParser:
     diff = command("diff", "say what two plans decide otherwise; exits with 1 where they differ")
     diff.add_argument("plan", help="a plan that was saved")
     diff.add_argument("other", help="another")
+    export = command("export", "write a plan for another system, and list what that cannot be told")
+    export.add_argument("plan", help="a plan that was saved")
+    export.add_argument("--to", required=True, choices=("fsdp2", "hf", "torchtitan"), help="the system")
+    export.add_argument("-o", "--out", default="", help="where it goes: plan.py, plan.json or plan.toml")
     _of_verify(command("verify", "run a plan's program on local ranks, and hold it against one device"))
     _of_run(command("run", "start a script on ranks, by torchrun"))
     command("check", "say what this machine has: versions, solvers, backends, GPUs")

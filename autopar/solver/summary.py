@@ -196,7 +196,7 @@ def _role(plan: Plan, axis: int) -> _Role:
     products = products or [(name, d) for name, d in ops if d.op in _PRODUCTS] or [p for p in ops if p[1].seconds]
     is_batch = _cuts_batch(plan, axis)
     for name, d in products:
-        cut = _cut_of(d, axis)
+        cut = cut_of(d, axis)
         cut = "rows" if cut == "positions" and is_batch else cut  # of a batch that lies along another dim
         seconds[cut] += d.seconds or 1e-12
         if cut == "weights":
@@ -228,7 +228,7 @@ def _cuts_batch(plan: Plan, axis: int) -> bool:
     )
 
 
-def _cut_of(d: Decision, axis: int) -> str:
+def cut_of(d: Decision, axis: int) -> str:
     """The part of a product that an axis cuts: its rows, positions of them, its weights, or nothing."""
     strategy = d.choice.strategies[axis]
     values: list[Placement] = [flow.value for flow in strategy.operands] or [flow.value for flow in strategy.outputs]

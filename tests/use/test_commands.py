@@ -166,6 +166,9 @@ UNREADABLE = [
     ("diff", "plan.json"),
     ("run",),
     ("calibrate", "--ranks", "two"),
+    ("export", "plan.json"),
+    ("export", "plan.json", "--to", "deepspeed"),
+    ("timeline", "--mesh", "2"),
 ]
 
 
@@ -202,6 +205,12 @@ LETTERS = {
     "an odd constraint": ((*PLAN, "--constrain", "head.weight"), "is no constraint"),
     "a constraint of nothing": ((*PLAN, "--constrain", "heat.weight=S(0)@0"), "heat.weight"),
     "no folder": ((*PLAN, "--out", "/nowhere/at/all.json"), "there is no folder"),
+    "no folder for a trace": (("timeline", *PLAN[1:], "--out", "/nowhere/at/all.json"), "there is no folder"),
+    "more ranks than a machine has": (
+        ("timeline", f"{HERE}:with_inputs", "--mesh", "32", "--measure", "--out", "/tmp/step.json"),
+        "starts a local process for each",
+    ),
+    "no plan to write for others": (("export", "pyproject.toml", "--to", "hf", "-o", "/tmp/hf.json"), "cannot be read"),
     "no plan": (("show", "nowhere.json"), "cannot be read"),
     "not a plan": (("show", "pyproject.toml"), "cannot be read"),
     "a plan of another model": (("verify", "{plan}", f"{HERE}:other"), "made for another model"),

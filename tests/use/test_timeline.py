@@ -10,6 +10,7 @@ import torch
 
 import autopar
 from autopar import Assume
+from autopar.cli import main
 from autopar.letters import BadPlan
 from autopar.solver.lanes import COMMUNICATION, COMPUTE
 from autopar.solver.profiled import Range
@@ -99,3 +100,13 @@ def test_without_a_space_or_a_step_there_is_a_letter(tmp_path):
     plan.save(tmp_path / "plan.json")
     with pytest.raises(BadPlan, match="the space that this plan was chosen from is gone"):
         autopar.Plan.load(tmp_path / "plan.json").timeline()
+
+
+@pytest.mark.machines
+def test_a_command_writes_a_step_beside_the_predicted_one(tmp_path, capsys):
+    out = str(tmp_path / "step.json")
+    assert main(["timeline", "tests/use/made.py:with_inputs", "--mesh", "2", "--measure", "-o", out, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["timeline"] == out and min(said["seconds"]["linear"].values()) > 0
+    data = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in data if e["name"] == "process_name"} == {"predicted", "measured"}

@@ -1,0 +1,251 @@
+"""`autopar export`: what other systems can be told of a plan, and what they cannot, with its predicted seconds.
+
+An axis of the mesh becomes one of their kinds: the batch in parts with whole parameters ("replicate") or with stored
+parts ("shard"), or weights in parts ("tensor"). Their tensor parallelism cuts linear layers by columns or by rows and
+tables by rows; everything else there is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from autopar.graph.layers import folded, innermost_block
+from autopar.letters import BadPlan
+from autopar.sharding.placement import Placement
+from autopar.solver.figures import aligned, time
+from autopar.solver.plan import Plan
+from autopar.solver.summary import cut_of
+
+_KINDS = ("replicate", "shard", "tensor")
+_MOST_SHOWN = 12
+
+
+class Unsaid(NamedTuple):
+    """Something of a plan that a target cannot be told."""
+
+    what: str
+    seconds: float  # of the step, predicted, that the plan spends there or saves by it
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A plan as other systems see one."""
+
+    plan: Plan
+    kinds: tuple[str, ...]  # of each axis of the mesh
+    styles: dict[str, str]  # modules, layers as one, that are cut along the tensor axis: "colwise" or "rowwise"
+    tables: frozenset[str]  # and those of them that are tables of an embedding
+    blocks: tuple[str, ...]  # patterns of the blocks whose parameters are stored in parts together
+    unsaid: tuple[Unsaid, ...]
+
+    @staticmethod
+    def of(plan: Plan) -> Told:
+        """What can be told of a plan."""
+        kinds = tuple(_kind(plan, axis) for axis in range(len(plan.mesh.shape)))
+        if kinds.count("tensor") > 1:
+            raise BadPlan(
+                f"the plan cuts weights along {kinds.count('tensor')} axes of mesh {plan.mesh}, and others know one",
+                advice="a plan with parallel={'data': ..., 'tensor': ...}",
+            )
+        styles, tables = _styles(plan, kinds)
+        blocks = {folded(block) for name in plan.parameters if (block := innermost_block(name))}
+        said = Told(plan, kinds, styles, tables, tuple(sorted(blocks)), ())
+        return Told(plan, kinds, styles, tables, said.blocks, tuple(said._unsaid()))
+
+    def degree(self, kind: str) -> int:
+        """Devices along the axes of a kind."""
+        found = 1
+        for n, of in zip(self.plan.mesh.shape, self.kinds, strict=True):
+            found *= n if of == kind else 1
+        return found
+
+    @property
+    def is_regathered(self) -> bool:
+        return bool(self.plan.regathered)
+
+    def _unsaid(self) -> Iterator[Unsaid]:
+        plan = self.plan
+        around = {module.rpartition(".")[0] for module in self.styles}
+        for axis, kind in enumerate(self.kinds):
+            n, seconds = plan.mesh.shape[axis], dict[str, float]()
+            for name, d in plan.decisions.items():
+                module, cut = folded(name.rpartition("/")[0]), cut_of(d, axis) if d.kind == "op" else "nothing"
+                if kind == "tensor":
+                    is_lost = cut != "nothing" and module not in self.styles and not _is_within(module, around)
+                    where = "along the tensor axis, and whole on each device there"
+                else:
+                    is_lost = cut == "weights" and _has_weight(d.op)
+                    where = "along a data axis, and gathered there"
+                if is_lost and d.seconds:
+                    what = f"{folded(name)}: {cut} over {n} {where}"
+                    seconds[what] = seconds.get(what, 0.0) + d.seconds
+            yield from (Unsaid(what, (n - 1) * s) for what, s in seconds.items())
+        if plan.recomputed:
+            what = f"recompute of {len(plan.recomputed)} values: whole blocks are made again there"
+            yield Unsaid(what, plan.recompute_s)
+        if plan.chunks > 1:
+            yield Unsaid(f"the loss head in {plan.chunks} chunks of rows: logits are whole there", 0.0)
+        if plan.microbatches > 1:
+            yield Unsaid(f"{plan.microbatches} micro-batches of a call: a loop of one's own there", 0.0)
+        if plan.kernels:
+            yield Unsaid(f"kernels: {', '.join(plan.kernels)}", 0.0)
+
+
+def _is_within(module: str, around: Collection[str]) -> bool:
+    """Is it, or does it lie in, a module whose layers are cut? What stands between them is cut with them."""
+    return any(module == one or module.startswith(f"{one}.") for one in around if one)
+
+
+def _has_weight(op: str) -> bool:
+    return op in ("linear", "embedding") or op.startswith("conv")
+
+
+def _kind(plan: Plan, axis: int) -> str:
+    """What an axis does, by the seconds of products."""
+    seconds = {"weights": 0.0}
+    for d in plan.decisions.values():
+        if d.kind == "op" and _has_weight(d.op):
+            seconds[cut_of(d, axis)] = seconds.get(cut_of(d, axis), 0.0) + d.seconds
+    if seconds["weights"] > 0 and seconds["weights"] == max(seconds.values()):
+        return "tensor"
+    sizes = plan.parameter_bytes
+    stored = sum(sizes[name] for name, s in plan.parameters.items() if s.placements[axis].is_shard)
+    return "shard" if 2 * stored > sum(sizes.values()) else "replicate"
+
+
+def _styles(plan: Plan, kinds: tuple[str, ...]) -> tuple[dict[str, str], frozenset[str]]:
+    """The modules whose weight is cut along the tensor axis as others can be told."""
+    styles, tables = dict[str, str](), set[str]()
+    axis = kinds.index("tensor") if "tensor" in kinds else -1
+    for name, d in plan.decisions.items() if axis >= 0 else ():
+        module, _, op = name.rpartition("/")
+        if d.kind == "op" and op in ("linear", "embedding"):
+            weight: Placement = d.choice.strategies[axis].operands[1].value
+            if weight.is_shard and not getattr(weight, "blocks", ()):
+                is_first = weight.dim == 0
+                if op == "embedding":
+                    styles[folded(module)] = "rowwise" if is_first else "colwise"
+                    tables.add(folded(module))
+                else:
+                    styles[folded(module)] = "colwise" if is_first else "rowwise"
+    return styles, frozenset(tables)
+
+
+# -- targets
+
+
+def _fsdp2(told: Told) -> str:
+    """A Python file: `parallelize(model)` on torch's own fully_shard and parallelize_module."""
+    shape = tuple(told.degree(kind) for kind in _KINDS)
+    lines = [
+        '"""Written by `autopar export --to fsdp2`: the nearest to a plan that torch\'s own modules can be told."""',
+        "",
+        "from fnmatch import fnmatchcase",
+        "",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "from torch.distributed.fsdp import fully_shard",
+        "from torch.distributed.tensor import Replicate",
+        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
+        "",
+        f"SHAPE = {shape}  # replicate, shard, tensor",
+        f"BLOCKS = {told.blocks!r}",
+        "STYLES = {",
+        *(f'    "{name}": {_style(name, style, told)},' for name, style in sorted(told.styles.items())),
+        "}",
+        "",
+        "",
+        "def parallelize(model, device_type):",
+        '    """Cut the model in place; every rank passes its own rows, and losses are means of rows."""',
+        f"    mesh = init_device_mesh(device_type, SHAPE, mesh_dim_names={_KINDS!r})",
+        "    if SHAPE[2] > 1:",
+        '        parallelize_module(model, mesh["tensor"], STYLES)',
+        "    if SHAPE[0] * SHAPE[1] > 1:",
+        '        data = mesh["replicate", "shard"] if SHAPE[0] > 1 else mesh["shard"]',
+        "        for name, module in reversed(list(model.named_modules())):",
+        "            if not name or any(fnmatchcase(name, b) and name.count('.') == b.count('.') for b in BLOCKS):",
+        f"                fully_shard(module, mesh=data, reshard_after_forward={told.is_regathered})",
+        "    return model",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _style(name: str, style: str, told: Told) -> str:
+    if name in told.tables:
+        given = "input_layouts=Replicate(), "
+        return (
+            f"RowwiseParallel({given.rstrip(', ')})"
+            if style == "rowwise"
+            else "ColwiseParallel(output_layouts=Replicate())"
+        )
+    is_last = "." not in name and style == "colwise"  # the head, whose logits the loss reads whole
+    return f"{style.title()}Parallel({'output_layouts=Replicate()' if is_last else ''})"
+
+
+def _hf(told: Told) -> str:
+    """JSON for transformers: `tp_plan` of from_pretrained, and the arguments of its Trainer."""
+    trainer: dict[str, Any] = {
+        "fsdp": "full_shard" if told.degree("shard") > 1 else "",
+        "bf16": told.plan.precision is not None,
+    }
+    if told.degree("shard") > 1:
+        trainer["fsdp_config"] = {"reshard_after_forward": told.is_regathered}
+    if told.plan.recomputed:
+        trainer["gradient_checkpointing"] = True
+    plan = {name: _hf_style(name, style, told) for name, style in sorted(told.styles.items())}
+    return (
+        json.dumps({"tp_size": told.degree("tensor"), "tp_plan": plan, "training_arguments": trainer}, indent=2) + "\n"
+    )
+
+
+def _hf_style(name: str, style: str, told: Told) -> str:
+    if name in told.tables:
+        return f"embedding_{style}"
+    return "colwise_gather_output" if "." not in name and style == "colwise" else style
+
+
+def _torchtitan(told: Told) -> str:
+    """TOML for torchtitan's training configuration."""
+    again = '"always"' if told.is_regathered else '"never"'
+    mode = '"selective"' if told.plan.recomputed else '"none"'
+    lines = [
+        "[parallelism]",
+        f"data_parallel_replicate_degree = {told.degree('replicate')}",
+        f"data_parallel_shard_degree = {told.degree('shard')}",
+        f"tensor_parallel_degree = {told.degree('tensor')}",
+        f"fsdp_reshard_after_forward = {again}",
+        "",
+        "[activation_checkpoint]",
+        f"mode = {mode}",
+    ]
+    if told.plan.precision is not None:
+        param, reduce = told.plan.precision
+        lines += ["", "[training]", f'mixed_precision_param = "{param}"', f'mixed_precision_reduce = "{reduce}"']
+    return "\n".join(lines) + "\n"
+
+
+TARGETS: dict[str, Callable[[Told], str]] = {"fsdp2": _fsdp2, "hf": _hf, "torchtitan": _torchtitan}
+_ENDINGS = {"fsdp2": "py", "hf": "json", "torchtitan": "toml"}
+
+
+def export(asked: argparse.Namespace) -> int:
+    """Write a plan for another system, and say what is lost."""
+    told = Told.of(Plan.load(asked.plan))
+    path = Path(asked.out or f"plan.{_ENDINGS[asked.to]}")
+    path.write_text(TARGETS[asked.to](told), encoding="utf-8")
+    unsaid = sorted(told.unsaid, key=lambda one: -one.seconds)
+    if asked.json:
+        print(json.dumps({"written": str(path), "unsaid": [one._asdict() for one in unsaid]}, indent=2))
+        return 0
+    print(f"{path}: {', '.join(f'{kind} {told.degree(kind)}' for kind in _KINDS)}")
+    if not unsaid:
+        print("all that the plan decides is said")
+        return 0
+    rows = [(one.what, time(one.seconds) if one.seconds else "") for one in unsaid]
+    more = [(f"{len(rows) - _MOST_SHOWN} more, in --json", "")] if len(rows) > _MOST_SHOWN else []
+    print("\n" + "\n".join(aligned((f"what {asked.to} cannot be told", "of the step"), rows[:_MOST_SHOWN] + more)))
+    return 0
