@@ -24,11 +24,12 @@ from autopar.codegen.checked import check_plan
 from autopar.codegen.parts import WHOLE, rows_of
 from autopar.graph.calls import Call, as_call
 from autopar.graph.graph import Graph, type_of
-from autopar.letters import BadPlan, Consumed, NotServed
+from autopar.letters import BadPlan, Consumed, Infeasible, NotServed
 from autopar.module import How, ParallelModule, Source, parallelise
 from autopar.module.attributes import reads_of
 from autopar.module.own_rows import outputs_of_rows
 from autopar.module.reads import Reads
+from autopar.needs import with_remedies
 from autopar.report import write_report
 from autopar.request import Request
 from autopar.runtime.faults import limit
@@ -113,7 +114,15 @@ def plan(
     )
     graph = request.trace(model, meta_inputs)
     _refuse_unknown_outputs(outputs, graph)
-    return request.plan(graph, started)
+    return _planned(request, graph, started, lambda other: other.trace(model, meta_inputs))
+
+
+def _planned(request: Request, graph: Graph, started: float, traced: Callable[[Request], Graph]) -> Plan:
+    """The plan of a request; `traced` gives the graph of another one, where a letter looks for what would help."""
+    try:
+        return request.plan(graph, started)
+    except Infeasible as e:
+        raise with_remedies(e, request, graph, traced) from e
 
 
 def autoparallelize(
@@ -155,9 +164,12 @@ def autoparallelize(
         words = {f"{name}=": _in_words(value) for name, value in (own | planning | {"plan": plan}).items()}
         return done, words | {"models or meta_inputs": done.graph.digest}
 
+    def traced(other: Request) -> Graph:
+        return other.trace(model, meta_inputs)
+
     asked = once_all_have(read)
     request, graph, device = asked.request, asked.graph, asked.device
-    chosen = plan if plan is not None else from_rank_0(lambda: request.plan(graph, started))
+    chosen = plan if plan is not None else from_rank_0(lambda: _planned(request, graph, started, traced))
     mesh = chosen.mesh.to_torch(device)
     limit(mesh, timeout_s)
     graph = request.as_planned(graph, chosen)

@@ -21,6 +21,7 @@ from autopar.letters import BadConstraint, BadPreset, Infeasible, NotServed
 from autopar.runtime.collectives import TIME
 from autopar.sharding.costs import optimizer_figures
 from autopar.sharding.mesh import DeviceMesh
+from autopar.solver.figures import budget_for, size
 from autopar.solver.plan import Plan
 from autopar.solver.program import peak_where_nothing_is_dear, solve
 from autopar.space.constraints import Preset
@@ -246,9 +247,9 @@ def _of_the_smaller(letter: Infeasible, smallest: float, chunks: int) -> Infeasi
         return letter
     return Infeasible(
         letter.what,
-        seen=f"{letter.smallest:,.0f} bytes in the smallest plan with a whole loss head; {smallest:,.0f} bytes in the "
+        seen=f"{size(letter.smallest)} in the smallest plan with a whole loss head; {size(smallest)} in the "
         f"smallest that was found, whose head runs in {chunks} chunks",
-        advice=f"memory_budget={math.ceil(smallest)}, or more devices",
+        advice=f"{budget_for(smallest)}, or more devices",
     ).of_bytes(letter.needs, smallest)
 
 

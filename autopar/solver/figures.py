@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from autopar.graph.layers import folded
@@ -29,6 +30,14 @@ def size(n: float) -> str:
         if n >= scale:
             return f"{n / scale:.2f} {unit}"
     return f"{n:.0f} B"
+
+
+def budget_for(n: float) -> str:
+    """A `memory_budget` that so many bytes fit in, with two decimals."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= scale:
+            return f'memory_budget="{math.ceil(100 * n / scale) / 100:.2f}{unit}"'
+    return f"memory_budget={math.ceil(n)}"
 
 
 def folded_rows(rows: Iterable[Row]) -> list[Row]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from autopar.letters import BadConstraint, BadPreset, BadSharding, Infeasible, Letter
 from autopar.sharding.mesh import DeviceMesh
+from autopar.solver.figures import size
 from autopar.solver.plan import Plan
 from autopar.space.space import Outdone
 
@@ -84,7 +85,7 @@ def _least(refused: Sequence[tuple[DeviceMesh, Letter]]) -> Letter:
         f"{smallest.what.partition(' on mesh ')[0]} on any mesh of {on.size} devices",
         at=smallest.at,
         seen=(
-            f"{needs:,.0f} bytes are needed by any plan on any of {len(counted)} meshes{others}; the smallest plan is "
+            f"{size(needs)} are needed by any plan on any of {len(counted)} meshes{others}; the smallest plan is "
             f"on mesh {on}: {smallest.seen.partition('; ')[2]}"
         ),
         advice=smallest.advice,

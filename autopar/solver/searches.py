@@ -23,6 +23,7 @@ import numpy as np
 from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Outcome
 from autopar.solver.eliminate import minimise, regions_of
+from autopar.solver.figures import budget_for, size
 from autopar.solver.integer import optimise, smallest
 from autopar.solver.points import Point
 from autopar.solver.polish import polished
@@ -244,23 +245,23 @@ def over_budget(task: Task, lowest: Point | None = None) -> Infeasible:
     assert memory is not None
     if lowest is not None and lowest.peak < best.peak:
         return Infeasible(
-            f"no plan of {task.budget:,.0f} bytes a device was found on mesh {space.setting.mesh}",
+            f"no plan of {size(task.budget)} a device was found on mesh {space.setting.mesh}",
             seen=(
-                f"{lowest.peak:,.0f} bytes, at the {memory.when(int(lowest.held.argmax()))}, in the smallest plan that "
-                f"was found, which recomputes {len(lowest.recomputed)} values; {best.peak:,.0f} without recompute"
+                f"{size(lowest.peak)}, at the {memory.when(int(lowest.held.argmax()))}, in the smallest plan that "
+                f"was found, which recomputes {len(lowest.recomputed)} values; {size(best.peak)} without recompute"
             ),
-            advice=f"memory_budget={math.ceil(lowest.peak)}, or more devices",
+            advice=f"{budget_for(lowest.peak)}, or more devices",
         ).of_bytes(bound, lowest.peak)
     fullest = int(best.held.argmax())
     kinds = {kind: held[fullest] for kind, held in memory.held(best.picked, space.edges).items()}
-    fills = ", ".join(f"{kind} {n:,.0f}" for kind, n in sorted(kinds.items(), key=lambda pair: -pair[1]) if n)
+    fills = ", ".join(f"{kind} {size(float(n))}" for kind, n in sorted(kinds.items(), key=lambda pair: -pair[1]) if n)
     return Infeasible(
-        f"no plan of {task.budget:,.0f} bytes a device was found on mesh {space.setting.mesh}",
+        f"no plan of {size(task.budget)} a device was found on mesh {space.setting.mesh}",
         seen=(
-            f"{bound:,.0f} bytes are needed by any plan{' that recomputes nothing' if task.recomputes else ''}; at the "
+            f"{size(bound)} are needed by any plan{' that recomputes nothing' if task.recomputes else ''}; at the "
             f"{memory.when(fullest)}, the fullest time of the smallest plan: {fills}"
         ),
-        advice=f"memory_budget={math.ceil(best.peak)}, the smallest for which a plan was found, or more devices",
+        advice=f"{budget_for(best.peak)}, the smallest for which a plan was found, or more devices",
     ).of_bytes(bound, best.peak)
 
 

@@ -198,7 +198,7 @@ LETTERS = {
     "no such cluster": ((*PLAN, "--cluster", "h101-8x1"), "did you mean 'h100'"),
     "too small a cluster": ((*PLAN[:2], "--mesh", "16", "--cluster", "h100-8x1"), 'cluster="h100-8x2"'),
     "an odd budget": ((*PLAN, "--budget", "40"), 'memory_budget="40GiB"'),
-    "a budget that nothing fits": ((*PLAN, "--budget", "2KiB"), "no plan of 2,048 bytes"),
+    "a budget that nothing fits": ((*PLAN, "--budget", "2KiB"), "no plan of 2.00 KiB"),
     "an odd precision": ((*PLAN, "--precision", "bf15"), "did you mean 'bf16'"),
     "no such preset": ((*PLAN, "--parallel", "fsdp3"), "did you mean 'fsdp'"),
     "no such policy": ((*PLAN, "--recompute", "ful"), "did you mean 'full'"),

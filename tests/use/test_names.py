@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
 
 import autopar
-from autopar import Precision
+from autopar import Assume, Precision
 from autopar.arguments import optimizer_of, precision_of
-from autopar.letters import BadBudget, BadCluster, BadPreset, BadSharding, Letter, NotServed
+from autopar.letters import BadBudget, BadCluster, BadPreset, BadSharding, Infeasible, Letter, NotServed
 from tests.language import drawn, gpt2
 
 
@@ -128,3 +129,20 @@ def test_letters_say_what_may_have_been_meant(how, letter, says):
     with pytest.raises(letter) as caught:
         planned(**{"mesh": 4, **how})
     assert says in str(caught.value) and isinstance(caught.value, Letter)
+
+
+def test_a_budget_that_nothing_fits_names_what_helps():
+    """Devices, precision and what was ruled out; a mesh of as many devices as it says does fit."""
+    model, batch = gpt2(layers=2, vocabulary=128), drawn(64, 64, 128)
+    asked = dict(memory_budget="24MiB", assume=Assume(no_padding=True), microbatches=1)
+    with pytest.raises(Infeasible) as found:
+        autopar.plan(model, batch, mesh=(2,), recompute="none", chunks=1, **asked)
+    said = str(found.value)
+    assert 'recompute="auto", which was ruled out' in said and 'chunks="auto"' in said and 'microbatches="auto"' in said
+    alone, narrow = (int(n) for n in re.search(r"(\d+) devices \(.*, or (\d+) devices with precision", said).groups())
+    assert 2 < narrow <= alone
+    plan = autopar.plan(model, batch, mesh=(alone,), recompute="none", chunks=1, **asked)
+    assert plan.peak_bytes <= 24 * 2**20
+    with pytest.raises(Infeasible) as found:
+        autopar.plan(model, batch, mesh=(2,), precision="bf16", memory_budget="1MiB")
+    assert "ruled out" not in str(found.value) and "with precision" not in str(found.value)

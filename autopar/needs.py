@@ -1,0 +1,113 @@
+"""Bytes of a step, estimated without a search: on how many devices it fits, and what would help where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from autopar.arguments import RESERVE
+from autopar.graph.graph import Graph, info, type_of
+from autopar.graph.layers import innermost_block
+from autopar.letters import Infeasible, Letter
+from autopar.request import Request
+from autopar.sharding.cluster import Cluster
+from autopar.sharding.costs import optimizer_figures
+from autopar.solver.figures import size
+from autopar.space.saved import saved_bytes
+from autopar.tracer.precision import Precision
+
+MOST_DEVICES = 4096
+
+
+class Fit(NamedTuple):
+    """The fewest devices of a kind that hold a step, and the bytes of each of them by kind."""
+
+    cluster: str
+    room: float
+    devices: int | None  # None: no number that was tried
+    states: float = 0.0
+    kept: float = 0.0
+    flying: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        return self.states + self.kept + self.flying
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes of a step on one device: what is cut over devices, and what is not. Nothing is recomputed."""
+
+    graph: Graph
+    states: float  # parameters, gradients and states of the optimizer
+    gathered: float  # the largest block of parameters, whole while it is used
+
+    @staticmethod
+    def of(graph: Graph, request: Request) -> Needs:
+        sizes = {name: type_of(node).nbytes for name, node in graph.parameters.items()}
+        trained = sum(type_of(node).nbytes for node in graph.parameters.values() if type_of(node).requires_grad)
+        kept = optimizer_figures(request.optimizer, 4)["kept"]
+        blocks: dict[str, int] = {}
+        for name, nbytes in sizes.items():
+            place = innermost_block(name) or name
+            blocks[place] = blocks.get(place, 0) + nbytes
+        narrow = getattr(torch, request.precision.param).itemsize / 4 if request.precision is not None else 1.0
+        return Needs(graph, sum(sizes.values()) + trained * (1 + kept), 2 * narrow * max(blocks.values(), default=0))
+
+    def on(self, kind: str, request: Request) -> Fit:
+        """On how many devices of a kind it fits: in the budget, or in the memory of one less a reserve."""
+        cluster = Cluster.of(kind)
+        has_budget = request.memory_budget is not None
+        return self.within(request.budget if has_budget else cluster.device.memory_bytes * (1 - RESERVE), cluster, kind)
+
+    def within(self, room: float, cluster: Cluster, kind: str = "") -> Fit:
+        """On how many devices it fits in so many bytes."""
+        kept = saved_bytes(self.graph, cluster, emitted=True)
+        largest = max(type_.nbytes for node in self.graph.nodes for type_ in info(node).outputs)
+        for n in (2**k for k in range(MOST_DEVICES.bit_length())):
+            gathered = self.gathered if n > 1 else 0.0
+            found = Fit(kind, room, n, self.states / n, kept / n, gathered + 2 * largest / n)
+            if found.bytes <= room:
+                return found
+        return Fit(kind, room, None)
+
+
+def with_remedies(letter: Infeasible, request: Request, graph: Graph, traced: Callable[[Request], Graph]) -> Infeasible:
+    """The letter about a budget that nothing fits, with what would help: devices, precision, or what was ruled out.
+
+    `traced` gives the graph of another request of the same model.
+    """
+    if not letter.smallest:
+        return letter  # no budget was in the way
+    found = [*_ruled_out(request), *_devices(request, graph, traced)]
+    advice = "; ".join([letter.advice, *found])
+    said = Infeasible(letter.what, at=letter.at, seen=letter.seen, advice=advice)
+    return said.of_bytes(letter.needs, letter.smallest)
+
+
+def _ruled_out(request: Request) -> Iterator[str]:
+    """Arguments that keep the search from what saves memory."""
+    for name, rules_out in (("recompute", "none"), ("microbatches", 1), ("chunks", 1)):
+        if getattr(request, name) == rules_out:
+            yield f'{name}="auto", which was ruled out'
+
+
+def _devices(request: Request, graph: Graph, traced: Callable[[Request], Graph]) -> Iterator[str]:
+    """Estimates of how many devices would do, as it was asked and in half the precision."""
+    asks: list[tuple[str, dict[str, Any]]] = [("", {})]
+    if request.precision is None:
+        asks.append(('precision="bf16"', {"precision": Precision("bfloat16", "float32")}))
+    said = []
+    for what, how in asks:
+        other = replace(request, **how)
+        try:
+            fit = Needs.of(traced(other) if how else graph, other).within(request.budget, request.hardware)
+        except Letter:  # a model that does not run so
+            continue
+        if fit.devices is not None:
+            said.append(f"{fit.devices} devices{f' with {what}' if what else ''} ({size(fit.bytes)} each)")
+    if said:
+        yield f"an estimate without recompute: {', or '.join(said)}"
