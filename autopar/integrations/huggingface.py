@@ -20,13 +20,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 import autopar
+from autopar.integrations.accelerate import WholeBatches
+from autopar.integrations.adapting import set_states, states_of, whole
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
 from autopar.runtime.world import world_size
@@ -42,36 +39,6 @@ _INSTEAD = {  # arguments of training that are not served, and what is
     "label_smoothing_factor": "a model whose own loss smooths labels",
     "load_best_model_at_end": "train(resume_from_checkpoint=...) of trainer.state.best_model_checkpoint",
 }
-
-
-class WholeBatches(Accelerator):
-    """An accelerator that leaves a parallel model as it is, and gives every rank the whole batch."""
-
-    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        if not isinstance(model, ParallelModule):
-            return super().prepare_model(model, device_placement, evaluation_mode)
-        self._models.append(model)
-        return model
-
-    def prepare_data_loader(
-        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
-    ) -> Any:
-        made = prepare_data_loader(
-            data_loader,
-            self.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=self.device_placement if device_placement is None else device_placement,
-            rng_types=None,
-            use_seedable_sampler=self.use_seedable_sampler,
-            data_seed=self.dataloader_config.data_seed,
-        )
-        self._dataloaders.append(made)
-        return made
-
-    def gather(self, tensor: Any) -> Any:
-        """The same: every rank has all of it already."""
-        return pytree.tree_map(_whole, tensor)
 
 
 class Trainer(transformers.Trainer):
@@ -137,13 +104,13 @@ class Trainer(transformers.Trainer):
         return super()._get_dataloader(dataset, description, batch_size * ranks, *args, **how)
 
     def prediction_step(self, *args: Any, **how: Any) -> Any:
-        return pytree.tree_map(_whole, super().prediction_step(*args, **how))
+        return whole(super().prediction_step(*args, **how))
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        return _whole(super()._clip_grad_norm(model))
+        return whole(super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return _whole(super()._get_grad_norm(model, grad_norm))
+        return whole(super()._get_grad_norm(model, grad_norm))
 
     # -- checkpoints
 
@@ -174,14 +141,8 @@ class Trainer(transformers.Trainer):
             return
         states = self._states()
         dcp.load(states, checkpoint_id=os.path.join(checkpoint, _FOLDER))
-        of_model, of_optimizer = states["model"], states["optimizer"]
-        set_state_dict(self.model, self.optimizer.optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+        set_states(self.model, [self.optimizer.optimizer], states)
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
 
     def _states(self) -> dict[str, Any]:
-        of_model, of_optimizer = get_state_dict(self.model, self.optimizer.optimizer)
-        return {"model": of_model, "optimizer": of_optimizer, "random": self.model.random_state}
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+        return {**states_of(self.model, [self.optimizer.optimizer]), "random": self.model.random_state}

@@ -21,7 +21,7 @@ from autopar.runtime.private import before_call, call_of
 _INSTEAD = (
     "the parallel model as it is: loss.backward() reduces its gradients, model.no_sync() lets them wait,\n"
     "model.sampler(dataset) divides the data;\n"
-    "leave it out of accelerator.prepare and fabric.setup, and give them the optimizer and the schedules alone"
+    "the Accelerator, the AutoparStrategy and the Trainers of autopar.integrations take it where others would wrap it"
 )
 
 

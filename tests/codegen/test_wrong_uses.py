@@ -136,7 +136,7 @@ def stepped(model):
 
 
 AROUND = {
-    "in DDP": (lambda: DistributedDataParallel(make()), Consumed, "leave it out of accelerator.prepare"),
+    "in DDP": (lambda: DistributedDataParallel(make()), Consumed, "AutoparStrategy and the Trainers"),
     "DDP around what holds it": (
         lambda: DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), make())),
         Consumed,

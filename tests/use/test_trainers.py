@@ -8,16 +8,10 @@ import pytest
 import torch
 
 from autopar.testing import on_processes
+from tests.use.ranks import as_torchrun
 
 pytest.importorskip("accelerate")
 ROWS, STEPS = 16, 6  # of the batch of all ranks
-
-
-def as_torchrun(rank, ranks):
-    """The environment that torchrun gives; the group is there already."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29501", ACCELERATE_USE_CPU="true")
 
 
 def made(kind, folder, ranks, how, **more):
