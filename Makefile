@@ -8,7 +8,7 @@ WORKERS ?= 2
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint check nightly nightly-oldest bench clean
+.PHONY: demo test lint check site nightly nightly-oldest bench clean
 
 # torch comes first and pinned: an unpinned torch pulls gigabytes of GPU packages
 $(VENV)/.torch-$(TORCH):
@@ -50,6 +50,9 @@ lint: $(VENV)/.dev             ## format, lint, types, and the order of folders
 
 check: lint                    ## lint, and the tests that start no processes
 	$(BIN)/python -m pytest -m "not nightly and not machines"
+
+site: $(VENV)/.test            ## the pages as a site, in the folder site/
+	$(BIN)/mkdocs build --quiet
 
 nightly: $(VENV)/.test         ## the long tests
 	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest -m nightly --timeout 3600 --numprocesses $(WORKERS) --dist worksteal $(PYTEST)

@@ -151,8 +151,7 @@ class Planning:
         if space is not None and (math.isinf(asked.budget) or peak_where_nothing_is_dear(space) <= asked.budget):
             plan = self._fastest(space, math.inf, defaults, lambda: space_in(replace(setting, regather=True)))
             if plan.peak_bytes <= asked.budget:
-                has_asked = asked.memory_budget is not None and math.isfinite(asked.budget)
-                return replace(plan, budget=float(int(asked.budget))) if has_asked else plan
+                return plan
         if space is not None and asked.chunks == "auto":
             raise _DoesNotFit(space)
         # it hardly fits with every copy kept
@@ -211,8 +210,10 @@ class Planning:
             wide=wide,
             is_trial=self.is_trial,
         )
+        has_asked = asked.memory_budget is not None and plan.peak_bytes <= asked.budget
         return replace(
             plan,
+            budget=float(int(asked.budget)) if has_asked and math.isfinite(asked.budget) else plan.budget,
             precision=(asked.precision.param, asked.precision.reduce) if asked.precision else None,
             assumptions=tuple(self.graph.assumptions),
             defaults=(*defaults, *self._said_of_head(), *self._said_of_bound()),

@@ -17,7 +17,8 @@ PAGES = [
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/capture.md", "docs/planning.md", "docs/training.md", "docs/trainers.md"]
+    "page",
+    ["README.md", *(f"docs/{name}.md" for name in ("index", "reading", "capture", "planning", "training", "trainers"))],
 )
 def test_the_code_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

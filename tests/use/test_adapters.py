@@ -174,6 +174,7 @@ def test_adapters_of_peft_are_trained_saved_and_merged_as_on_one_device(tmp_path
 
 def timm_loop(rank, planning):
     import autopar
+
     extras()
     from examples.timm_loop import ROWS, SIZE, model, train
 

@@ -237,7 +237,7 @@ def test_letters_of_processes_exit_with_one():
 
 def test_commands_of_the_pages_can_be_read():
     found = 0
-    for page in ("README.md", "docs/commands.md"):
+    for page in ("README.md", "docs/commands.md", "docs/index.md", "docs/nodes.md", "docs/trainers.md"):
         for block in re.findall(r"```bash\n(.*?)```", pathlib.Path(page).read_text(), re.DOTALL):
             for line in block.splitlines():
                 if line.startswith("autopar "):

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# The picture of a report: from the root of the project, with Chromium installed.
+set -euo pipefail
+page="$(mktemp --directory)/gpt2.html"
+autopar plan gpt2 --inputs batch=16,seq=512 --mesh 4 --parallel fsdp --budget 5GiB --quiet --report "$page" > /dev/null
+chromium --headless --no-sandbox --disable-gpu --window-size=1100,960 --screenshot=docs/pictures/report.png "file://$page"

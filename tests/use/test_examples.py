@@ -1,0 +1,70 @@
+"""Examples at their smallest size: each runs, and says what it is about."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+import pytest
+
+from tests.docs.blocks import HERE
+
+# of each: arguments, and what it has to say
+SMALL = {
+    "gpt2_finetune.py": (["--steps", "2", "--layers", "1", "--width", "32", "--length", "16"], "step 0:"),
+    "images.py": (["vit", "--steps", "2", "--rows", "8"], "right"),
+    "images.py resnet": (["resnet", "--steps", "2", "--rows", "8"], "right"),
+    "llama_budgets.py": (
+        "--layers 1 --width 128 --length 32 --rows 4 --mesh 2 --budgets 3 --page b.html".split(),
+        "b.html has the curve",
+    ),
+    "resume.py": (["--steps", "2", "--parallel", "dp"], "step 1:"),
+    "peft_lora.py": (["adapters"], "LlamaForCausalLM"),
+    "research/rule.py": ([], "without a rule: ('/ops.research.swish_gate.default',)"),
+    "research/strategy.py": ([], "choices; the quickest"),
+    "research/cost.py": ([], "64 times slower"),
+    "research/search.py": ([], "proven best"),
+    "research/policy.py": ([], "mine"),
+}
+
+
+def run(name, arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(HERE / "examples" / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.filterwarnings("ignore")
+def test_an_example_runs(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments, says = SMALL[name]
+    assert says in run(name.partition(" ")[0], arguments, monkeypatch, capsys)
+
+
+def test_a_run_is_resumed_where_it_was(tmp_path, monkeypatch, capsys):
+    """Bit for bit, dropout too."""
+    monkeypatch.chdir(tmp_path)
+    whole = run("resume.py", ["--steps", "4", "--folder", "whole"], monkeypatch, capsys).splitlines()
+    first = run("resume.py", ["--steps", "2", "--folder", "half"], monkeypatch, capsys).splitlines()
+    rest = run("resume.py", ["--steps", "4", "--folder", "half", "--resume"], monkeypatch, capsys).splitlines()
+    assert first + rest == whole and len(rest) == 2
+
+
+def test_a_space_is_solved_elsewhere(tmp_path, monkeypatch, capsys):
+    """Its tables are those of the plan, and no descent goes under what is proven."""
+    monkeypatch.chdir(tmp_path)
+    assert "123 sites" in run("research/dump_space.py", [], monkeypatch, capsys)
+    monkeypatch.delitem(sys.modules, "torch")  # it asserts that it needs none
+    said = run("research/solve_space.py", [], monkeypatch, capsys)
+    best, bound, proven = (float(line.split(" ms")[0].split()[-1]) for line in said.replace("; ", "\n").splitlines())
+    assert bound <= proven <= best + 1e-9
+
+
+def test_examples_are_short_and_all_are_run():
+    of_ranks = ("accelerate_loop", "fabric_loop", "huggingface_trainer", "lightning_trainer", "timm_loop", "demo")
+    elsewhere = {f"{name}.py" for name in of_ranks} | {"research/dump_space.py", "research/solve_space.py"}
+    there = {str(p.relative_to(HERE / "examples")) for p in (HERE / "examples").rglob("*.py")}
+    assert there == elsewhere | {name.partition(" ")[0] for name in SMALL}
+    for name in there - {"demo.py"}:
+        assert len((HERE / "examples" / name).read_text().splitlines()) <= 80, name
