@@ -122,5 +122,9 @@ class Disagreement(Letter):
     """Ranks hold different plans, programs or worlds."""
 
 
+class NotCertified(Letter):
+    """An emitted program whose values do not lie as its ops need them: an error of autopar, caught before it runs."""
+
+
 class Consumed(Letter):
     """The single-device model was used after it became the parallel one."""

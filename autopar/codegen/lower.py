@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar import kernels
+from autopar.certificate import Certificate, Interface, certify
 from autopar.codegen import local_passes
 from autopar.codegen.halves import Joint
 from autopar.codegen.joint import lower_jointly
 from autopar.codegen.local import LocalProgram, local_program
-from autopar.codegen.parts import WHOLE, Rows
+from autopar.codegen.parts import WHOLE, Rows, sharding_of_rows
 from autopar.codegen.recomputed import recomputed_of
 from autopar.codegen.schedule import Read
 from autopar.codegen.turns import Ending, in_two, lowered_ending
@@ -33,6 +34,7 @@ class Lowered:
     joint: Joint
     rows: Rows
     ending: Ending | None = None  # of a program that runs in turns: what runs once, behind them
+    certificate: Certificate | None = None  # none yet of a program that runs in turns
 
     @property
     def collectives(self) -> tuple[str, ...]:
@@ -86,10 +88,21 @@ def lower(
         device=device,
     )
     if graph.turns == 1:
-        return Lowered(graph, plan, program, lowering(program, differentiable), rows)
+        joint = lowering(program, differentiable)
+        found = certify(joint, _interface(graph, plan, program, rows))
+        return Lowered(graph, plan, program, joint, rows, certificate=found)
     parts = in_two(program)
     joint = lowering(parts.turn, (parts.seed,))
     return Lowered(graph, plan, parts.turn, joint, rows, lowered_ending(parts, joint, device))
+
+
+def _interface(graph: Graph, plan: Plan, program: LocalProgram, rows: Rows) -> Interface:
+    """How values enter the program and leave it: all that its certificate is told of the plan."""
+    of_rows = sharding_of_rows(rows[0], plan.mesh) if rows[1] else None
+    inputs = [of_rows if name in rows[1] else None for name in graph.inputs]
+    stored = [plan.parameters[name] for name in program.parameters]
+    primals = (*inputs, *stored, *[None] * len(program.buffers))
+    return Interface(plan.mesh.axes, primals, program.outputs, dict(enumerate(primals[: len(inputs) + len(stored)])))
 
 
 def reads_of_parameters(graph: Graph, window_bytes: int) -> dict[str, Read]:

@@ -24,8 +24,8 @@ def run(rank, model, batch, backend, parallel):
         mine(**batch).backward()
     mine(**batch).backward()
     forward, backward = (
-        mine._autopar.programs[0].runner.halves.modules["forward"],
-        mine._autopar.programs[0].runner.halves.modules["backward"],
+        mine._autopar.programs[0].runner.halves.modules["forward", (), False],
+        mine._autopar.programs[0].runner.halves.modules["backward", (), False],
     )
     compiled = [sum(n.op == "call_module" for n in m.graph.nodes) for m in (forward, backward)]
     assert all(compiled)

@@ -1,0 +1,14 @@
+"""A certificate of every emitted program: its values are typed by how they lie, and what does not follow is refused.
+
+types.py    how a value lies, axis by axis, seen from what one device holds
+rules.py    what each op of an emitted program makes of the types of its operands
+steps.py    what each collective, and each local step, changes
+walk.py     forward and backward of a program, from how parameters are stored to how gradients have to lie
+
+It knows the emitted graphs, how parameters are stored, and how outputs leave; it knows nothing of the plan in between,
+and shares no code with the lowering that it checks.
+"""
+
+from autopar.certificate.walk import Certificate, Interface, certify
+
+__all__ = ["Certificate", "Interface", "certify"]

@@ -1,0 +1,89 @@
+"""Collectives and local steps, as types see them. They are named by what an emitted program calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from autopar.certificate.types import FREE, Dim, Refused, Type, axes_of, joined, whole
+
+
+def all_reduce(x: Type, axis: str) -> Type:
+    _needs(axis in x.sums or axis in x.open, x, f"what is summed over {axis} has to be a part of a sum there")
+    return _settled(x, axis)
+
+
+def all_reduce_max(x: Type, axis: str) -> Type:
+    is_cut = axis in x.sums or axis in axes_of(x.dims)
+    _needs(not is_cut, x, f"the largest over {axis} has to be one of several there")
+    return _settled(x, axis)
+
+
+def all_gather(x: Type, axis: str, dim: int, length: int, blocks: Any = ()) -> Type:
+    if axis not in x.open:
+        cut = axes_of([x.dims[dim]])
+        _needs(axis in cut, x, f"what is gathered along dim {dim} over {axis} has to be cut there")
+    return _gathered(replace(x, open=x.open - {axis}), dim, axis, length)
+
+
+def reduce_scatter(x: Type, axis: str, dim: int, length: int, blocks: Any = (), here: int = -1) -> Type:
+    return _cut(all_reduce(x, axis), axis, dim, blocks, here)
+
+
+def all_to_all(x: Type, axis: str, numbers: tuple[Any, ...], here: int = -1) -> Type:
+    dim, length, blocks, to_dim, _, to_blocks = numbers
+    return _cut(all_gather(x, axis, dim, length, blocks), axis, to_dim, to_blocks, here)
+
+
+def slice(x: Type, axis: str, dim: int, length: int, blocks: Any = (), here: int = -1) -> Type:
+    if axis in x.open:
+        return replace(x, dims=_with(x, dim, whole(here)))
+    is_whole = axis not in x.sums | x.most and axis not in axes_of(x.dims)
+    _needs(is_whole, x, f"what is cut over {axis} has to be whole there")
+    return _cut(x, axis, dim, blocks, here)
+
+
+def lodge(x: Type, axis: str) -> Type:
+    if axis in x.open:
+        return x
+    is_whole = axis not in x.sums | x.most and axis not in axes_of(x.dims)
+    _needs(is_whole, x, f"what becomes a part of a sum over {axis} has to be whole there")
+    return replace(x, sums=x.sums | {axis})
+
+
+def _needs(holds: bool, x: Type, expected: str) -> None:
+    if not holds:
+        raise Refused(f"it lies as {x}", expected)
+
+
+def _settled(x: Type, axis: str) -> Type:
+    return replace(x, sums=x.sums - {axis}, most=x.most - {axis}, open=x.open - {axis})
+
+
+def _with(x: Type, dim: int, made: Dim) -> tuple[Dim, ...]:
+    return (*x.dims[:dim], made, *x.dims[dim + 1 :])
+
+
+def _gathered(x: Type, dim: int, axis: str, length: int) -> Type:
+    """A dim of `length` rows, no longer cut by an axis: of several that cut it, the innermost."""
+    rest = [a for a in axes_of([x.dims[dim]]) if a != axis]
+    if not rest:
+        return replace(x, dims=_with(x, dim, whole(length)))
+    if len(x.dims[dim]) == 1 and x.dims[dim][0][1][-1] == axis:
+        return replace(x, dims=_with(x, dim, ((length, tuple(rest)),)))
+    return replace(x, dims=_with(x, dim, whole(length))).opened(rest)
+
+
+def _cut(x: Type, axis: str, dim: int, blocks: Any, here: int) -> Type:
+    """A dim that an axis cuts, innermost: `here` rows are left; with blocks, of each of them."""
+    before = x.dims[dim]
+    if blocks:
+        if len(set(blocks)) > 1 or here % len(blocks) or axes_of([before]):
+            return replace(x, dims=_with(x, dim, whole(here))).opened([axis, *axes_of([before])])
+        made: Dim = joined([(len(blocks), ()), (here // len(blocks), (axis,))])
+        return replace(x, dims=_with(x, dim, made))
+    if not before or len(before) == 1:
+        axes = before[0][1] if before else ()
+        cut = (axis,) if axes == FREE else (*axes, axis)
+        return replace(x, dims=_with(x, dim, ((here, cut),)))
+    return replace(x, dims=_with(x, dim, whole(here))).opened([axis, *axes_of([before])])

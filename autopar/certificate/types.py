@@ -1,0 +1,144 @@
+"""How a value lies, seen from what one device holds.
+
+Along each mesh axis a value is whole, or cut along a dim, or a part of a sum, or a candidate for a maximum; or nothing
+is known of it there (`open`): what a local form makes of its place on an axis does not follow from types.
+
+A dim is a run of atoms, outer ones first: `(8, ("tp",))` are eight rows of a dim that `tp` cuts, and `(3, ()), (8,
+("tp",))` three blocks, of each of which a device has eight rows. A free dim has no claim: a constant is as good a part
+as it is a whole, so that it takes the shape of what it meets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+Atom = tuple[int, tuple[str, ...]]  # so many rows here, cut by these axes, major first
+Dim = tuple[Atom, ...]
+FREE = ("*",)  # in place of axes
+_NONE: frozenset[str] = frozenset()
+
+
+class Refused(Exception):
+    """Something that does not follow: what was seen, and what would have."""
+
+    def __init__(self, seen: str, expected: str) -> None:
+        super().__init__(f"{seen}; {expected}")
+        self.seen, self.expected = seen, expected
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """How a value lies."""
+
+    dims: tuple[Dim, ...]
+    sums: frozenset[str] = _NONE  # axes along which it is a part of a sum,
+    most: frozenset[str] = _NONE  # or one of those whose maximum is meant,
+    open: frozenset[str] = _NONE  # or along which nothing is known
+    is_zero: bool = False
+    is_start: bool = False  # where the part of a device begins: a number that goes with constants
+
+    def __str__(self) -> str:
+        said = [f"S({d})@{axis}" for d, dim in enumerate(self.dims) for axis in axes_of([dim])]
+        said += [f"P(sum)@{a}" for a in sorted(self.sums)] + [f"P(max)@{a}" for a in sorted(self.most)]
+        said += [f"unknown@{a}" for a in sorted(self.open)]
+        return ", ".join(said) or "R"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(size(dim) for dim in self.dims)
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The axes along which it is not whole."""
+        return self.sums | self.most | self.open | frozenset(axes_of(self.dims))
+
+    def opened(self, axes: Iterable[str]) -> Type:
+        """The same, of which nothing is known along these axes any more."""
+        more = frozenset(axes)
+        if not more:
+            return self
+        dims = tuple(without(dim, more) for dim in self.dims)
+        return replace(self, dims=dims, sums=self.sums - more, most=self.most - more, open=self.open | more)
+
+
+def plain(shape: Sequence[int]) -> tuple[Dim, ...]:
+    return tuple(whole(n) for n in shape)
+
+
+def whole(n: int) -> Dim:
+    """A dim that no axis cuts."""
+    return ((n, ()),) if n != 1 else ()
+
+
+def free(shape: Sequence[int]) -> tuple[Dim, ...]:
+    return tuple(((n, FREE),) if n != 1 else () for n in shape)
+
+
+def size(dim: Dim) -> int:
+    return math.prod(n for n, _ in dim)
+
+
+def is_free(dim: Dim) -> bool:
+    return any(axes == FREE for _, axes in dim)
+
+
+def axes_of(dims: Iterable[Dim]) -> list[str]:
+    return [axis for dim in dims for _, axes in dim if axes != FREE for axis in axes]
+
+
+def without(dim: Dim, axes: frozenset[str]) -> Dim:
+    """The dim, cut by the others alone."""
+    if not any(a in axes for _, own in dim for a in own):
+        return dim
+    return joined((n, own if own == FREE else tuple(a for a in own if a not in axes)) for n, own in dim)
+
+
+def joined(atoms: Iterable[Atom]) -> Dim:
+    """Atoms in their only form: what lies whole inside another is a part of it."""
+    found: list[Atom] = []
+    for n, axes in atoms:
+        if n == 1 and (not axes or axes == FREE):
+            continue
+        if found and (not axes or (axes == FREE and found[-1][1] == FREE)) and (not axes) != (found[-1][1] == FREE):
+            found[-1] = (found[-1][0] * n, found[-1][1])
+        else:
+            found.append((n, axes))
+    return tuple(found)
+
+
+def same(one: Dim, other: Dim) -> bool:
+    """Do two dims lie alike? Sizes count as well: both are of the same rows."""
+    return joined(one) == joined(other)
+
+
+def regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[tuple[Dim, ...], frozenset[str]]:
+    """The dims of a view, and the axes that are lost in it: what it makes of them does not follow."""
+    given = frozenset(axes_of(dims))
+    atoms = [atom for dim in dims for atom in dim]
+    if any(n == 1 and axes for n, axes in atoms) or 0 in shape:
+        return plain(shape), given  # which of the dims of one row is meant cannot be seen
+    found: list[Dim] = []
+    lost: set[str] = set()
+    is_odd = sum(n == 1 for n in shape) > sum(size(dim) == 1 for dim in dims)
+    for k, n in enumerate(shape):
+        if is_odd and n != 1 and k and shape[k - 1] == 1 and atoms:
+            lost |= set(axes_of([tuple(atoms[:1])]))  # they may cut the new dim of one row
+        made: list[Atom] = []
+        needed = n
+        while needed > 1:
+            if not atoms:
+                return plain(shape), given
+            held, axes = atoms.pop(0)
+            if needed % held == 0:
+                made.append((held, axes))
+                needed //= held
+            elif held % needed == 0:
+                made.append((needed, axes))
+                atoms.insert(0, (held // needed, FREE if axes == FREE else ()))
+                needed = 1
+            else:
+                return plain(shape), given
+        found.append(joined(made))
+    return tuple(found), frozenset(lost)
