@@ -76,6 +76,8 @@ def unknown(call: Call) -> Any:
     types = call.types
     lost = frozenset(a for t in types for a in t.known)
     is_constant = types and all(_is_constant(t) for t in types)
+    if not is_constant and any(is_free(dim) for t in types for dim in t.dims):
+        lost = call.axes  # constants of a part beside values
     made = [Type(free(s) if is_constant or not types else plain(s), open=lost) for s in call.shapes]
     return made if len(made) != 1 else made[0]
 
@@ -113,11 +115,13 @@ def _met(types: Sequence[Type], place: int, rank: int, n: int, lost: frozenset[s
         elif not dim:
             continue  # one row, whole: it is repeated where others are cut
         elif not is_free(dim) and not same(found, dim):
+            if axes_of([found]) == axes_of([dim]):
+                raise ValueError(f"dims of {size(found)} and {size(dim)} rows do not meet")  # not so in this op
             raise Refused(
                 f"along dim {place} one operand lies as {_said(found)} and another as {_said(dim)}",
                 "both have to lie alike",
             )
-    return ((n, FREE),) if found is None and n != 1 else found or ()
+    return ((n, FREE),) if found is None else found
 
 
 def _said(dim: Dim) -> str:
@@ -237,7 +241,7 @@ def _number(call: Call) -> Type:
 def _view(call: Call) -> Type:
     x = call.args[0]
     dims, lost = regrouped(x.dims, call.shapes[0])
-    return replace(x, dims=dims).opened(lost)
+    return replace(x, dims=dims).opened(call.axes if lost == frozenset(FREE) else lost)
 
 
 def _permuted(x: Type, order: Sequence[int]) -> Type:
@@ -287,7 +291,7 @@ def _expanded(call: Call) -> Type:
     dims = []
     for d, n in enumerate(shape):
         own = x.dims[d - more] if d >= more else ()
-        dims.append(((n, FREE),) if n != 1 and size(own) == 1 and not axes_of([own]) else own)
+        dims.append(((n, FREE),) if size(own) == 1 and not axes_of([own]) else own)
     lost = axes_of(own for own, n in zip(x.dims, shape[more:]) if size(own) == 1 and n != 1)
     return replace(x, dims=tuple(dims)).opened(lost)
 
@@ -433,7 +437,7 @@ def _is_whole(x: Type, d: int, what: str) -> None:
 def _contracted(one: Dim, other: Dim, lost: frozenset[str]) -> frozenset[str]:
     """The axes along which the sum over a dim is in parts."""
     one, other = without(one, lost), without(other, lost)
-    if not is_free(one) and not is_free(other) and not same(one, other):
+    if one and other and not is_free(one) and not is_free(other) and not same(one, other):
         raise Refused(
             f"the sum runs over {_said(one)} of one operand and {_said(other)} of the other", "both have to lie alike"
         )
@@ -497,7 +501,10 @@ def _convolution_back(call: Call) -> list[Type]:
     lost = gradient.open | x.open | weight.open
     rows = _met([gradient, x], 0, len(x.dims), call.shapes[0][0] if call.shapes[0] else 1, lost)
     batch, out, into = frozenset(axes_of([rows])), without(weight.dims[0], lost), without(weight.dims[1], lost)
-    pending = _summed([gradient, x, weight], "first", lost)
+    has = [*call.at(10, (True, True, True))]
+    of_x = _summed([gradient, weight], "one", lost) if has[0] else _NONE
+    of_w = _summed([gradient, x], "one", lost) if has[1] else _NONE
+    of_b = _summed([gradient], "one", lost) if has[2] else _NONE
     if is_odd:
         lost |= frozenset(axes_of([*x.dims[1:], *gradient.dims[1:], *weight.dims])) - batch
         out, into = without(out, lost), without(into, lost)
@@ -507,9 +514,9 @@ def _convolution_back(call: Call) -> list[Type]:
     spatial = [plain(s[2:]) if len(s) > 2 else () for s in call.shapes]
     if is_odd:
         into = whole(call.shapes[0][1]) if len(call.shapes[0]) > 1 else ()
-    back = Type((rows, into, *spatial[0]), sums=pending | frozenset(axes_of([out])), open=lost)
-    of_weight = Type((out, without(weight.dims[1], lost), *spatial[1]), sums=pending | batch, open=lost)
-    of_bias = Type((out,), sums=pending | batch, open=lost)
+    back = Type((rows, into, *spatial[0]), sums=of_x | frozenset(axes_of([out])), open=lost)
+    of_weight = Type((out, without(weight.dims[1], lost), *spatial[1]), sums=of_w | batch, open=lost)
+    of_bias = Type((out,), sums=of_b | batch, open=lost)
     return [back, of_weight, of_bias]
 
 

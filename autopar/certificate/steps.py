@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autopar.certificate.types import FREE, Dim, Refused, Type, axes_of, joined, whole
+from autopar.certificate.types import FREE, Dim, Refused, Type, axes_of, is_free, joined, whole, without
 
 
 def all_reduce(x: Type, axis: str) -> Type:
+    ones = [d for d, dim in enumerate(x.dims) if any(n == 1 and axis in axes for n, axes in dim)]
+    if ones:  # one row of a dim that is cut is also a part of the sum over the dim
+        return replace(x, dims=_with(x, ones[0], without(x.dims[ones[0]], frozenset({axis}))))
     _needs(axis in x.sums or axis in x.open, x, f"what is summed over {axis} has to be a part of a sum there")
     return _settled(x, axis)
 
@@ -20,6 +23,8 @@ def all_reduce_max(x: Type, axis: str) -> Type:
 
 
 def all_gather(x: Type, axis: str, dim: int, length: int, blocks: Any = ()) -> Type:
+    if not x.dims[dim] or is_free(x.dims[dim]):  # what is repeated is a part as it is a whole
+        return replace(x, dims=_with(x, dim, ((length, FREE),)), open=x.open - {axis})
     if axis not in x.open:
         cut = axes_of([x.dims[dim]])
         _needs(axis in cut, x, f"what is gathered along dim {dim} over {axis} has to be cut there")
@@ -77,6 +82,8 @@ def _gathered(x: Type, dim: int, axis: str, length: int) -> Type:
 def _cut(x: Type, axis: str, dim: int, blocks: Any, here: int) -> Type:
     """A dim that an axis cuts, innermost: `here` rows are left; with blocks, of each of them."""
     before = x.dims[dim]
+    if is_free(before):
+        return replace(x, dims=_with(x, dim, ((here, FREE),)))
     if blocks:
         if len(set(blocks)) > 1 or here % len(blocks) or axes_of([before]):
             return replace(x, dims=_with(x, dim, whole(here))).opened([axis, *axes_of([before])])
@@ -84,6 +91,5 @@ def _cut(x: Type, axis: str, dim: int, blocks: Any, here: int) -> Type:
         return replace(x, dims=_with(x, dim, made))
     if not before or len(before) == 1:
         axes = before[0][1] if before else ()
-        cut = (axis,) if axes == FREE else (*axes, axis)
-        return replace(x, dims=_with(x, dim, ((here, cut),)))
+        return replace(x, dims=_with(x, dim, ((here, (*axes, axis)),)))
     return replace(x, dims=_with(x, dim, whole(here))).opened([axis, *axes_of([before])])

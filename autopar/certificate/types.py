@@ -73,7 +73,7 @@ def whole(n: int) -> Dim:
 
 
 def free(shape: Sequence[int]) -> tuple[Dim, ...]:
-    return tuple(((n, FREE),) if n != 1 else () for n in shape)
+    return tuple(((n, FREE),) for n in shape)
 
 
 def size(dim: Dim) -> int:
@@ -99,7 +99,7 @@ def joined(atoms: Iterable[Atom]) -> Dim:
     """Atoms in their only form: what lies whole inside another is a part of it."""
     found: list[Atom] = []
     for n, axes in atoms:
-        if n == 1 and (not axes or axes == FREE):
+        if n == 1 and not axes:
             continue
         if found and (not axes or (axes == FREE and found[-1][1] == FREE)) and (not axes) != (found[-1][1] == FREE):
             found[-1] = (found[-1][0] * n, found[-1][1])
@@ -114,11 +114,11 @@ def same(one: Dim, other: Dim) -> bool:
 
 
 def regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[tuple[Dim, ...], frozenset[str]]:
-    """The dims of a view, and the axes that are lost in it: what it makes of them does not follow."""
+    """The dims of a view, and the axes that are lost in it, `FREE` for all: what it makes of them does not follow."""
     given = frozenset(axes_of(dims))
     atoms = [atom for dim in dims for atom in dim]
-    if any(n == 1 and axes for n, axes in atoms) or 0 in shape:
-        return plain(shape), given  # which of the dims of one row is meant cannot be seen
+    if any(n == 1 and axes for n, axes in atoms) or 0 in shape:  # which of the dims of one row is meant is not seen
+        return plain(shape), frozenset(FREE) if any(n == 1 and axes == FREE for n, axes in atoms) else given
     found: list[Dim] = []
     lost: set[str] = set()
     is_odd = sum(n == 1 for n in shape) > sum(size(dim) == 1 for dim in dims)

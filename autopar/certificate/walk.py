@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.certificate import steps
 from autopar.certificate.rules import Call, typed
-from autopar.certificate.types import Dim, Refused, Type, axes_of, free, joined, plain, without
+from autopar.certificate.types import Dim, Refused, Type, axes_of, free, is_free, joined, plain, size, without
 from autopar.letters import NotCertified
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish, part_start
 
@@ -103,8 +103,9 @@ class _Walk:
         self.found.ends += 1
         self.found.open_ends += bool(found.open)
         wanted = _as_it_lies(found, sharding, axes)
-        cut = [tuple(axes_of([without(d, found.open)])) for d in wanted.dims]
-        lies = [tuple(axes_of([d])) for d in found.dims]
+        claims = [d for d, dim in enumerate(found.dims) if size(dim) != 1 and not is_free(dim)]  # others are as good
+        cut = [tuple(axes_of([without(wanted.dims[d], found.open)])) for d in claims]
+        lies = [tuple(axes_of([found.dims[d]])) for d in claims]
         if found.sums or found.most or lies != cut:
             raise self._letter(node, Refused(f"{what} lies as {found}", f"it has to lie as {wanted}"))
 

@@ -34,12 +34,20 @@ class Lowered:
     joint: Joint
     rows: Rows
     ending: Ending | None = None  # of a program that runs in turns: what runs once, behind them
-    certificate: Certificate | None = None  # none yet of a program that runs in turns
 
     @property
     def collectives(self) -> tuple[str, ...]:
         """Every collective in order."""
         return self.joint.collectives + (self.ending.joint.collectives if self.ending else ())
+
+    def certified(self) -> Certificate | None:
+        """The program typed from how parameters are stored to how gradients have to lie, or a letter.
+
+        None of a program that runs in turns.
+        """
+        if self.ending is not None:
+            return None
+        return certify(self.joint, _interface(self.graph, self.plan, self.program, self.rows))
 
     @property
     def code(self) -> str:
@@ -88,9 +96,7 @@ def lower(
         device=device,
     )
     if graph.turns == 1:
-        joint = lowering(program, differentiable)
-        found = certify(joint, _interface(graph, plan, program, rows))
-        return Lowered(graph, plan, program, joint, rows, certificate=found)
+        return Lowered(graph, plan, program, lowering(program, differentiable), rows)
     parts = in_two(program)
     joint = lowering(parts.turn, (parts.seed,))
     return Lowered(graph, plan, parts.turn, joint, rows, lowered_ending(parts, joint, device))

@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.codegen.lower import lower
 from autopar.commands.models import Named, loss_of
 from autopar.graph.graph import info
-from autopar.letters import BadPlan
+from autopar.letters import BadPlan, NotCertified
 from autopar.request import Request
 from autopar.runtime.world import world_size
 from autopar.solver.figures import aligned
@@ -44,14 +45,28 @@ def verify(asked: argparse.Namespace) -> int:
     errors = _errors(alone, found)
     worst = max(errors.values(), key=lambda e: float("inf") if math.isnan(e) else e)
     is_right = worst <= near  # what is no number is not
+    certificate = _certificate(named, plan)
     if asked.json:
-        print(json.dumps({"right": is_right, "allowed": near, "errors": errors}, indent=2))
+        record = {"right": is_right, "allowed": near, "errors": errors, "certificate": certificate}
+        print(json.dumps(record, indent=2))
         return 0 if is_right else 1
     rows = sorted(errors.items(), key=lambda pair: -pair[1])[:_SHOWN]
     print("\n".join(aligned(("largest of all", "error"), [(name, f"{e:.2e}") for name, e in rows])))
     said = "computes what one device does" if is_right else "DIFFERS from one device"
     print(f"\nthe program on mesh {plan.mesh} {said}: {len(errors)} tensors, at most {worst:.2e} of their norm off")
+    print(f"its certificate: {certificate}")
     return 0 if is_right else 1
+
+
+def _certificate(named: Named, plan: Plan) -> str:
+    """What the certificate of the program of the first device says."""
+    request = Request.of(plan)
+    graph = request.as_planned(request.trace(*named.made()), plan)
+    try:
+        found = lower(graph, plan, (0,) * len(plan.mesh.shape)).certified()
+    except NotCertified as e:
+        return f"refused: {e}"
+    return str(found) if found is not None else "none of a program that runs in turns"
 
 
 def _step(model: nn.Module, batch: Any, forward: Any) -> _Found:

@@ -1,0 +1,81 @@
+"""The certificate of emitted programs: right ones are typed, and one wrong reduction is refused, each in turn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.certificate.types import FREE, Type, joined, plain, regrouped
+from autopar.codegen.lower import lower
+from autopar.letters import NotCertified
+from autopar.request import Request
+from tests.certificate.made import BOTH, MESH, SEQUENCE, broken, lowered
+
+PRESETS = (None, "dp", "zero3", "megatron", "2d", BOTH, SEQUENCE)
+KNOWN = 0.9  # of values and of ends, of these models
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
+def test_programs_are_typed(name, preset):
+    found = lowered(name, preset).certified()
+    assert found.values > 400 and found.open <= (1 - KNOWN) * found.values, found
+    assert found.ends > 25 and found.open_ends <= (1 - KNOWN) * found.ends, found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", PRESETS, ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "t5", "whisper", "swin", "convnext", "resnet50", "clip"])
+def test_no_program_of_the_matrix_is_refused(name, preset):
+    """Not all is known of them: a local form, a dim of one row, or an op without a line opens an axis."""
+    assert lowered(name, preset).certified().values > 300
+
+
+@pytest.mark.parametrize("preset", PRESETS[1:], ids=str)
+def test_one_wrong_reduction_is_refused(preset):
+    """Dropped, doubled, over another axis, or scattered without a sum: each of them, one at a time."""
+    program, count = lowered("gpt2", preset), 0
+    for what, wrong in broken(program):
+        with pytest.raises(NotCertified):
+            wrong.certified()
+            pytest.fail(what)
+        count += 1
+    assert count >= 4
+
+
+def test_a_letter_names_the_node_and_what_it_saw():
+    _, wrong = next(broken(lowered("gpt2", "megatron")))
+    with pytest.raises(NotCertified) as letter:
+        wrong.certified()
+    assert "P(sum)@tp" in str(letter.value) and "call_function" in letter.value.at
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.up = nn.Parameter(torch.randn(10, 6)), nn.Linear(6, 12)
+
+    def forward(self, x):
+        return self.up(x @ self.table).cumsum(1).softmax(1).square().mean()
+
+
+@pytest.mark.parametrize("preset", [None, "dp", "zero3"])
+def test_uneven_parts_and_ops_without_a_line_are_let_pass(preset):
+    request = Request(mesh=autopar.DeviceMesh((3,), ("dp",)), memory_budget="inf", parallel=preset)
+    graph = request.trace(Odd(), {"x": torch.randn(9, 10)})
+    assert lower(graph, request.plan(graph), (2,)).certified().values > 10
+
+
+def test_views_keep_what_is_cut():
+    """Outer rows that are cut stay so; what is cut inside a dim is not confused with what is cut outside."""
+    eight = ((8, ("tp",)),)
+    assert regrouped((eight, *plain((4,))), (32,)) == ((((32, ("tp",)),),), frozenset())
+    assert regrouped((((32, ("tp",)),),), (8, 4)) == ((eight, *plain((4,))), frozenset())
+    inside = (((4, ()), (8, ("tp",))),)
+    assert regrouped((*plain((4,)), eight), (32,)) == (inside, frozenset())
+    assert regrouped(inside, (4, 8)) == ((*plain((4,)), eight), frozenset())
+    assert regrouped((eight,), (3, 3))[1] == {"tp"}  # does not follow
+    assert joined([(2, ("tp",)), (3, ()), (5, ())]) == ((30, ("tp",)),)
+    assert Type((((4, FREE),),)).opened(["tp"]).open == {"tp"} and MESH.size == 4
