@@ -5,15 +5,17 @@ Shards are pieces of one tensor; parts of sums are drawn.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 
 from autopar.graph.graph import TensorType
 from autopar.ops.entry import OPS, SHAPE, rule_of
-from autopar.sharding.placement import R, part
+from autopar.sharding.placement import R, every_part_holds_something, part
 from autopar.sharding.strategies import Strategy, strategies_on_one_axis
 from autopar.space.bindings import without_numbers
+from tests.ops.samples import samples
 
 
 def leaves(arguments):
@@ -192,3 +194,15 @@ def prove(op: str, arguments: dict, strategy: Strategy, n: int) -> None:
         torch.testing.assert_close(
             found, expected, **close, msg=lambda m, k=k: f"{op} {strategy}: gradient of {k}\n{m}"
         )
+
+
+def run_all(op: str, count: int | None = None) -> None:
+    """Prove every strategy of an op on its samples, on two and on three devices."""
+    for arguments, n in itertools.product(samples(op)[:count], (2, 3)):
+        strategies, sizes = strategies_of(op, arguments)
+        for strategy in strategies:
+            if strategy.cut is None or all(
+                sizes[f] % n == 0 if strategy.cut.even else every_part_holds_something(sizes[f], [n])
+                for f in strategy.cut.factors
+            ):
+                prove(op, arguments, strategy, n)

@@ -311,7 +311,13 @@ SAMPLES |= {
     **{op: [dict(input=between(-0.9, 0.9, 5, 4))] for op in ("acos", "asin", "atanh")},
     **{op: [dict(input=positive(5, 4))] for op in ("log1p", "log2", "log10", "reciprocal")},
     **{op: [dict(input=whole_numbers(5, 6, 4))] for op in ("bitwise_not", "logical_not")},
-    "grouped_mm": [],  # float64 has no kernel; tests/codegen runs it
+    "grouped_mm": [  # float64 has no kernel; strides are whole numbers of 16 bytes, of parts too
+        dict(
+            mat_a=normal(12, 24).detach().float().requires_grad_(),
+            mat_b=normal(3, 24, 24).detach().float().requires_grad_(),
+            offs=torch.tensor([3, 8, 12], dtype=torch.int32),
+        )
+    ],
     "diff": [dict(input=normal(5, 4)), dict(input=normal(6, 5), dim=0, prepend=normal(1, 5))],
     "batch_norm_updating": [
         dict(

@@ -5,8 +5,6 @@ Every strategy of every rule is run on shards in one process, forward and backwa
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -15,28 +13,17 @@ from autopar.letters import BadRule
 from autopar.ops.declare import WHOLE
 from autopar.ops.entry import FACTS, OPS, facts_of
 from autopar.sharding.notation import parse
-from autopar.sharding.placement import every_part_holds_something, flow
+from autopar.sharding.placement import flow
 from autopar.sharding.strategies import Strategy, strategies_on_one_axis
 from autopar.tracer import ColoTracer
-from tests.ops.proof import prove, strategies_of
-from tests.ops.samples import SAMPLES, is_plain, normal, samples
+from tests.ops.proof import prove, run_all, strategies_of
+from tests.ops.samples import SAMPLES, is_plain, normal
 from tests.tracer.cases import Of
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_every_op_of_the_vocabulary_has_a_rule(op):
     assert FACTS[op].rule is not None or op in ("mean", "tensor")  # one becomes a sum, the other is a literal
-
-
-def run_all(op, count=None):
-    for arguments, n in itertools.product(samples(op)[:count], (2, 3)):
-        strategies, sizes = strategies_of(op, arguments)
-        for strategy in strategies:
-            if strategy.cut is None or all(
-                sizes[f] % n == 0 if strategy.cut.even else every_part_holds_something(sizes[f], [n])
-                for f in strategy.cut.factors
-            ):
-                prove(op, arguments, strategy, n)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +41,7 @@ def test_every_strategy_computes_what_the_op_computes(op):
         ("linear", "... k, n k, n -> ... n", "x, y"),
         ("layer_norm", "... d, d, d -> ... d", ""),
         ("mul", "..., ... -> ...", "x+y"),
+        ("grouped_mm", "s k, e! k n, e!, e! n -> s n", "x+u, y+u"),  # rows may be cut
     ],
 )
 def test_a_wrong_rule_is_caught(op, line, linear, monkeypatch):

@@ -1,0 +1,192 @@
+"""Small models in which the errors of the gauntlet can happen, each with a batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Batch = dict[str, torch.Tensor]
+
+
+class Attention(nn.Module):
+    """Norms of each head's queries and keys, rotary positions made inside, fewer heads of keys than of queries."""
+
+    def __init__(self, width: int = 16, heads: int = 4, groups: int = 1, size: int = 4, has_norms: bool = True) -> None:
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, size
+        self.norm = nn.RMSNorm(width)
+        self.q_proj = nn.Linear(width, heads * size, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(width, groups * size, bias=False) for _ in range(2))
+        self.q_norm, self.k_norm = (nn.RMSNorm(size) if has_norms else nn.Identity() for _ in range(2))
+        self.o_proj = nn.Linear(heads * size, width, bias=False)
+
+    def turned(self, x):
+        """Rotary positions."""
+        places = torch.arange(x.shape[-2], dtype=x.dtype, device=x.device)
+        angles = places.unsqueeze(-1) * torch.tensor([1.0, 0.1], dtype=x.dtype)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+    def forward(self, x):
+        h = self.norm(x)
+        q, k, v = (
+            proj(h).unflatten(-1, (n, self.size)).transpose(1, 2)
+            for proj, n in ((self.q_proj, self.heads), (self.k_proj, self.groups), (self.v_proj, self.groups))
+        )
+        q, k = self.turned(self.q_norm(q)), self.turned(self.k_norm(k))
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.groups)
+        return x + self.o_proj(h.transpose(1, 2).flatten(2))
+
+
+class Attends(nn.Module):
+    """Attention and a loss."""
+
+    def __init__(self, **how) -> None:
+        super().__init__()
+        self.block = Attention(**how)
+
+    def forward(self, x, y):
+        return F.mse_loss(self.block(x), y)
+
+
+class Words(nn.Module):
+    """Tokens in, tokens out: a table, a hidden layer, a head, and losses of the head's logits."""
+
+    def __init__(self, words: int = 13, width: int = 8, tied: bool = False, losses: str = "smoothed") -> None:
+        super().__init__()
+        self.table, self.hidden = nn.Embedding(words, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+        self.losses = losses
+
+    def forward(self, ids, labels):
+        logits = self.head(torch.tanh(self.hidden(self.table(ids)))).flatten(0, 1)
+        targets = labels.flatten()
+        loss = F.cross_entropy(logits, targets, label_smoothing=0.1 if "smoothed" in self.losses else 0.0)
+        if "sums" in self.losses:  # a second reader of what the losses are made of: their log-sums stay small
+            loss = loss + 0.1 * logits.logsumexp(-1).square().mean()
+        return loss
+
+
+class TwoHeads(nn.Module):
+    """The next token and the one after it: the second loss has other targets and counts them itself."""
+
+    def __init__(self, words: int = 13, width: int = 8) -> None:
+        super().__init__()
+        self.table = nn.Embedding(words, width)
+        self.heads = nn.ModuleList(nn.Linear(width, words, bias=False) for _ in range(2))
+
+    def forward(self, ids, labels):
+        h, total = self.table(ids), 0.0
+        for shift, head in enumerate(self.heads):
+            logits, targets = head(h), torch.roll(labels, -shift, 1)
+            counts = (targets != -100).to(h.dtype)
+            losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(counts)
+            total = total + (losses * counts).sum() / counts.sum()
+        return total
+
+
+def tokens(rows: int = 4, length: int = 6, words: int = 13) -> Batch:
+    """Tokens, of which rows have targets in unequal numbers, and parts of rows too."""
+    made = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, words, (rows, length), generator=made)
+    labels = ids.roll(-1, 1).clone()
+    labels[0, :5], labels[1, 3:], labels[2, 4:] = -100, -100, -100
+    return {"ids": ids, "labels": labels}
+
+
+class Experts(nn.Module):
+    """A router, hidden layers of which each token takes shares, and a loss that wants experts to be used alike."""
+
+    def __init__(self, width: int = 8, experts: int = 4, hidden: int = 8) -> None:
+        super().__init__()
+        self.before, self.router = nn.Linear(width, width), nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, width, hidden) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, hidden, width) / hidden**0.5)
+
+    def forward(self, x, y):
+        x = torch.tanh(self.before(x))
+        shares = self.router(x).softmax(-1)
+        kept = shares.topk(2, -1)
+        gates = torch.zeros_like(shares).scatter(-1, kept.indices, kept.values)
+        hidden = F.silu(torch.einsum("td,edf->etf", x, self.up))
+        out = torch.einsum("etf,efd,te->td", hidden, self.down, gates)
+        used = (gates > 0).to(x.dtype).mean(0)
+        return F.mse_loss(out, y) + 0.1 * shares.shape[-1] * (used.detach() * shares.mean(0)).sum()
+
+
+class Pictures(nn.Module):
+    """A convolution, statistics of the batch, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(F.relu(self.norm(self.stem(x))).mean((2, 3))), y)
+
+
+class Fused(nn.Module):
+    """Queries, keys and values from one weight."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x, y):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return F.mse_loss(self.out(torch.tanh(q) * torch.sigmoid(k) + v), y)
+
+
+class Sinks(nn.Module):
+    """A number for each head beside weights that are whole, and weights that are cut."""
+
+    def __init__(self, width: int = 8, heads: int = 4) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 16), nn.Linear(16, width)
+        self.sinks = nn.Parameter(torch.randn(heads))
+
+    def forward(self, x, y):
+        h = self.up(self.norm(x)).unflatten(-1, (self.sinks.shape[0], -1))
+        return F.mse_loss(self.down(torch.tanh(h * self.sinks.unsqueeze(-1)).flatten(-2)), y)
+
+
+class Tables(nn.Module):
+    """Two parameters whose gradients are one and the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, x):
+        return (x * (self.a + self.b)).sum()
+
+
+class Scales(nn.Module):
+    """Weights whose gradients are the rows of the input, added up: exact in eight bits, but for their sum."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return (x * self.scale).sum()
+
+
+class Drops(nn.Module):
+    """Two layers with a dropout between them."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x, y):
+        return F.mse_loss(self.down(F.dropout(torch.tanh(self.up(x)), 0.5)), y)
+
+
+def drawn(*shape: int, names: str = "xy") -> Batch:
+    """Inputs of these shapes in float64."""
+    made = torch.Generator().manual_seed(1)
+    return {name: torch.randn(*shape, generator=made, dtype=torch.float64) for name in names}
