@@ -477,7 +477,9 @@ def _convolution(call: Call) -> Type:
     if call.args[6] or call.args[8] != 1 or axes_of(x.dims[2:]) or axes_of(weight.dims[2:]):
         return _of_rows(call, x, [weight, *_types(bias)])
     lost = x.open | weight.open
-    sums = _contracted(x.dims[1], weight.dims[1], lost)
+    if not weight.dims[1] or not x.dims[1]:  # one channel of each group, where groups are cut
+        lost |= frozenset(axes_of([x.dims[1], weight.dims[1], weight.dims[0]]))
+    sums = _contracted(without(x.dims[1], lost), without(weight.dims[1], lost), lost)
     pending = _summed([x, weight], "one", lost)
     dims = (without(x.dims[0], lost), without(weight.dims[0], lost), *plain(call.shapes[0][2:]))
     made = Type(dims, sums=sums | pending, open=lost)
@@ -497,7 +499,13 @@ def _of_rows(call: Call, x: Type, others: list[Type]) -> Type:
 @rule("convolution_backward.default")
 def _convolution_back(call: Call) -> list[Type]:
     gradient, x, weight = call.args[:3]
-    is_odd = call.args[7] or call.args[9] != 1 or axes_of([*x.dims[2:], *gradient.dims[2:], *weight.dims[2:]])
+    is_odd = (
+        not weight.dims[1]
+        or not x.dims[1]
+        or call.args[7]
+        or call.args[9] != 1
+        or axes_of([*x.dims[2:], *gradient.dims[2:], *weight.dims[2:]])
+    )
     lost = gradient.open | x.open | weight.open
     rows = _met([gradient, x], 0, len(x.dims), call.shapes[0][0] if call.shapes[0] else 1, lost)
     batch, out, into = frozenset(axes_of([rows])), without(weight.dims[0], lost), without(weight.dims[1], lost)
@@ -511,11 +519,11 @@ def _convolution_back(call: Call) -> list[Type]:
     else:
         _contracted(gradient.dims[1], weight.dims[0], lost)
         _contracted(x.dims[1], weight.dims[1], lost)
-    spatial = [plain(s[2:]) if len(s) > 2 else () for s in call.shapes]
+    pictures = [plain(s[2:]) if len(s) > 2 else () for s in call.shapes]
     if is_odd:
         into = whole(call.shapes[0][1]) if len(call.shapes[0]) > 1 else ()
-    back = Type((rows, into, *spatial[0]), sums=of_x | frozenset(axes_of([out])), open=lost)
-    of_weight = Type((out, without(weight.dims[1], lost), *spatial[1]), sums=of_w | batch, open=lost)
+    back = Type((rows, into, *pictures[0]), sums=of_x | frozenset(axes_of([out])), open=lost)
+    of_weight = Type((out, without(weight.dims[1], lost), *pictures[1]), sums=of_w | batch, open=lost)
     of_bias = Type((out,), sums=of_b | batch, open=lost)
     return [back, of_weight, of_bias]
 
@@ -532,22 +540,24 @@ def _layer_norm(call: Call) -> list[Type]:
         _is_whole(x, -d, "a norm")
     lost = frozenset(a for t in _types([x, weight, bias]) for a in t.open)
     for t in _types([weight, bias]):
-        if t.known - lost:
+        if axes_of(t.dims) or t.most - lost:
             raise Refused(f"the scale of a norm lies as {t}", "it has to be whole")
+    pending = _summed(list(_types([weight, bias])), "all", lost)  # it is linear in both together
     kept = len(x.dims) - len(shape)
     statistic = Type((*x.dims[:kept], *[()] * len(shape)), open=lost)
-    return [replace(x, open=lost), statistic, statistic]
+    return [replace(x, sums=pending, open=lost), statistic, statistic]
 
 
 @rule("native_layer_norm_backward.default")
 def _layer_norm_back(call: Call) -> list[Type]:
-    gradient, x, shape = call.args[:3]
+    gradient, x, shape, _, _, weight = call.args[:6]
     lost = gradient.open | x.open
     dims = tuple(_met([gradient, x], d, len(x.dims), n, lost) for d, n in enumerate(x.shape))
     pending = _summed([gradient, replace(x, sums=_NONE)], "first", lost)
     rows = frozenset(axes_of(dims[: len(dims) - len(shape)]))
     of_scale = Type(plain(shape), sums=pending | rows, open=lost)
-    return [Type(dims, sums=pending, open=lost), of_scale, of_scale]
+    of_x = _summed([gradient, *_types(weight)], "one", lost)
+    return [Type(dims, sums=of_x, open=lost), of_scale, of_scale]
 
 
 @rule("native_batch_norm.default", "_native_batch_norm_legit.default")
@@ -646,10 +656,10 @@ def _heads(types: Sequence[Type]) -> tuple[frozenset[str], tuple[Dim, Dim], list
 @rule(*(f"{name}.default" for name in _ATTENTION))
 def _attention(call: Call) -> list[Type]:
     q, k, v = call.args[:3]
-    if q.sums | k.sums | v.sums:
-        raise Refused(f"queries, keys and values lie as {q}, {k}, {v}", "attention is of what is summed")
-    lost, (rows, heads), _ = _heads([q, k, v])
-    made = Type((rows, heads, *plain(call.shapes[0][2:])), open=lost)
+    if q.sums | k.sums:
+        raise Refused(f"queries and keys lie as {q}, {k}", "attention is of what is summed")
+    lost, (rows, heads), _ = _heads([q, k, replace(v, sums=_NONE)])
+    made = Type((rows, heads, *plain(call.shapes[0][2:])), sums=v.sums - lost, open=lost)  # it is linear in values
     statistic = Type((rows, heads, *plain(call.shapes[1][2:])), open=lost) if len(call.shapes) > 1 else made
     rest = [Type(plain(s), open=lost) for s in call.shapes[2:]]
     return [made, statistic, *rest]
@@ -658,11 +668,13 @@ def _attention(call: Call) -> list[Type]:
 @rule(*(f"{name}_backward.default" for name in _ATTENTION))
 def _attention_back(call: Call) -> list[Type]:
     gradient, q, k, v = call.args[:4]
-    lost, (rows, _), _ = _heads([replace(gradient, sums=_NONE), q, k, v])
-    pending = gradient.sums - lost
-    return [Type((rows, without(t.dims[1], lost), *plain(t.shape[2:])), sums=pending, open=lost) for t in (q, k, v)] + [
-        Type(plain(s), open=lost) for s in call.shapes[3:]
+    lost, (rows, _), _ = _heads([replace(gradient, sums=_NONE), q, k, replace(v, sums=_NONE)])
+    of_both, of_values = _summed([gradient, v], "one", lost), gradient.sums - lost
+    found = [
+        Type((rows, without(t.dims[1], lost), *plain(t.shape[2:])), sums=sums, open=lost)
+        for t, sums in ((q, of_both), (k, of_both), (v, of_values))
     ]
+    return [*found, *(Type(plain(s), open=lost) for s in call.shapes[3:])]
 
 
 @rule("gather.default")

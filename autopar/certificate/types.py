@@ -117,8 +117,11 @@ def regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[tuple[Dim, ...
     """The dims of a view, and the axes that are lost in it, `FREE` for all: what it makes of them does not follow."""
     given = frozenset(axes_of(dims))
     atoms = [atom for dim in dims for atom in dim]
+    has_free = any(axes == FREE for _, axes in atoms)
+    if has_free and [size(dim) for dim in dims if size(dim) != 1] != [n for n in shape if n != 1]:
+        return plain(shape), frozenset(FREE)  # what is constant in a dim is mixed with what is not
     if any(n == 1 and axes for n, axes in atoms) or 0 in shape:  # which of the dims of one row is meant is not seen
-        return plain(shape), frozenset(FREE) if any(n == 1 and axes == FREE for n, axes in atoms) else given
+        return plain(shape), frozenset(FREE) if has_free else given
     found: list[Dim] = []
     lost: set[str] = set()
     is_odd = sum(n == 1 for n in shape) > sum(size(dim) == 1 for dim in dims)
