@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-import autopar
+import autopar.api
 from autopar.certificate.types import FREE, Type, joined, plain, regrouped
 from autopar.codegen.lower import lower
 from autopar.letters import NotCertified
 from autopar.request import Request
 from tests.certificate.made import BOTH, MESH, SEQUENCE, broken, lowered
+from tests.fuzz.trial import fuzz
 
 PRESETS = (None, "dp", "zero3", "megatron", "2d", BOTH, SEQUENCE)
 KNOWN = 0.9  # of values and of ends, of these models
@@ -31,6 +32,24 @@ def test_programs_are_typed(name, preset):
 def test_no_program_of_the_matrix_is_refused(name, preset):
     """Not all is known of them: a local form, a dim of one row, or an op without a line opens an axis."""
     assert lowered(name, preset).certified().values > 300
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, 200, 10))
+@pytest.mark.filterwarnings("ignore")
+def test_no_random_plan_is_refused(first, monkeypatch):
+    """Random modules under random plans, whose parts are a few rows, or one: they compute what eager does."""
+    programs = []
+
+    def certified(*args, **how):
+        programs.append(lower(*args, **how))
+        programs[-1].certified()
+        return programs[-1]
+
+    monkeypatch.setattr(autopar.api, "lower", certified)
+    for seed in range(first, first + 10):
+        fuzz(seed)
+    assert len(programs) > 10
 
 
 @pytest.mark.parametrize("preset", PRESETS[1:], ids=str)

@@ -186,6 +186,7 @@ def timm_loop(rank, planning):
     return said, weights_of(net) | {f"average {n}": w for n, w in weights_of(average).items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.machines
 @pytest.mark.skipif(not has_extras(), reason="timm is not installed beside the tests: make test does")
 def test_the_loop_of_timm_is_that_of_one_device():
