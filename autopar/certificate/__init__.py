@@ -1,7 +1,8 @@
 """A certificate of every emitted program: its values are typed by how they lie, and what does not follow is refused.
 
 types.py    how a value lies, axis by axis, seen from what one device holds
-rules.py    what each op of an emitted program makes of the types of its operands
+rules.py    what each op makes of the types of its operands: elementwise.py, views.py, reductions.py, products.py and
+            layers.py have a rule for each, over calls.py
 steps.py    what each collective, and each local step, changes
 walk.py     forward and backward of a program, from how parameters are stored to how gradients have to lie
 

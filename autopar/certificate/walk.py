@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
 from torch import Tensor
 
 from autopar.certificate import steps
-from autopar.certificate.rules import Call, typed
+from autopar.certificate.calls import Call, types_in
+from autopar.certificate.rules import typed
 from autopar.certificate.types import Dim, Refused, Type, axes_of, free, is_free, joined, plain, size, without
 from autopar.letters import NotCertified
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish, part_start
@@ -25,11 +26,11 @@ _UNFORESEEN = (IndexError, AttributeError, TypeError, ValueError, KeyError)
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """How values enter a program and have to leave it: shardings as text-free placements, one for each axis."""
+    """How values enter a program and have to leave it: a sharding for each, None of what is whole."""
 
     axes: tuple[str, ...]
-    primals: tuple[Any, ...]  # shardings of inputs, parameters and buffers; None of what is whole
-    outputs: tuple[Any, ...]  # shardings of outputs
+    primals: tuple[Any, ...]  # inputs, parameters, buffers
+    outputs: tuple[Any, ...]
     gradients: Mapping[int, Any]  # of primals that get one, by place: how it has to lie
 
 
@@ -92,7 +93,7 @@ class _Walk:
                     made = made if len(made) != 1 else made[0]
                 self.types[node] = made
                 self.found.values += 1
-                self.found.open += any(t.open for t in _flat(made))
+                self.found.open += any(t.open for t in types_in(made))
         return [self._value(a) for a in self.graph.output_node().args[0]]
 
     def end(self, found: Any, sharding: Any, axes: Sequence[str], place: int, what: str) -> None:
@@ -120,7 +121,9 @@ class _Walk:
             return self._step(node, _STEPS[target], args)
         if target in _PACKED:
             return self._grouped(node, _PACKED[target], args)
-        if target in _BEGUN or target is finish:
+        if target is finish:
+            return [_of_shape(x, shape) for x, shape in zip(args[0], _shapes(node))]
+        if target in _BEGUN:
             return args[0]
         if target is part_start:
             return Type((), open=frozenset({args[1]}) & self.axes, is_start=True)
@@ -172,19 +175,17 @@ class _Walk:
         )
 
 
-def _flat(value: Any) -> Iterable[Type]:
-    if isinstance(value, Type):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _flat(one)
-
-
 def _shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     """The shapes of what a node makes on this device."""
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return tuple(tuple(v.shape) if isinstance(v, Tensor) else () for v in values)
+
+
+def _of_shape(x: Type, shape: Sequence[int]) -> Type:
+    """The same, now that the rows that are left of a dim are seen: before a message arrives they are not."""
+    dims = ((((n, dim[0][1]),) if len(dim) == 1 else dim) for dim, n in zip(x.dims, shape))
+    return replace(x, dims=tuple(dims))
 
 
 def _key(value: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class Told:
         styles, tables = _styles(plan, kinds)
         blocks = {folded(block) for name in plan.parameters if (block := innermost_block(name))}
         said = Told(plan, kinds, styles, tables, tuple(sorted(blocks)), ())
-        return Told(plan, kinds, styles, tables, said.blocks, tuple(said._unsaid()))
+        return replace(said, unsaid=tuple(said._unsaid()))
 
     def degree(self, kind: str) -> int:
         """Devices along the axes of a kind."""
@@ -175,15 +175,13 @@ def _fsdp2(told: Told) -> str:
 
 
 def _style(name: str, style: str, told: Told) -> str:
+    """A module's style, as `parallelize_module` takes it."""
     if name in told.tables:
-        given = "input_layouts=Replicate(), "
-        return (
-            f"RowwiseParallel({given.rstrip(', ')})"
-            if style == "rowwise"
-            else "ColwiseParallel(output_layouts=Replicate())"
-        )
-    is_last = "." not in name and style == "colwise"  # the head, whose logits the loss reads whole
-    return f"{style.title()}Parallel({'output_layouts=Replicate()' if is_last else ''})"
+        lies = "input_layouts=Replicate()" if style == "rowwise" else "output_layouts=Replicate()"
+    else:
+        is_head = "." not in name and style == "colwise"  # whose logits the loss reads whole
+        lies = "output_layouts=Replicate()" if is_head else ""
+    return f"{style.title()}Parallel({lies})"
 
 
 def _hf(told: Told) -> str:

@@ -69,7 +69,12 @@ class AutoparStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         if self._part is not None:
-            return module.get_submodule(self._part)
+            named = dict(module.named_modules())
+            if self._part not in named:
+                known = ", ".join(name for name, _ in module.named_children())
+                what = f"part={self._part!r}, which the LightningModule does not have"
+                raise NotServed(what, advice=f"one of its parts: {known}")
+            return named[self._part]
         if type(module).forward is not pl.LightningModule.forward or isinstance(module, ParallelModule):
             return module
         parts = [child for child in module.children() if any(True for _ in child.parameters())]

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import autopar.api
-from autopar.certificate.types import FREE, Type, joined, plain, regrouped
+from autopar.certificate.calls import Call
+from autopar.certificate.rules import typed
+from autopar.certificate.types import FREE, Refused, Type, joined, plain, regrouped
 from autopar.codegen.lower import lower
 from autopar.letters import NotCertified
 from autopar.request import Request
@@ -98,3 +100,34 @@ def test_views_keep_what_is_cut():
     assert regrouped((eight,), (3, 3))[1] == {"tp"}  # does not follow
     assert joined([(2, ("tp",)), (3, ()), (5, ())]) == ((30, ("tp",)),)
     assert Type((((4, FREE),),)).opened(["tp"]).open == {"tp"} and MESH.size == 4
+
+
+@pytest.mark.parametrize(
+    ("op", "more", "refused"),
+    [
+        (torch.ops.aten.max_pool2d_with_indices.default, ([2, 2],), True),
+        (torch.ops.aten.avg_pool2d.default, ([2, 2],), False),
+        (torch.ops.aten.gelu.default, (), True),
+        (torch.ops.aten.neg.default, (), False),
+        (torch.ops.aten.constant_pad_nd.default, ([0, 1], -1.0), True),
+        (torch.ops.aten.constant_pad_nd.default, ([0, 1], 0.0), False),
+        (torch.ops.aten._softmax.default, (-1, False), True),
+        (torch.ops.aten.amax.default, ([-1],), True),
+        (torch.ops.aten.sum.dim_IntList, ([-1],), False),
+    ],
+    ids=str,
+)
+def test_a_part_of_a_sum_passes_ops_that_are_linear(op, more, refused):
+    """As the op itself says: of two parts drawn at random, is what it makes of the sum the sum of what it makes?"""
+    one, other = torch.randn(2, 2, 4, 4).double().unbind(0)
+    one, other = one[None], other[None]
+    results = [op(x, *more) for x in (one, other, one + other)]
+    firsts = [r[0] if isinstance(r, tuple) else r for r in results]
+    assert torch.allclose(firsts[0] + firsts[1], firsts[2]) != refused
+    shapes = tuple(tuple(r.shape) for r in (results[0] if isinstance(results[0], tuple) else results[:1]))
+    call = Call((Type(plain(one.shape), sums=frozenset({"tp"})), *more), {}, shapes, frozenset({"tp"}))
+    if refused:
+        with pytest.raises(Refused):
+            typed(op, call)
+    else:
+        assert typed(op, call).sums == {"tp"}

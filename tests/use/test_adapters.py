@@ -94,6 +94,7 @@ def test_what_cannot_be_done_is_a_letter():
     from autopar.integrations import accelerate as ours
     from autopar.integrations.adapting import Moves
     from autopar.integrations.lightning import AutoparStrategy
+    from examples.lightning_trainer import Classifier
 
     with pytest.raises(NotServed, match="mixed_precision beside a plan"):
         ours.Accelerator(cpu=True, mixed_precision="bf16")
@@ -108,7 +109,10 @@ def test_what_cannot_be_done_is_a_letter():
     moves.between(dict(model.named_parameters()), torch.nn.Linear(2, 2))
     with pytest.raises(NotServed, match="has made steps"):
         moves.move(optimizer)
-    assert AutoparStrategy(parallel="fsdp")._planning == {"parallel": "fsdp"}
+    strategy = AutoparStrategy(part="nett", parallel="fsdp")
+    strategy._lightning_module = Classifier()
+    with pytest.raises(NotServed, match=r"(?s)part='nett'.*one of its parts: net"):
+        strategy.parallel  # noqa: B018
 
 
 def dropping():

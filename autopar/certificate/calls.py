@@ -1,0 +1,67 @@
+"""A call of an op as types see it, and the table of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.certificate.types import Type, free, is_free, plain
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an op: arguments with types in place of tensors, and the shapes of what comes out."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: tuple[tuple[int, ...], ...]
+    axes: frozenset[str]  # all of the mesh
+
+    @property
+    def types(self) -> list[Type]:
+        return list(types_in([self.args, self.kwargs]))
+
+    def at(self, place: int, otherwise: Any = None) -> Any:
+        return self.args[place] if place < len(self.args) else otherwise
+
+
+Rule = Callable[[Call], Any]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Put a rule into the table, for these ops of ATen."""
+
+    def add(made: Rule) -> Rule:
+        RULES.update(dict.fromkeys((f"aten.{name}" for name in names), made))
+        return made
+
+    return add
+
+
+def unknown(call: Call) -> Any:
+    """Whole operands give whole results; of others nothing is known."""
+    types = call.types
+    lost = frozenset(a for t in types for a in t.known)
+    are_constants = bool(types) and all(is_constant(t) for t in types)
+    if not are_constants and any(is_free(dim) for t in types for dim in t.dims):
+        lost = call.axes  # constants of a part beside values
+    made = [Type(free(s) if are_constants or not types else plain(s), open=lost) for s in call.shapes]
+    return made if len(made) != 1 else made[0]
+
+
+def types_in(value: Any) -> Iterable[Type]:
+    """The types in arguments or results, containers and all."""
+    if isinstance(value, Type):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from types_in(one)
+    elif isinstance(value, dict):
+        yield from types_in(list(value.values()))
+
+
+def is_constant(t: Type) -> bool:
+    """Is it made of no values: as good a part as it is a whole?"""
+    return bool(t.dims) and all(is_free(dim) or not dim for dim in t.dims) and any(map(is_free, t.dims))

@@ -1,0 +1,146 @@
+"""Rules of elementwise ops and of constants: dims that meet lie alike, and few ops let a part of a sum pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.certificate.calls import Call, Rule, is_constant, rule
+from autopar.certificate.types import FREE, Dim, Refused, Type, axes_of, free, is_free, same, size, without
+
+_NONE: frozenset[str] = frozenset()
+
+
+def elementwise(call: Call, linear: str = "") -> Type:
+    """Dims that meet lie alike; a part of a sum may pass where the op is linear in it.
+
+    `linear` is "" (in none), "first", "all" (all operands at once) or "one" (a product: in any one of them).
+    """
+    types, shape = call.types, call.shapes[0]
+    lost = frozenset(a for t in types for a in t.open)
+    if any(t.is_start for t in types):
+        rest = [t for t in types if not t.is_start]
+        if not rest:
+            return Type((), open=lost, is_start=True)
+        if all(is_constant(t) for t in rest):  # places of the part are those of the whole
+            return Type(free(shape))
+    dims = tuple(met(types, d, len(shape), shape[d], lost) for d in range(len(shape)))
+    return Type(dims, sums=summed(types, linear, lost), open=lost).opened(_doubtful(types, dims))
+
+
+def met(types: Sequence[Type], place: int, rank: int, n: int, lost: frozenset[str]) -> Dim:
+    """The dim of a result, from those of the operands that meet there."""
+    found: Dim | None = None
+    for t in types:
+        d = place - rank + len(t.dims)
+        if d < 0 or (size(t.dims[d]) == 1 and n != 1):
+            continue  # it is repeated along this dim
+        dim = without(t.dims[d], lost)
+        if found is None or is_free(found) or not found:
+            found = dim
+        elif not dim:
+            continue  # one row, whole: it is repeated where others are cut
+        elif not is_free(dim) and not same(found, dim):
+            if axes_of([found]) == axes_of([dim]):
+                raise ValueError(f"dims of {size(found)} and {size(dim)} rows do not meet")  # not so in this op
+            raise Refused(
+                f"along dim {place} one operand lies as {said_of(found)} and another as {said_of(dim)}",
+                "both have to lie alike",
+            )
+    return ((n, FREE),) if found is None else found
+
+
+def said_of(dim: Dim) -> str:
+    axes = axes_of([dim])
+    return f"{size(dim)} rows cut by {', '.join(axes)}" if axes else f"{size(dim)} whole rows"
+
+
+def summed(types: Sequence[Type], linear: str, lost: frozenset[str]) -> frozenset[str]:
+    """The axes along which a result is a part of a sum."""
+    pending = frozenset(a for t in types for a in t.sums | t.most) - lost
+    for axis in pending:
+        having = [i for i, t in enumerate(types) if axis in t.sums]
+        ready = [i for i, t in enumerate(types) if axis not in t.sums and not t.is_zero]
+        if any(axis in t.most for t in types):
+            raise Refused(f"an operand is one of those whose maximum over {axis} is meant", "the maximum comes first")
+        fits = {
+            "": False,
+            "first": having == [0],
+            "all": not ready,
+            "one": len(having) == 1,
+        }[linear]
+        if not fits:
+            others = ", and another is not" if ready and linear == "all" else ""
+            raise Refused(f"an operand is a part of a sum over {axis}{others}", "it has to be summed before")
+    return pending
+
+
+def _doubtful(types: Sequence[Type], dims: Sequence[Dim]) -> frozenset[str]:
+    """Axes that cut the result, and along which an operand is a part of a sum: it cannot be both."""
+    return frozenset(axes_of(dims)) & frozenset(a for t in types for a in t.sums)
+
+
+def _elementwise(linear: str) -> Rule:
+    return lambda call: elementwise(call, linear)
+
+
+@rule("add.Tensor", "sub.Tensor", "add.Scalar", "sub.Scalar", "rsub.Scalar")
+def _sum_of_two(call: Call) -> Type:
+    has_number = any(isinstance(a, (int, float)) and a != 0 for a in call.args[:2])
+    return elementwise(call, "" if has_number else "all")
+
+
+rule("mul.Tensor")(_elementwise("one"))
+rule(
+    "div.Tensor", "div.Scalar", "mul.Scalar", "neg.default", "clone.default", "alias.default", "detach.default",
+    "_to_copy.default", "gelu_backward.default", "silu_backward.default", "tanh_backward.default",
+    "sigmoid_backward.default", "threshold_backward.default", "elu_backward.default", "leaky_relu_backward.default",
+    "hardtanh_backward.default", "softplus_backward.default", "lift_fresh_copy.default", "contiguous.default",
+)(_elementwise("first"))  # fmt: skip
+
+
+@rule("where.self")
+def _where(call: Call) -> Type:
+    condition, *branches = call.args
+    if isinstance(condition, Type) and condition.sums:
+        raise Refused("the condition is a part of a sum", "it has to be summed before")
+    sums = elementwise(replace(call, args=tuple(branches)), "all").sums
+    if any(b.is_zero for b in branches):  # a device leaves out of its part of a sum what is not its own
+        condition = replace(condition, open=condition.open - sums)
+    dims = elementwise(replace(call, args=(condition, *(replace(b, sums=_NONE) for b in branches))))
+    return replace(dims, sums=sums - dims.open)
+
+
+@rule("masked_fill.Scalar")
+def _masked(call: Call) -> Type:
+    x, mask, value = call.args[:3]
+    made = elementwise(replace(call, args=(replace(x, sums=_NONE), mask)))
+    if x.sums and value != 0:
+        raise Refused("a part of a sum is filled with a number", "it has to be summed before")
+    return replace(made, sums=x.sums - made.open)
+
+
+@rule("zeros_like.default", "ones_like.default", "full_like.default", "empty_like.default")
+def _like(call: Call) -> Type:
+    x = call.args[0]
+    return Type(x.dims, open=x.open)
+
+
+def _constant(call: Call) -> Type:
+    return Type(free(call.shapes[0]))
+
+
+def _zeros(call: Call) -> Type:
+    return Type(free(call.shapes[0]), is_zero=True)
+
+
+rule("zeros.default", "new_zeros.default")(_zeros)
+rule(
+    "arange.default", "arange.start", "arange.start_step", "full.default", "ones.default", "new_full.default",
+    "new_ones.default", "empty.memory_format", "new_empty.default",
+)(_constant)  # fmt: skip
+
+
+@rule("scalar_tensor.default")
+def _number(call: Call) -> Type:
+    return Type((), is_zero=call.args[0] == 0)

@@ -1,0 +1,204 @@
+"""Rules of norms, look-ups, losses, attention and pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.certificate.calls import Call, rule, types_in, unknown
+from autopar.certificate.elementwise import met, summed
+from autopar.certificate.reductions import needs_whole
+from autopar.certificate.types import Dim, Refused, Type, axes_of, plain, size, whole, without
+
+_NONE: frozenset[str] = frozenset()
+
+
+@rule("native_layer_norm.default")
+def _layer_norm(call: Call) -> list[Type]:
+    x, shape, weight, bias = call.args[:4]
+    if x.sums | x.most:
+        raise Refused(f"it lies as {x}", "a norm is of what is summed")
+    for d in range(1, len(shape) + 1):
+        needs_whole(x, -d, "a norm")
+    lost = frozenset(a for t in types_in([x, weight, bias]) for a in t.open)
+    for t in types_in([weight, bias]):
+        if axes_of(t.dims) or t.most - lost:
+            raise Refused(f"the scale of a norm lies as {t}", "it has to be whole")
+    pending = summed(list(types_in([weight, bias])), "all", lost)  # it is linear in both together
+    kept = len(x.dims) - len(shape)
+    statistic = Type((*x.dims[:kept], *[()] * len(shape)), open=lost)
+    return [Type(x.dims, sums=pending).opened(lost), statistic, statistic]
+
+
+@rule("native_layer_norm_backward.default")
+def _layer_norm_back(call: Call) -> list[Type]:
+    gradient, x, shape, _, _, weight = call.args[:6]
+    lost = gradient.open | x.open
+    dims = tuple(met([gradient, x], d, len(x.dims), n, lost) for d, n in enumerate(x.shape))
+    pending = summed([gradient, replace(x, sums=_NONE)], "first", lost)
+    rows = frozenset(axes_of(dims[: len(dims) - len(shape)]))
+    of_scale = Type(plain(shape), sums=pending | rows, open=lost)
+    of_x = summed([gradient, *types_in(weight)], "one", lost)
+    return [Type(dims, sums=of_x, open=lost), of_scale, of_scale]
+
+
+@rule("native_batch_norm.default", "_native_batch_norm_legit.default")
+def _batch_norm(call: Call) -> list[Type]:
+    x = call.args[0]
+    if call.args[5] and axes_of([x.dims[0], *x.dims[2:]]):
+        raise Refused(f"it lies as {x}", "statistics are those of all rows")
+    lost = frozenset(a for t in call.types for a in t.open)
+    dims = tuple(without(dim, lost) for dim in x.dims)
+    statistic = Type((dims[1],) if call.shapes[1] != (0,) else plain((0,)), open=lost)
+    return [Type(dims, sums=summed([x], "", lost), open=lost), statistic, statistic]
+
+
+@rule("native_batch_norm_backward.default")
+def _batch_norm_back(call: Call) -> list[Type]:
+    gradient, x = call.args[:2]
+    lost = frozenset(a for t in call.types for a in t.open)
+    dims = tuple(met([gradient, x], d, len(x.dims), n, lost) for d, n in enumerate(x.shape))
+    pending = summed([gradient, x], "first", lost)
+    rows = frozenset(axes_of([dims[0], *dims[2:]]))
+    of_scale = Type((dims[1],), sums=pending | rows, open=lost)
+    return [Type(dims, sums=pending, open=lost), of_scale, of_scale]
+
+
+@rule("embedding.default")
+def _embedding(call: Call) -> Type:
+    table, rows = call.args[:2]
+    cut = frozenset(axes_of([table.dims[0]]))
+    own = cut & rows.open  # a device looks up the rows that are its own: a part of the sum of all
+    lost = table.open | (rows.open | cut) - own
+    dims = (*(without(d, lost) for d in rows.dims), without(table.dims[1], lost))
+    return Type(dims, sums=(table.sums | own) - lost, open=lost)
+
+
+@rule("embedding_dense_backward.default")
+def _embedding_back(call: Call) -> Type:
+    gradient, rows = call.args[:2]
+    if both := gradient.sums & rows.open:
+        raise Refused(
+            f"the gradient of a table's own rows is a part of a sum over {', '.join(both)}",
+            "it has to be summed before",
+        )
+    own = gradient.open & rows.open  # of its own rows a device has the gradient
+    lost = (gradient.open | rows.open) - own
+    gradient, rows = replace(gradient, open=lost), replace(rows, open=lost)
+    dims = [met([gradient, replace(rows, dims=(*rows.dims, ()))], d, len(gradient.dims), n, lost)
+            for d, n in enumerate(gradient.shape[:-1])]  # fmt: skip
+    summed = frozenset(axes_of(dims))
+    table = ((call.shapes[0][0], tuple(sorted(own))),) if own else whole(call.shapes[0][0])
+    made = (table, without(gradient.dims[-1], lost))
+    return Type(made, sums=(gradient.sums - lost) | summed, open=lost)
+
+
+@rule("nll_loss_forward.default", "nll_loss2d_forward.default")
+def _nll(call: Call) -> list[Type]:
+    x, target, _, reduction = call.args[:4]
+    lost = frozenset(a for t in call.types for a in t.open) | frozenset(axes_of([x.dims[min(1, len(x.dims) - 1)]]))
+    if x.sums:
+        raise Refused(f"it lies as {x}", "a loss is of what is summed")
+    rows = tuple(without(d, lost) for d in target.dims)
+    axes = frozenset(axes_of(rows))
+    if reduction == 1 and axes:
+        raise Refused(f"a mean over rows that {', '.join(sorted(axes))} cuts counts those of one device", "a sum")
+    if reduction == 0:
+        return [Type(rows, open=lost), Type((), open=lost | axes)]
+    return [Type((), sums=axes, open=lost), Type((), sums=axes, open=lost)]
+
+
+@rule("nll_loss_backward.default", "nll_loss2d_backward.default")
+def _nll_back(call: Call) -> Type:
+    gradient, x = call.args[:2]
+    lost = gradient.open | x.open | frozenset(axes_of([x.dims[min(1, len(x.dims) - 1)]]))
+    return Type(tuple(without(d, lost) for d in x.dims), sums=gradient.sums - lost, open=lost)
+
+
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
+def _heads(types: Sequence[Type]) -> tuple[frozenset[str], tuple[Dim, Dim], list[str]]:
+    """Along which axes nothing is known of an attention, how its rows and heads lie, and what cuts positions."""
+    lost = frozenset(a for t in types for a in t.open)
+    cut = [tuple(sorted(axes_of([t.dims[1]]))) for t in types]
+    if len({tuple(a for a in c if a not in lost) for c in cut}) > 1:
+        raise Refused(f"heads of queries, keys and values lie as {', '.join(map(str, types))}", "they are cut alike")
+    rows = met([replace(t, dims=(t.dims[0],)) for t in types], 0, 1, size(types[0].dims[0]), lost)
+    positions = [a for t in types for a in axes_of([t.dims[2]])]
+    lost |= frozenset(positions) | frozenset(a for t in types for a in axes_of([t.dims[3]]))
+    return lost, (without(rows, lost), without(types[0].dims[1], lost)), positions
+
+
+@rule(*(f"{name}.default" for name in _ATTENTION))
+def _attention(call: Call) -> list[Type]:
+    q, k, v = call.args[:3]
+    if q.sums | k.sums:
+        raise Refused(f"queries and keys lie as {q}, {k}", "attention is of what is summed")
+    lost, (rows, heads), _ = _heads([q, k, replace(v, sums=_NONE)])
+    made = Type((rows, heads, *plain(call.shapes[0][2:])), sums=v.sums - lost, open=lost)  # it is linear in values
+    statistic = Type((rows, heads, *plain(call.shapes[1][2:])), open=lost) if len(call.shapes) > 1 else made
+    rest = [Type(plain(s), open=lost) for s in call.shapes[2:]]
+    return [made, statistic, *rest]
+
+
+@rule(*(f"{name}_backward.default" for name in _ATTENTION))
+def _attention_back(call: Call) -> list[Type]:
+    gradient, q, k, v = call.args[:4]
+    lost, (rows, _), _ = _heads([replace(gradient, sums=_NONE), q, k, replace(v, sums=_NONE)])
+    of_both, of_values = summed([gradient, v], "one", lost), gradient.sums - lost
+    found = [
+        Type((rows, without(t.dims[1], lost), *plain(t.shape[2:])), sums=sums, open=lost)
+        for t, sums in ((q, of_both), (k, of_both), (v, of_values))
+    ]
+    return [*found, *(Type(plain(s), open=lost) for s in call.shapes[3:])]
+
+
+@rule("gather.default")
+def _gathered(call: Call) -> Type:
+    x, d, places = call.args[:3]
+    cut = frozenset(axes_of([x.dims[d]]))
+    own = cut & places.open  # of its own columns: a part of the sum of all
+    lost = x.open | (places.open | cut) - own
+    places = replace(places, open=places.open - own)
+    others = replace(x, dims=tuple(() if i == d % len(x.dims) else dim for i, dim in enumerate(x.dims)))
+    dims = [met([others, places], i, len(x.dims), n, lost) for i, n in enumerate(call.shapes[0])]
+    return Type(tuple(dims), sums=(x.sums | own) - lost, open=lost)
+
+
+@rule("scatter_add.default")
+def _scattered(call: Call) -> Type:
+    """Into zeros: of what goes to its own columns a device has those columns."""
+    into, d, places, given = call.args[:4]
+    own = places.open & given.open
+    if not (into.is_zero and own) or places.sums | given.sums | given.most:
+        return unknown(call)
+    d %= len(into.dims)
+    lost = (places.open | given.open) - own
+    parts = [replace(t, dims=tuple(() if i == d else dim for i, dim in enumerate(t.dims))) for t in (places, given)]
+    dims = [met(parts, i, len(into.dims), n, lost) for i, n in enumerate(call.shapes[0])]
+    dims[d] = ((call.shapes[0][d], tuple(sorted(own))),)
+    return Type(tuple(dims), open=lost)
+
+
+@rule("max_pool2d_with_indices.default")
+def _largest_in_windows(call: Call) -> list[Type]:
+    x = call.args[0]
+    if x.sums | x.most:
+        raise Refused(f"it lies as {x}", "the largest of a window is of what is summed")
+    return [_pictures(x, shape) for shape in call.shapes]
+
+
+@rule("avg_pool2d.default", "_adaptive_avg_pool2d.default")
+def _means_of_windows(call: Call) -> Type:
+    return _pictures(call.args[0], call.shapes[0])
+
+
+def _pictures(x: Type, shape: Sequence[int]) -> Type:
+    """Pictures of other sizes; nothing is known where an axis cuts their height or width."""
+    return replace(x, dims=(*x.dims[:-2], *plain(shape[-2:]))).opened(axes_of(x.dims[-2:]))

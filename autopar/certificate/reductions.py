@@ -1,0 +1,80 @@
+"""Rules of what runs over a dim: sums, means, maxima, softmax."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from autopar.certificate.calls import Call, rule
+from autopar.certificate.elementwise import elementwise
+from autopar.certificate.types import Dim, Refused, Type, axes_of, is_free
+
+_NONE: frozenset[str] = frozenset()
+
+
+def _reduced(call: Call, dims: Any, keepdim: bool, x: Type) -> tuple[tuple[Dim, ...], frozenset[str]]:
+    """The dims that are left, and the axes that cut what is gone."""
+    gone = {d % max(1, len(x.dims)) for d in ([dims] if isinstance(dims, int) else dims or range(len(x.dims)))}
+    left = [() if d in gone else dim for d, dim in enumerate(x.dims) if d not in gone or keepdim]
+    axes = frozenset(axes_of(x.dims[d] for d in gone))
+    return tuple(left), axes | (call.axes if any(is_free(x.dims[d]) for d in gone if x.dims) else _NONE)
+
+
+@rule("sum.dim_IntList", "sum.default")
+def _sum(call: Call) -> Type:
+    x = call.args[0]
+    dims, axes = _reduced(call, call.at(1), bool(call.at(2, call.kwargs.get("keepdim", False))), x)
+    if x.most:
+        raise Refused(f"it lies as {x}", "the maximum comes first")
+    if axes - frozenset(axes_of(x.dims)):  # a constant was summed: over a part, or over the whole
+        return Type(dims, sums=x.sums, open=x.open).opened(axes - frozenset(axes_of(dims)))
+    return Type(dims, sums=x.sums | axes, open=x.open)
+
+
+@rule("mean.dim", "mean.default")
+def _mean(call: Call) -> Type:
+    x = call.args[0]
+    dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
+    if cut := axes & frozenset(axes_of(x.dims)):
+        raise Refused(
+            f"a mean over rows that {', '.join(sorted(cut))} cuts counts those of one device",
+            "a sum, over the count of all",
+        )
+    return Type(dims, sums=x.sums, open=x.open)
+
+
+@rule("amax.default", "amin.default")
+def _largest(call: Call) -> Type:
+    x = call.args[0]
+    dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
+    if x.sums:
+        raise Refused(f"it lies as {x}", "it has to be summed before")
+    return Type(dims, most=(axes & frozenset(axes_of(x.dims))) | x.most, open=x.open)
+
+
+@rule("any.dim", "any.dims", "any.default", "all.dim", "all.dims", "all.default")
+def _any(call: Call) -> Type:
+    x = call.args[0]
+    dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
+    return Type(dims, open=x.open).opened((axes & frozenset(axes_of(x.dims))) | x.sums | x.most)
+
+
+@rule("_softmax.default", "_log_softmax.default")
+def _softmax(call: Call) -> Type:
+    x, d = call.args[:2]
+    if x.sums | x.most:
+        raise Refused(f"it lies as {x}", "a softmax is of what is summed")
+    needs_whole(x, d, "a softmax")
+    return Type(x.dims, open=x.open)
+
+
+@rule("_softmax_backward_data.default", "_log_softmax_backward_data.default")
+def _softmax_back(call: Call) -> Type:
+    gradient, result, d = call.args[:3]
+    needs_whole(result, d, "a softmax")
+    return elementwise(replace(call, args=(gradient, result), kwargs={}), "first")
+
+
+def needs_whole(x: Type, d: int, what: str) -> None:
+    if cut := axes_of([x.dims[d]]):
+        raise Refused(f"dim {d % len(x.dims)} is cut by {', '.join(cut)}", f"{what} needs all of it")
