@@ -2,6 +2,7 @@
 
     page.html, page.css, page.js     the page, which draws what its data say
     uPlot.*                          the library that draws charts (MIT)
+    cytoscape*                       the library that draws graphs, and its layout in layers (MIT)
 
 `data_of` is all that the page shows, as JSON; nothing is computed in the browser but what is seen of it.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 from autopar.graph.layers import folded
 from autopar.letters import BadPlan
-from autopar.sharding.strategies import values
+from autopar.report.picture import alike, cuts, drawn
 from autopar.solver.plan import Plan
 from autopar.solver.summary import verdict
 
@@ -24,6 +25,8 @@ _FILES = {
     "/*uplot.css*/": "uPlot.min.css",
     "/*page.css*/": "page.css",
     "/*uplot.js*/": "uPlot.iife.min.js",
+    "/*cytoscape.js*/": "cytoscape.min.js",
+    "/*dagre.js*/": "cytoscape-dagre.min.js",
     "/*page.js*/": "page.js",
 }
 
@@ -46,6 +49,7 @@ def data_of(plan: Plan, budgets: int = 0) -> dict[str, Any]:
     is_here = plan.search is not None and not plan.search.is_over
     times, held = plan.line() if is_here else ([], {})
     known = plan.search.known_beside if plan.search is not None else None
+    groups = alike(plan)
     return {
         "title": f"a plan for {plan.mesh.size} devices, mesh {plan.mesh}",
         "verdict": verdict(plan),
@@ -57,7 +61,8 @@ def data_of(plan: Plan, budgets: int = 0) -> dict[str, Any]:
         "line": {"times": times, "held": held},
         "step": _step(plan) if is_here else {"places": [], "events": []},
         "parameters": _parameters(plan),
-        "places": _places(plan, is_here),
+        "places": _places(plan, groups, is_here),
+        "graph": drawn(plan, groups),
         "curve": _curve(plan, budgets) if is_here and budgets else [],
         "beside": [list(rival) for rival in known or () if not rival.why],
         "meshes": [list(row) for row in plan.meshes],
@@ -91,39 +96,32 @@ def _parameters(plan: Plan) -> list[list[Any]]:
     return [[name, len(sizes), stored, sum(sizes)] for (name, stored), sizes in rows.items()]
 
 
-def _places(plan: Plan, is_here: bool) -> list[dict[str, Any]]:
+def _places(plan: Plan, groups: list[list[str]], is_here: bool) -> list[dict[str, Any]]:
     """Places that decide alike, in the order of the step: name, count, op, choice, seconds, and all that is known."""
-    groups: dict[Any, list[str]] = {}
-    for name, d in plan.decisions.items():
-        if d.kind == "op":
-            groups.setdefault((folded(name), repr(d.choice), name in plan.recomputed), []).append(name)
     arriving: dict[str, list[float]] = {}
     for c in plan.conversions:
         arriving.setdefault(c.target, []).append(c.seconds)
     found = []
-    for (name, choice, is_recomputed), alike in groups.items():
-        d = plan.decisions[alike[0]]
-        moved = sum(sum(arriving.get(one, ())) for one in alike)
-        seconds = sum(plan.decisions[one].seconds for one in alike)
+    for members in groups:
+        d = plan.decisions[members[0]]
+        moved = sum(sum(arriving.get(one, ())) for one in members)
+        seconds = sum(plan.decisions[one].seconds for one in members)
         found.append(
             {
-                "name": name,
-                "count": len(alike),
+                "name": folded(members[0]),
+                "count": len(members),
                 "op": d.op,
-                "choice": choice,
-                "cut": [_first(values(d.flows()).placements[a]) for a in range(len(plan.mesh.shape))],
+                "choice": repr(d.choice),
+                "cut": cuts(plan, members[0]),
+                "outputs": list(d.outputs),
                 "seconds": seconds,
                 "moved": moved,
-                "recomputed": is_recomputed,
-                "told": plan.explain(alike[0]) if is_here and (seconds or moved) else "",
+                "recomputed": members[0] in plan.recomputed,
+                "told": plan.explain(members[0]) if is_here and (seconds or moved) else "",
                 "source": d.source,
             }
         )
     return found
-
-
-def _first(placement: Any) -> str:
-    return "R" if placement.is_replicated else f"S{placement.dim}" if placement.is_shard else "P"
 
 
 def _curve(plan: Plan, budgets: int) -> list[list[float]]:

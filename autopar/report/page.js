@@ -100,6 +100,110 @@
     by("busy").textContent = "the step, event by event, is known where a plan is made";
   }
 
+  // -- the graph: modules that are closed stand for what is in them
+  const prefixes = (name) => {
+    const path = (name.includes("/") ? name.slice(0, name.lastIndexOf("/")) : name.split(".").slice(0, -1).join(".")).split(".");
+    return path[0] ? path.map((_, i) => path.slice(0, i + 1).join(".")) : [];
+  };
+  const inside = new Map();  // of a module: its nodes
+  data.graph.nodes.forEach(([name, place], k) => {
+    if (place >= 0) for (const prefix of prefixes(name)) inside.set(prefix, [...(inside.get(prefix) || []), k]);
+  });
+  const modules = [...inside].filter(([name, members]) => members.length > 1 && ![...inside].some(([other, theirs]) => other.startsWith(name + ".") && theirs.length === members.length)).map(([name]) => name);
+  const around = data.graph.nodes.map(([name, place]) => (place >= 0 ? prefixes(name).filter((prefix) => modules.includes(prefix)) : []));
+  const opened = new Set();
+  const seen = (k) => around[k].find((module) => !opened.has(module));  // the closed module that hides a node
+  const count = () => new Set(data.graph.nodes.map((_, k) => seen(k) || k)).size;
+  const spent = (members) => members.map((k) => data.places[data.graph.nodes[k][1]]).reduce((sum, place) => sum + (place ? place.seconds + place.moved : 0), 0);
+  // the dearest are open first, and what is around them before
+  for (const module of [...modules].sort((a, b) => spent(inside.get(b)) - spent(inside.get(a)) || a.length - b.length)) {
+    opened.add(module);
+    if (count() > 40) opened.delete(module);
+  }
+  const strongest = (cut) => CUTS[cut.find((c) => c !== "R") || "R"] || "#cfd8e3";
+  const label = (name, cost) => name + (cost >= 0.0005 * data.step_s && cost ? "  " + ((100 * cost) / data.step_s).toFixed(1) + "%" : "");
+  const elements = () => {
+    const found = [], taken = new Set();
+    for (const module of opened) {
+      const parent = around[inside.get(module)[0]].filter((other) => opened.has(other) && module.startsWith(other + ".")).pop();
+      if (around[inside.get(module)[0]].every((other) => opened.has(other) || other.length >= module.length)) found.push({ data: { id: module, parent, label: parent ? module.slice(parent.length + 1) : module, module }, classes: "open" });
+    }
+    data.graph.nodes.forEach(([name, place], k) => {
+      const closed = seen(k), id = closed || "n" + k;
+      if (taken.has(id)) return;
+      taken.add(id);
+      const parent = around[k].filter((module) => opened.has(module) && module !== closed && (!closed || closed.startsWith(module + "."))).pop();
+      const cost = spent(closed ? inside.get(closed) : [k]);
+      const here = closed || name, within = parent && here.startsWith(parent) ? here.slice(parent.length + 1) : here.replace(/^\//, "");
+      const cut = closed || place < 0 ? ["R"] : data.places[place].cut;
+      found.push({ data: { id, parent, label: label(within, cost), module: closed, place, colors: cut.flatMap((c) => [CUTS[c] || "#cfd8e3", CUTS[c] || "#cfd8e3"]).join(" "), stops: cut.flatMap((_, i) => [(100 * i) / cut.length + "%", (100 * (i + 1)) / cut.length + "%"]).join(" ") }, classes: closed ? "closed" : place < 0 ? "end" : data.places[place].recomputed ? "op recomputed" : "op" });
+    });
+    const lines = new Map();
+    for (const [from, to, cut, outputs, steps, lasts, back] of data.graph.lines) {
+      const source = seen(from) || "n" + from, target = seen(to) || "n" + to;
+      if (source === target) continue;
+      const key = [source, target, back].join("|"), line = lines.get(key) || { source, target, back, color: strongest(cut), steps: new Set(), shape: outputs.join(" "), seconds: 0 };
+      if (steps) line.steps.add(steps);
+      line.seconds += lasts;
+      lines.set(key, line);
+    }
+    for (const line of lines.values()) {
+      const said = [...line.steps].join("; ");
+      found.push({ data: { source: line.source, target: line.target, color: line.color, shape: line.shape, label: said && label(said, line.seconds) }, classes: line.back ? "back" : "" });
+    }
+    return found;
+  };
+  if (data.graph.lines.length) {
+    const faint = getComputedStyle(document.documentElement).getPropertyValue("--quiet");
+    const style = [
+      { selector: "node", style: { label: "data(label)", shape: "round-rectangle", width: (n) => 16 + 6.4 * n.data("label").length, height: 24, "font-size": 11, "font-family": "ui-monospace, monospace", "text-valign": "center", color: "#10151d", "background-color": "#d0d5dd" } },
+      { selector: ".op", style: { "background-fill": "linear-gradient", "background-gradient-direction": "to-right", "background-gradient-stop-colors": "data(colors)", "background-gradient-stop-positions": "data(stops)" } },
+      { selector: ".closed", style: { "border-width": 2, "border-style": "double", "border-color": faint, height: 30 } },
+      { selector: ".recomputed", style: { "border-width": 2, "border-style": "dashed", "border-color": "#e45756" } },
+      { selector: ".open", style: { "text-valign": "top", color: ink, "background-opacity": 0.06, "border-width": 1, "border-color": line, padding: 14 } },
+      { selector: "edge", style: { width: 3, "line-color": "data(color)", "target-arrow-color": "data(color)", "target-arrow-shape": "triangle", "curve-style": "bezier", label: "data(label)", "font-size": 10, color: "#d92d20", "text-background-color": "#fff", "text-background-opacity": 0.85 } },
+      { selector: ".back", style: { "line-style": "dashed", "curve-style": "unbundled-bezier", "control-point-distances": 160, "control-point-weights": 0.5 } },
+    ];
+    const cy = cytoscape({ container: by("picture"), style, userZoomingEnabled: false, minZoom: 0.1, maxZoom: 3 });
+    const draw = () => {
+      cy.elements().remove();
+      cy.add(elements());
+      cy.elements().not(".back").layout({ name: "dagre", rankDir: "TB", nodeSep: 14, rankSep: 26, edgeSep: 8 }).run();
+      cy.fit(undefined, 16);
+      if (cy.zoom() < 0.55) {  // a tall graph is read from its beginning
+        cy.zoom(0.8);
+        const box = cy.elements().boundingBox();
+        cy.pan({ x: cy.width() / 2 - 0.4 * (box.x1 + box.x2), y: 16 - 0.8 * box.y1 });
+      }
+    };
+    cy.on("tap", "node", ({ target }) => {
+      const { module, place } = target.data();
+      if (module) {
+        if (!opened.delete(module)) opened.add(module);
+        draw();
+      } else if (place >= 0) {
+        const one = data.places[place];
+        by("told").textContent = [one.name, one.outputs.join(", "), one.source, one.told || one.choice].filter(Boolean).join("\n");
+      }
+    });
+    cy.on("tap", "edge", ({ target }) => { by("told").textContent = [target.data("shape"), target.data("label")].filter(Boolean).join("\n"); });
+    const zoom = (by) => cy.zoom({ level: cy.zoom() * by, renderedPosition: { x: cy.width() / 2, y: cy.height() / 2 } });
+    by("closer").addEventListener("click", () => zoom(1.4));
+    by("farther").addEventListener("click", () => zoom(1 / 1.4));
+    by("fit").addEventListener("click", () => cy.fit(undefined, 16));
+    by("picture").cy = cy;
+    draw();
+    for (const [cut, said] of [["R", "whole"], ["P", "part of a sum"], ["S0", "cut along dim 0"], ["S1", "dim 1"], ["S2", "dim 2"], ["S3", "dim 3"]]) {
+      const swatch = made("span", undefined, "swatch");
+      swatch.style.background = CUTS[cut];
+      by("key").append(swatch, made("span", said));
+    }
+    by("key").append(made("span", "; colours from left to right: the axes of the mesh; dashed arrow: to the next layer; in red: conversions"));
+  } else {
+    by("picture").hidden = true;
+    by("told").textContent = "the plan's file is of a release that did not write who reads whom";
+  }
+
   // -- places
   const total = data.step_s || 1;
   const rows = data.places.map((place, order) => {

@@ -21,7 +21,8 @@ class DeviceMesh:
     """`DeviceMesh((2, 4), ("dp", "tp"))`: 8 devices, rank 5 at dp=1, tp=1. Needs no process group until `to_torch`.
 
     `mesh["tp"]` and `mesh["dp", "tp"]` are the meshes of some of its axes. An axis of size 1 is as if it were not
-    there. `ranks` says who stands where, row-major, on a machine whose fast links ask for another order.
+    there. `ranks` says who stands where, row-major, on a machine whose fast links ask for another order. Axes that are
+    given no names have those of `named`.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +35,7 @@ class DeviceMesh:
         try:
             sizes = (shape,) if hasattr(shape, "__index__") else shape
             shape = tuple(n if isinstance(n, (bool, float)) else operator.index(n) for n in sizes)
-            axes = tuple(str(a) for a in range(len(shape))) if axes is None else tuple(axes)
+            axes = named(len(shape)) if axes is None else tuple(axes)
             ranks = [operator.index(r) for r in ranks]
         except TypeError:
             raise BadSharding(
@@ -134,6 +135,14 @@ class DeviceMesh:
         raise BadSharding(
             f"{given!r} is not a mesh", advice='DeviceMesh((2, 4), ("dp", "tp")), or a shape such as (2, 4) or "2x4"'
         )
+
+
+def named(count: int) -> tuple[str, ...]:
+    """The names of so many axes for which a caller gave none: what presets use them for, the last axis innermost."""
+    if count < 2:
+        return ("devices",)[:count]
+    outer = [f"replica{k}" for k in range(count - 3, 0, -1)]
+    return (*outer, *("replica", "data", "model")[-count:])
 
 
 def _check_shape(shape: Sequence[Any]) -> None:

@@ -101,7 +101,8 @@ def written(plan: Plan) -> dict[str, Any]:
 
 def _decision_data(d: Decision) -> dict[str, Any]:
     choice = [repr(strategy) for strategy in d.choice.strategies]
-    return {"op": d.op, "kind": d.kind, "choice": choice, "seconds": d.seconds, "source": d.source}
+    figures = {"op": d.op, "kind": d.kind, "choice": choice, "seconds": d.seconds, "source": d.source}
+    return {**figures, "outputs": list(d.outputs), "reads": list(d.reads)}
 
 
 def _conversion_data(c: Conversion, axes: Sequence[str]) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def _conversion_data(c: Conversion, axes: Sequence[str]) -> dict[str, Any]:
 def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the plan that `written` wrote."""
     try:
-        if data["version"] == folding.VERSION and not isinstance(data["version"], bool):
+        if data["version"] in folding.READ and not isinstance(data["version"], bool):
             return _fields(folding.unfold(data, VERSION))
         if data["version"] not in _READ:
             version = _shown(data["version"])
@@ -219,7 +220,10 @@ def _decision(name: str, data: Mapping[str, Any], mesh: DeviceMesh) -> Decision:
             "operands or outputs than it has",
             seen="; ".join(map(repr, strategies)),
         )
-    return Decision(_text(data["op"]), kind, Choice(strategies), _number(data["seconds"]), _text(data["source"]))
+    outputs, reads = (_each(data.get(key, ()), _text) for key in ("outputs", "reads"))
+    return Decision(
+        _text(data["op"]), kind, Choice(strategies), _number(data["seconds"]), _text(data["source"]), outputs, reads
+    )
 
 
 def _conversion(data: Mapping[str, Any], mesh: DeviceMesh) -> Conversion:

@@ -24,7 +24,7 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
     chosen = list(zip(space.sites, picked, strict=True))
     conversions, moved = _conversions(space, picked)
     beside, hidden = _overlap(space, picked)
-    decisions = {s.name: Decision(s.op, s.kind, s.choices[i], float(s.seconds[i]), s.source) for s, i in chosen}
+    decisions = _decisions(space, picked)
     step = sum(d.seconds for d in decisions.values())
     for seconds in moved:
         step += seconds
@@ -64,6 +64,24 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         needed=_needed(space, point) if point.recomputed else {},
         suspected=tuple(sorted({(s.op, s.suspected) for s in space.sites if s.suspected})),
     )
+
+
+def _decisions(space: Space, picked: Sequence[int]) -> dict[str, Decision]:
+    reads: list[list[tuple[int, str]]] = [[] for _ in space.sites]
+    for e in space.edges:
+        reads[e.target].append((e.operand, space.sites[e.source].name))
+    return {
+        s.name: Decision(
+            s.op,
+            s.kind,
+            s.choices[i],
+            float(s.seconds[i]),
+            s.source,
+            s.outputs,
+            tuple(name for _, name in sorted(read)),
+        )
+        for s, i, read in zip(space.sites, picked, reads, strict=True)
+    }
 
 
 def _sources(space: Space, point: Point, exposed: float) -> dict[str, float]:

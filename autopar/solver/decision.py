@@ -19,6 +19,8 @@ class Decision:
     choice: Choice
     seconds: float  # of the op itself
     source: str = ""
+    outputs: tuple[str, ...] = ()  # whole: `float32[8, 16]`; none in files of older releases
+    reads: tuple[str, ...] = ()  # the sites that give its operands, in order
 
     def flows(self, operand: int | None = None) -> tuple[Any, ...]:
         return self.choice.output() if operand is None else self.choice.operand(operand)

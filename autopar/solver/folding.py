@@ -8,6 +8,8 @@ is written as one record, whose names have `{}` for the layer and `{+1}` for the
 
     {"names": ["h.{}.up/linear"], "layer": 0, "count": 3, "at": 7, "every": 12, "op": "linear", ...}
 
+Behind the name of a decision stand those of the places that it reads: `["h.{}.up/linear", "h.{-1}.down/linear"]`.
+
 `fold` and `unfold` are inverse to each other; choices stand in a table of their own.
 """
 
@@ -21,7 +23,8 @@ from typing import Any
 
 from autopar.graph.layers import around_number
 
-VERSION = 5
+VERSION = 6
+READ = (5, VERSION)  # a decision of version 5 has no outputs, and reads nothing
 _LARGEST = 10_000_000  # places of a file
 _LISTS = ("regathered", "scattered", "recomputed", "without_rule")  # of names alone
 _HOLE = re.compile(r"\{([+-]\d+)?\}")
@@ -32,11 +35,11 @@ def fold(data: Mapping[str, Any]) -> dict[str, Any]:
     """The data of a plan as its file has it."""
     table = list(dict.fromkeys(tuple(d["choice"]) for d in data["decisions"].values()))
     places = {choice: i for i, choice in enumerate(table)}
-    decisions = [((name,), {**d, "choice": places[tuple(d["choice"])]}) for name, d in data["decisions"].items()]
-    conversions = [
-        ((c["source"], c["target"]), {k: v for k, v in c.items() if k not in ("source", "target")})
-        for c in data["conversions"]
+    decisions = [
+        ((name, *d["reads"]), {**_without(d, "reads"), "choice": places[tuple(d["choice"])]})
+        for name, d in data["decisions"].items()
     ]
+    conversions = [((c["source"], c["target"]), _without(c, "source", "target")) for c in data["conversions"]]
     sizes = [((name,), {"bytes": n}) for name, n in data["parameter_bytes"].items()]
     needed = [((name,), {"bytes": n, "seconds": s}) for name, (n, s) in data.get("needed", {}).items()]
     folded = {
@@ -55,11 +58,11 @@ def unfold(data: Mapping[str, Any], version: int) -> dict[str, Any]:
     """The data of a plan from its file; a KeyError, TypeError or ValueError where it is none."""
     choices = data["choices"]
     found = {
-        **{k: v for k, v in data.items() if k != "choices"},
+        **_without(data, "choices"),
         "version": version,
         "decisions": _each_once(
-            (name, {**said, "choice": choices[_place(said["choice"])]})
-            for (name,), said in _unfolded(data["decisions"])
+            (name, {**said, "choice": choices[_place(said["choice"])], "reads": reads})
+            for (name, *reads), said in _unfolded(data["decisions"])
         ),
         "conversions": [
             {"source": source, "target": target, **said} for (source, target), said in _unfolded(data["conversions"])
@@ -146,7 +149,7 @@ def _unfolded(records: Any) -> list[tuple[list[str], dict[str, Any]]]:
     """Records one by one, in their places."""
     found: dict[int, tuple[list[str], dict[str, Any]]] = {}
     for record in records:
-        said = {k: v for k, v in record.items() if k not in ("names", "at", "layer", "count", "every")}
+        said = _without(record, "names", "at", "layer", "count", "every")
         count, at, every = (_place(record.get(k, d)) for k, d in (("count", 1), ("at", 0), ("every", 0)))
         for i in range(count):
             names: list[str] = record["names"]
@@ -159,6 +162,10 @@ def _unfolded(records: Any) -> list[tuple[list[str], dict[str, Any]]]:
     if len(found) and max(found) != len(found) - 1:
         raise ValueError(f"{len(found)} records do not fill the places up to {max(found)}")
     return [found[place] for place in range(len(found))]
+
+
+def _without(data: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {k: v for k, v in data.items() if k not in keys}
 
 
 def _layer(number: int) -> Callable[[re.Match[str]], str]:

@@ -53,7 +53,7 @@ def _what(plan: Plan) -> Iterator[_Line]:
     made = ", compiled" if plan.compiled else ""
     dtypes = f", computes in {plan.precision[0]}" if plan.precision else ""
     count = f"{plan.mesh.size} device{'s' if plan.mesh.size > 1 else ''}"
-    yield "plan", f"for {count}, mesh {plan.mesh}, cluster {plan.cluster}{dtypes}{made}", 1
+    yield "plan", f"for {count}, mesh {plan.mesh}{dtypes}{made}, cluster {plan.cluster}", 1
     yield "does", verdict(plan), 3
     if plan.recomputed:
         within = f" in {len(plan.segments)} segments" if plan.segments else ""

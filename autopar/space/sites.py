@@ -85,7 +85,7 @@ class SiteBuilder:
             yield node, Draft(self._parameter(node))
         elif about.kind in ("input", "buffer"):
             whole = self._cross((Strategy((), (flow(R),)),), {})
-            yield node, Draft(Site(about.key, about.kind, about.kind, whole, np.zeros(1)))
+            yield node, Draft(Site(about.key, about.kind, about.kind, whole, np.zeros(1), outputs=_told(about.outputs)))
         elif about.kind == "op":
             yield node, self._op(node)
         elif about.kind == "output":
@@ -121,7 +121,10 @@ class SiteBuilder:
         if type_.requires_grad:
             step = self.seconds.costs.optimizer(self.setting.optimizer, type_.dtype, type_.itemsize, local)
         source = self.seconds.costs.source_of_optimizer(self.setting.optimizer, type_.dtype)
-        return Site(name, "parameter", "parameter", choices, step, bytes=type_.nbytes, priced_by=source)
+        outputs = _told((type_,))
+        return Site(
+            name, "parameter", "parameter", choices, step, bytes=type_.nbytes, priced_by=source, outputs=outputs
+        )
 
     def _with_policies(self, site: Site, type_: TensorType) -> Site:
         """A parameter, or its one cast: what is cut stands once for each policy."""
@@ -167,7 +170,8 @@ class SiteBuilder:
         free = self.graph.loss is not None and i not in (self.graph.loss, *self.differentiable) and not changes
         stored = storage_strategies(type_.shape) if free else storage_strategies(())
         choices = self._cross(tuple(Strategy(s.outputs, (), s.cut) for s in stored), _sizes(type_))
-        return Site(f"out.{name}", "output", "update" if changes else "output", choices, np.zeros(len(choices)))
+        kind, none = "update" if changes else "output", np.zeros(len(choices))
+        return Site(f"out.{name}", "output", kind, choices, none, outputs=_told((type_,)))
 
     def _op(self, node: fx.Node) -> Draft:
         about, operands = info(node), self.bindings.tensors[node]
@@ -221,6 +225,7 @@ class SiteBuilder:
             suspected=line,
             compute=compute,
             priced_by=source,
+            outputs=_told(about.outputs),
         )
 
 
@@ -233,6 +238,11 @@ def torch_can_state(sharding: Sharding) -> bool:
         if len(axes) > 1 and any(sharding.placements[a].blocks for a in axes):
             return False
     return True
+
+
+def _told(types: Sequence[TensorType]) -> tuple[str, ...]:
+    """Dtypes and shapes as a plan says them."""
+    return tuple(f"{type_.dtype}{list(type_.shape)}" for type_ in types)
 
 
 def _sizes(type_: TensorType) -> dict[str, int]:

@@ -42,6 +42,7 @@ class Site:
     priced_by: str = ""  # where its seconds are from: a name of `sharding/certainty.py`
     suspected: str = ""  # of an op without a rule: a line under which it ran right when it was tried
     compute: tuple[np.ndarray, ...] = ()  # of an op: the parts of its seconds that are compute, forward and backward
+    outputs: tuple[str, ...] = ()  # whole, of an output what arrives: `float32[8, 16]`
 
     def is_cut(self) -> list[bool]:
         """Does the first output lie in parts? By choice."""

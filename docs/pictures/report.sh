@@ -3,4 +3,4 @@
 set -euo pipefail
 page="$(mktemp --directory)/gpt2.html"
 autopar plan gpt2 --inputs batch=16,seq=512 --mesh 4 --parallel fsdp --budget 5GiB --quiet --report "$page" > /dev/null
-chromium --headless --no-sandbox --disable-gpu --window-size=1100,960 --screenshot=docs/pictures/report.png "file://$page"
+chromium --headless --no-sandbox --disable-gpu --window-size=1100,1560 --screenshot=docs/pictures/report.png "file://$page"

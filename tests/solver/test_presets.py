@@ -261,7 +261,7 @@ def test_a_preset_gives_way_to_a_pattern():
 
 def test_a_mesh_that_a_constraint_refuses_is_listed():
     plan = planned("mlp", 4, constraints={"head.weight": "S(0)@1; R"})
-    assert plan.mesh.shape == (2, 2) and any("(0=4)" in row[0] and row[4] for row in plan.meshes)
+    assert plan.mesh.shape == (2, 2) and any("(devices=4)" in row[0] and row[4] for row in plan.meshes)
 
 
 @pytest.mark.parametrize("less", [0, 1, 10, 1000])

@@ -138,7 +138,9 @@ def test_a_config_json_names_a_model(tmp_path):
 def test_a_script_runs_on_ranks(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
-        "import os, sys\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+        "import os, sys\n"
+        # one write: two ranks share a pipe
+        "sys.stdout.write(f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n\")\n"
     )
     made = run("run", "--ranks", "2", str(script), "--lr", "0.1")
     assert made.returncode == 0, made.stderr

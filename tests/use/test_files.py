@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from importlib import resources
 
 import jsonschema
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar import Assume, Plan
+from autopar.graph.nodes import info
 from autopar.letters import BadPlan
 from autopar.solver.folding import _folded, _unfolded
+from autopar.tracer import ColoTracer
 from tests.kernels.sites import SITES
 from tests.language import drawn, meta_gpt2, meta_llama_8b
 
@@ -46,7 +49,7 @@ def test_a_file_is_what_its_schema_says_and_gives_the_plan(name, tmp_path):
     data = json.loads(path.read_text())
     jsonschema.Draft202012Validator.check_schema(schema())
     jsonschema.validate(data, schema(), jsonschema.Draft202012Validator)
-    assert data["version"] == 5 and data["autopar"] == autopar.__version__
+    assert data["version"] == 6 and data["autopar"] == autopar.__version__
     again = Plan.load(path)
     assert again == plan and Plan.from_dict(data) == plan
     assert list(again.decisions) == list(plan.decisions) and again.conversions == plan.conversions
@@ -74,6 +77,39 @@ def test_a_file_of_an_older_release_is_read(tmp_path):
     assert plan.to_dict()["version"] == 4 and Plan.load(tmp_path / "old.json") == plan
 
 
+def test_a_file_of_the_release_before_is_read_without_shapes(tmp_path):
+    plan, path = planned("gpt2"), tmp_path / "plan.json"
+    plan.save(path)
+    data = json.loads(path.read_text())
+    data["version"] = 5
+    for record in data["decisions"]:
+        del record["outputs"], record["names"][1:]
+    path.write_text(json.dumps(data))
+    jsonschema.validate(data, schema(), jsonschema.Draft202012Validator)
+    before = Plan.load(path)
+    assert {name: replace(d, outputs=(), reads=()) for name, d in plan.decisions.items()} == before.decisions
+    assert before.conversions == plan.conversions and before.table() == plan.table()
+
+
+def test_a_file_says_shapes_and_who_reads_whom():
+    """As a trace of the same model has them: of every node its tensors, and the nodes that give its operands."""
+    build, config = SITES["gpt2"]
+    graph = ColoTracer().trace(build(config).train(), drawn(16, 16, 128))
+    plan = planned("gpt2")
+    ops = {info(node).key: node for node in graph.nodes if info(node).kind == "op"}
+    assert len(ops) > 50 and ops.keys() <= plan.decisions.keys()
+    for name, node in ops.items():
+        outputs = [f"{t.dtype}{list(t.shape)}" for t in info(node).outputs]
+        given = [info(one.args[0] if info(one).kind == "part" else one).key for one in node.all_input_nodes]
+        read = {*map(_behind, plan.decisions[name].reads)}
+        assert list(plan.decisions[name].outputs) == outputs and read == {*map(_behind, given)}, name
+
+
+def _behind(name):
+    """The value behind a place of its own: `wte.weight:shared`."""
+    return name.removesuffix(":used").removesuffix(":shared")
+
+
 def test_a_file_that_was_edited_wrongly_is_a_letter(tmp_path):
     plan, path = planned("gpt2"), tmp_path / "plan.json"
     plan.save(path)
@@ -98,7 +134,8 @@ def test_a_file_that_was_edited_wrongly_is_a_letter(tmp_path):
         lambda d: d["conversions"][0].update(names=["one"]),
         lambda d: d["parameter_bytes"][0].pop("bytes"),
         lambda d: d.pop("choices"),
-        lambda d: d.update(version=6),
+        lambda d: d.update(version=7),
+        lambda d: d["decisions"][layer].update(outputs=[3]),
         lambda d: d.update(decisions=3),
         lambda d: d["decisions"][layer].update(count=10**12),
     ):

@@ -38,7 +38,7 @@ def test_presets_have_the_names_of_other_tools():
 def test_hybrid_sharding_cuts_parameters_on_the_last_axis():
     plan = planned(mesh=(2, 2), parallel="hsdp")
     stored = {name: sharding.text(plan.mesh.axes) for name, sharding in plan.parameters.items()}
-    assert all(text.endswith("@1") and "@0" not in text for text in stored.values()), stored
+    assert all(text.endswith("@model") and "@data" not in text for text in stored.values()), stored
     assert plan.regathered
 
 

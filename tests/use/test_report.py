@@ -14,6 +14,8 @@ import pytest
 import autopar
 from autopar import Assume, Plan
 from autopar.cli import main
+from autopar.graph.layers import folded
+from autopar.report import data_of
 from tests.kernels.sites import SITES
 from tests.language import drawn
 
@@ -39,7 +41,16 @@ document.getElementById("dear").click();
 search.dispatchEvent(new Event("input"));
 document.body.dataset.acted = JSON.stringify([found, opened.length, opened[0].textContent.includes("rival"),
   document.querySelectorAll("#rows tr.place").length, document.querySelector("#rows td.name").textContent,
-  document.querySelectorAll("canvas").length]);
+  document.querySelectorAll(".uplot canvas").length]);
+const cy = document.getElementById("picture").cy, ops = () => cy.nodes(".op").length;
+const before = ops(), closed = cy.nodes(".closed")[0].id();
+cy.getElementById(closed).emit("tap");
+const after = ops(), open = cy.getElementById(closed).isParent();
+cy.getElementById(closed).emit("tap");
+cy.nodes(".op").filter((n) => n.data("label").includes("layer_norm"))[0].emit("tap");
+document.body.dataset.graph = JSON.stringify([after - before, open, ops() - before,
+  document.getElementById("told").textContent.includes("rival"), cy.edges(".back").length,
+  cy.nodes().every((n) => Number.isFinite(n.position("x"))), cy.edges().filter((e) => e.data("label")).length]);
 </script></body>"""
 
 
@@ -76,7 +87,7 @@ def test_a_page_holds_what_the_plan_says(plan, tmp_path):
     text = path.read_text()
     page = Page(text)
     data = json.loads(page.text)
-    assert {"held", "lanes", "rows", "stored", "curve", "search", "summary"} <= set(page.ids)
+    assert {"held", "lanes", "picture", "rows", "stored", "curve", "search", "summary"} <= set(page.ids)
     assert len(text) < MOST and all(link.startswith("#") for link in page.links)
     assert not re.findall(r"(?:src|href|url|import|fetch)\s*[=(]\s*[\"']?(?:https?:)?//", text)
     assert data["step_s"] == plan.step_time_s and data["summary"] == str(plan) and data["budget"] == plan.budget
@@ -96,6 +107,29 @@ def test_a_page_holds_what_the_plan_says(plan, tmp_path):
     assert [row[0] for row in data["beside"]] == ["dp", "zero3", "megatron"] and len(data["curve"]) > 1
 
 
+def test_the_graph_of_a_page_has_every_value_and_its_conversions(plan, tmp_path):
+    split = autopar.plan(*split_gpt2(), mesh=(2, 2), parallel="megatron", memory_budget="inf")
+    for one in (plan, split):
+        graph = data_of(one)["graph"]
+        places = [name for name, _ in graph["nodes"]]
+        steps = {(places[line[0]], places[line[1]], line[4]) for line in graph["lines"]}
+        moved = {
+            (folded(c.source), folded(c.target), ", ".join(s.text(one.mesh.axes) for s in c.forward))
+            for c in one.conversions
+            if {one.decisions[c.source].kind, one.decisions[c.target].kind} == {"op"} and c.forward
+        }
+        assert moved <= steps and (one is plan or moved)
+        read = {name for d in one.decisions.values() for name in d.reads if one.decisions[name].kind == "op"}
+        assert {folded(name) for name in read} <= {places[line[0]] for line in graph["lines"]}
+        back = {(places[line[0]], places[line[1]]) for line in graph["lines"] if line[6]}
+        assert back and all("h.*" in source and "h.*" in target for source, target in back)  # to the next layer
+
+
+def split_gpt2():
+    build, config = SITES["gpt2"]
+    return build(config).train(), drawn(16, 16, 128)
+
+
 def test_a_plan_that_was_read_has_a_page_too(plan, tmp_path, capsys):
     plan.save(tmp_path / "plan.json")
     assert main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "plan.html")]) == 0
@@ -110,7 +144,7 @@ def test_a_plan_that_was_read_has_a_page_too(plan, tmp_path, capsys):
 def test_text_of_a_model_ends_no_script(plan, tmp_path):
     odd = replace(plan, assumptions=("of </script><b>",))
     text = odd.report(tmp_path / "odd.html").read_text()
-    assert text.count("</script>") == 3 and ["assumed", "of </script><b>"] in json.loads(Page(text).text)["said"]
+    assert text.count("</script>") == 5 and ["assumed", "of </script><b>"] in json.loads(Page(text).text)["said"]
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium: apt-get install chromium")
@@ -130,10 +164,11 @@ def test_a_browser_draws_it(plan, tmp_path):
     found, opened, has_rivals, count, first, canvases = json.loads(acted)
     assert 1 <= found < count and opened == 1 and has_rivals and canvases == 3
     assert first.startswith(plan_first(plan))
+    graph = re.search(r'data-graph="([^"]*)"', made.stdout)[1].replace("&quot;", '"')
+    more, is_open, less, has_rivals, to_the_next, is_laid_out, _ = json.loads(graph)
+    assert more > 0 and is_open and less == 0 and has_rivals and to_the_next and is_laid_out
 
 
 def plan_first(plan):
     """The first op of the plan, layers as one."""
-    from autopar.graph.layers import folded
-
     return folded(next(name for name, d in plan.decisions.items() if d.kind == "op"))

@@ -54,9 +54,13 @@ def of_gpt2(**how):
     [
         ("dp", (4,), "batch over 4 devices"),
         ("zero3", (4,), "parameters stored in 4 parts, gathered where they are used, and again in backward"),
-        ("zero1", (2, 2), "batch over 4 (axes 0, 1), parameters stored in 4 parts, gathered where they are used"),
+        (
+            "zero1",
+            (2, 2),
+            "batch over 4 (axes data, model), parameters stored in 4 parts, gathered where they are used",
+        ),
         ("megatron", (4,), "weights over 4 devices"),
-        ({"data": 2, "tensor": 2}, (2, 2), "batch over 2 (axis 0); "),
+        ({"data": 2, "tensor": 2}, (2, 2), "batch over 2 (axis data); "),
     ],
 )
 def test_the_verdict_says_what_a_preset_does(parallel, mesh, says):
@@ -174,7 +178,7 @@ class SequenceFirst(torch.nn.Module):
     ("model", "shape", "how", "says"),
     [
         (Product, (64, 64), {"mesh": (2,), "constraints": {"w": "S(1)"}}, "weights over 2 devices: matmul"),
-        (Product, (64, 64), {"mesh": (2, 2), "parallel": "dp"}, "batch over 4 (axes 0, 1)"),
+        (Product, (64, 64), {"mesh": (2, 2), "parallel": "dp"}, "batch over 4 (axes data, model)"),
         (SequenceFirst, (16, 8, 64), {"mesh": (2,), "parallel": "dp"}, "batch over 2 devices"),
         (
             SequenceFirst,
@@ -194,4 +198,4 @@ def test_the_verdict_of_odd_models_is_true(model, shape, how, says):
 def test_graphs_spaces_and_meshes_show_themselves_in_a_notebook(model):
     graph = autopar.tracer.ColoTracer().trace(model(), drawn(4, 16, 128), assume=ASSUMED)
     assert graph._repr_html_().startswith("<pre>") and "linear" in graph._repr_html_()
-    assert autopar.DeviceMesh((2, 2))._repr_html_() == "<pre>(0=2, 1=2)</pre>"
+    assert autopar.DeviceMesh((2, 2))._repr_html_() == "<pre>(data=2, model=2)</pre>"
