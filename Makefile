@@ -6,19 +6,23 @@ TORCH  ?= 2.13.0
 TRANSFORMERS ?= 5.24.0
 WORKERS ?= 2
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP    := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
+# a line every four seconds while a command runs that says nothing:  $(call told,what,command)
+told = $(2) & pid=$$!; s=0; while kill -0 $$pid 2> /dev/null; do sleep 1; s=$$((s + 1)); \
+	[ $$((s % 4)) -ne 0 ] || echo "  $(1), $$s s"; done; wait $$pid
 
 .PHONY: demo test lint check site nightly nightly-oldest bench clean
 
 # torch comes first and pinned: an unpinned torch pulls gigabytes of GPU packages
 $(VENV)/.torch-$(TORCH):
 	@echo "creating $(VENV) with torch $(TORCH)"
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch==$(TORCH)
+	@$(call told,creating $(VENV),$(PYTHON) -m venv $(VENV))
+	@$(call told,installing torch $(TORCH),$(PIP) torch==$(TORCH))
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch-$(TORCH) pyproject.toml
-	$(PIP) --editable ".[hf]"
+	@echo "installing autopar and transformers"
+	@$(call told,installing,$(PIP) --editable ".[hf]")
 	@touch $@
 
 # torchvision and timm are models to be traced; they live apart, because transformers will not import where it sees a
@@ -37,7 +41,7 @@ $(VENV)/.dev: $(VENV)/.test
 	@touch $@
 
 demo: $(VENV)/.demo            ## plan a model on a 2x2 mesh, train it on four processes beside the single-device model
-	$(BIN)/python examples/demo.py
+	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test            ## every test but the nightly ones
 	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST)

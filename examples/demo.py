@@ -9,11 +9,16 @@ be compared: with dropout the parallel model draws by position, whatever the mes
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 import time
+from collections.abc import Iterator
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+if __name__ == "__main__":  # the four processes load them too
+    print("loading PyTorch and transformers ...", flush=True)
 
 import torch
 from rich.console import Console
@@ -61,35 +66,58 @@ def on_rank(rank: int, plan: autopar.Plan) -> list[float]:
     return train(autopar.autoparallelize(gpt2(), batches()[0], plan=plan))
 
 
+@contextlib.contextmanager
+def told(what: str, every: float = 4.0) -> Iterator[None]:
+    """A line now and then, for as long as something runs that says nothing itself."""
+    is_over, begun = threading.Event(), time.perf_counter()
+
+    def tell() -> None:
+        while not is_over.wait(every):
+            print(f"  {what}, {time.perf_counter() - begun:.0f} s", flush=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        teller.join()
+
+
 def main() -> None:
-    console = Console(width=160, soft_wrap=True)
+    console = Console(width=100)
     logging.disable(logging.WARNING)
+    console.print("building GPT-2 ...")
     model, batch = gpt2(), batches()[0]
 
     console.print(
         f"planning GPT-2 (2 layers, {sum(p.numel() for p in model.parameters()):,} parameters) on mesh {MESH} ..."
     )
     start = time.perf_counter()
-    plan = autopar.plan(model, batch, mesh=MESH)
+    with told("planning"):
+        plan = autopar.plan(model, batch, mesh=MESH)
     console.print(f"planned in {time.perf_counter() - start:.1f} s\n")
     print(plan)
     plan.save("plan.json")
 
     console.print(f"\ntraining {STEPS} steps on one process ...")
-    single = train(model)
+    with told("training"):
+        single = train(model)
     console.print("training the same on four gloo processes under the plan ...")
     start = time.perf_counter()
-    parallel = on_processes(MESH.size, on_rank, plan, timeout_s=300)[0]
+    with told("four processes start, lower and train"):
+        parallel = on_processes(MESH.size, on_rank, plan, timeout_s=300)[0]
     console.print(f"four processes started, lowered and trained in {time.perf_counter() - start:.1f} s")
 
     table = Table("step", "single-device loss", "parallel loss", "difference")
     for step, (a, b) in enumerate(zip(single, parallel, strict=True)):
         table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
     console.print(table)
-    console.print(
-        f"largest difference {max(abs(a - b) for a, b in zip(single, parallel, strict=True)):.1e}; the plan is in "
-        "plan.json"
-    )
+    console.print(f"largest difference {max(abs(a - b) for a, b in zip(single, parallel, strict=True)):.1e}")
+    print("\nThe plan is in plan.json. Where to look next:")
+    print("  autopar report plan.json -o plan.html    the plan as a page")
+    print("  autopar plan llama-3-8b --mesh 8x8 --cluster h100-8x8    a large model, planned on this machine")
+    print("  docs/index.md    the same three lines in your own training script")
 
 
 if __name__ == "__main__":

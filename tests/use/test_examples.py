@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import runpy
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -59,6 +62,25 @@ def test_a_space_is_solved_elsewhere(tmp_path, monkeypatch, capsys):
     said = run("research/solve_space.py", [], monkeypatch, capsys)
     best, bound, proven = (float(line.split(" ms")[0].split()[-1]) for line in said.replace("; ", "\n").splitlines())
     assert bound <= proven <= best + 1e-9
+
+
+@pytest.mark.nightly
+def test_the_demo_is_never_silent(tmp_path):
+    """A line every five seconds, within 100 columns; at the end the losses, and where to look next."""
+    command = [sys.executable, "-u", str(HERE / "examples" / "demo.py")]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
+    lines, times = [], [time.monotonic()]
+    with demo:
+        for line in demo.stdout:
+            lines.append(line.rstrip())
+            times.append(time.monotonic())
+    times.append(time.monotonic())
+    assert demo.returncode == 0 and (tmp_path / "plan.json").is_file()
+    assert max(map(len, lines)) <= 100
+    assert max(after - before for before, after in itertools.pairwise(times)) < 5
+    table = [line for line in lines if line.startswith("│")]
+    assert len(table) == 6 and all(float(line.split("│")[4]) < 1e-5 for line in table)
+    assert "Where to look next" in lines[-4]
 
 
 def test_examples_are_short_and_all_are_run():
