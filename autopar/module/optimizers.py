@@ -1,7 +1,7 @@
-"""torch's optimizers that cannot make a step of parameters of a parallel model.
+"""Optimizers that cannot make a step of parameters of a parallel model.
 
-Every class and form of them was tried (tests/runtime/test_optimizers.py): those that are not here make the step of one
-device.
+Every class and form of torch's was tried (tests/runtime/test_optimizers.py): those that are not here make the step of
+one device. Of others' those are here that were seen to end in the middle of a step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ from autopar.runtime.private import StridedShard
 
 _WHOLE = 'parallel="dp", which stores parameters whole'
 _WITHOUT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)  # torch has no form of these kernels for DTensors
+_8_BIT = "torchao.optim.AdamW8bit, which steps parts of parameters as it steps whole ones"
+# of the optimizers of other projects: where a class is from, how its name ends, why it fails, what to take instead
+_OTHERS = (
+    ("bitsandbytes.", "", "its kernels take plain tensors alone", _8_BIT),
+    ("torchao.", "4bit", "its compiled step does not take DTensors", _8_BIT),
+    ("transformers.", "Adafactor", "it adds plain tensors to parameters", f"torch.optim.Adafactor beside {_WHOLE}"),
+)
 
 
 def refuse_steps_on(parameters: Iterable[nn.Parameter]) -> None:
@@ -52,6 +59,9 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
             raise _letter(name, spread[0], "it writes by masks", "torch.optim.RMSprop or AdamW")
         if isinstance(optimizer, torch.optim.Adafactor) and (cut := [p for p in spread if _is_cut(p)]):
             raise _letter(name, cut[0], "it takes norms of whole rows", f"torch.optim.AdamW, or {_WHOLE}")
+        for of, ends, why, advice in _OTHERS:
+            if any(c.__module__.startswith(of) and c.__name__.endswith(ends) for c in type(optimizer).__mro__):
+                raise _letter(name, spread[0], why, advice)
         if isinstance(optimizer, torch.optim.LBFGS) and (cut := [p for p in spread if not _can_be_flattened(p)]):
             raise _letter(
                 name, cut[0], "it makes one vector of all parameters: one is cut unevenly or by blocks", _WHOLE

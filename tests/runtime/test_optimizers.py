@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import autopar
-from autopar.letters import Letter
+from autopar.letters import Letter, NotServed
 from autopar.testing import Equality, on_processes
 from tests.models import eager_links
 from tests.training import whole
@@ -219,6 +220,37 @@ def test_every_optimizer_of_torch_is_tried():
         if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
     }
     assert classes - {"Optimizer"} == {form.split()[0] for form in FORMS}
+
+
+def like(module, name):
+    """A class that says it is of another project, which need not be installed."""
+    return type(name, (torch.optim.SGD,), {"__module__": module})
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        transformers.optimization.Adafactor,
+        like("bitsandbytes.optim.adamw", "PagedAdamW8bit"),
+        type("Mine", (like("bitsandbytes.optim.lion", "Lion8bit"),), {}),
+        like("torchao.optim.adam", "AdamW4bit"),
+    ],
+    ids=lambda c: c.__name__,
+)
+def test_optimizers_of_others_that_fail_in_mid_step_are_letters(build):
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    mine = autopar.autoparallelize(Net().double(), (x,), mesh=1)
+    try:
+        optimizer = build(mine.parameters())
+        mine(x).backward()
+        before = {name: p.detach().clone() for name, p in mine.named_parameters()}
+        with pytest.raises(NotServed, match="torchao.optim.AdamW8bit|torch.optim.Adafactor"):
+            optimizer.step()
+        assert all(torch.equal(before[name].to_local(), p.to_local()) for name, p in mine.named_parameters())
+        like("torchao.optim.adam", "AdamW8bit")(mine.parameters()).step()  # serves, so that nothing refuses it
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("build", [torch.optim.Adafactor, torch.optim.LBFGS], ids=lambda c: c.__name__)
