@@ -12,6 +12,7 @@ ourselves.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -100,6 +101,11 @@ class Infeasible(Letter):
     def of_bytes(self, needs: float, smallest: float) -> Infeasible:
         self.needs, self.smallest = needs, smallest
         return self
+
+    @property
+    def is_of_states(self) -> bool:
+        """Is the budget exceeded by parameters, gradients and states of the optimizer alone, whatever a plan does?"""
+        return self.needs > 0 and math.isinf(self.smallest)
 
 
 class Lost(Letter):

@@ -82,14 +82,18 @@ def with_remedies(letter: Infeasible, request: Request, graph: Graph, traced: Ca
     """
     if not letter.smallest:
         return letter  # no budget was in the way
-    found = [*_ruled_out(request), *_devices(request, graph, traced)]
+    if letter.is_of_states and (request.parallel is not None or request.constraints):
+        return letter  # what is asked for keeps parameters whole, on however many devices
+    found = [*_ruled_out(letter, request), *_devices(request, graph, traced)]
     advice = "; ".join([letter.advice, *found])
     said = Infeasible(letter.what, at=letter.at, seen=letter.seen, advice=advice)
     return said.of_bytes(letter.needs, letter.smallest)
 
 
-def _ruled_out(request: Request) -> Iterator[str]:
+def _ruled_out(letter: Infeasible, request: Request) -> Iterator[str]:
     """Arguments that keep the search from what saves memory."""
+    if letter.is_of_states:
+        return  # nothing of it makes these less
     for name, rules_out in (("recompute", "none"), ("microbatches", 1), ("chunks", 1)):
         if getattr(request, name) == rules_out:
             yield f'{name}="auto", which was ruled out'

@@ -24,6 +24,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import budget_for, size
 from autopar.solver.plan import Plan
 from autopar.solver.program import peak_where_nothing_is_dear, solve
+from autopar.solver.standing import refuse_below
 from autopar.space.constraints import Preset
 from autopar.space.presets import preset_of, said_of, window_of
 from autopar.space.setting import Setting
@@ -72,8 +73,11 @@ class Planning:
         except Infeasible as e:
             if (asked.parallel is None and not asked.constraints) or math.isinf(asked.budget):
                 raise
-            seen = f"{e.seen}; {self._in_the_way(mesh)}"
-            raise Infeasible(e.what, at=e.at, seen=seen, advice=e.advice).of_bytes(e.needs, e.smallest) from e
+            seen = f"{e.seen}; {self._stored_apart(mesh) if e.is_of_states else self._in_the_way(mesh)}"
+            advice = "none of these constraints, which keep them whole" if e.is_of_states else e.advice
+            if e.is_of_states and asked.parallel is not None:
+                advice = f"another preset than {asked.parallel!r}, or none"
+            raise Infeasible(e.what, at=e.at, seen=seen, advice=advice).of_bytes(e.needs, e.smallest) from e
 
     def _in_the_way(self, mesh: DeviceMesh) -> str:
         """The constraints that a budget breaks on: there is a plan without them."""
@@ -97,6 +101,10 @@ class Planning:
             return "without the constraints there is none either"
         guilty = [what for what, freer in parts if fits(**freer)] if len(parts) > 1 else [parts[0][0]]
         return f"there is one without {' or without '.join(guilty) if guilty else 'all of the constraints together'}"
+
+    def _stored_apart(self, mesh: DeviceMesh) -> str:
+        """Words about what stands on each device, if the constraints left it in parts on all of them."""
+        return f"on all {mesh.size} devices in parts it takes {size(_standing(self.request, self.graph) / mesh.size)}"
 
     def _planned(self, mesh: DeviceMesh, known: float) -> Plan:
         """The plan on a mesh; where the fastest one does not fit in the budget, one of those that do."""
@@ -148,6 +156,8 @@ class Planning:
             shared=Shared.of(self.graph, setting),
         )
         space = None if self.is_tight else space_in(setting)
+        if space is not None:
+            refuse_below(space, asked.budget)
         if space is not None and (math.isinf(asked.budget) or peak_where_nothing_is_dear(space) <= asked.budget):
             plan = self._fastest(space, math.inf, defaults, lambda: space_in(replace(setting, regather=True)))
             if plan.peak_bytes <= asked.budget:
@@ -155,7 +165,9 @@ class Planning:
         if space is not None and asked.chunks == "auto":
             raise _DoesNotFit(space)
         # it hardly fits with every copy kept
-        return self._fastest(space_in(replace(setting, regather=True)), asked.budget, defaults)
+        wide = space_in(replace(setting, regather=True))
+        refuse_below(wide, asked.budget)
+        return self._fastest(wide, asked.budget, defaults)
 
     def _under_budget(self, space: Space, mesh: DeviceMesh, known: float) -> Plan:
         """The plan where the fastest one does not fit: the loss head runs in chunks where that takes next to no time.
@@ -167,7 +179,8 @@ class Planning:
         whole = replace(self, is_tight=True, why_whole=found.why)
         head = found.head
         numbers = () if head is None else numbers_of_chunks(head)
-        if head is None or not numbers or _is_hopeless(self.request, self.graph, mesh):
+        is_over = _standing(self.request, self.graph) / mesh.size > self.request.budget
+        if head is None or not numbers or is_over:
             return whole._planned(mesh, known)
         few = [n for n in numbers if n <= FEW]
         trial = replace(whole, graph=in_chunks(self.graph, few.pop(), keeps), is_trial=True)
@@ -234,12 +247,11 @@ class Planning:
         return [("head", f"whole: {self.why_whole}")] if self.why_whole else []
 
 
-def _is_hopeless(request: Any, graph: Graph, mesh: DeviceMesh) -> bool:
-    """Does what no turns make less exceed the budget: parameters, gradients and states, on all devices?"""
+def _standing(request: Any, graph: Graph) -> float:
+    """Bytes of parameters, gradients and states of the optimizer, on all devices."""
     types = [type_of(node) for node in graph.parameters.values()]
     kept = {t.itemsize: optimizer_figures(request.optimizer, t.itemsize)["kept"] for t in types}
-    standing = sum(t.nbytes * (1 + t.requires_grad * (1 + kept[t.itemsize])) for t in types)
-    return bool(standing / mesh.size > request.budget)
+    return float(sum(t.nbytes * (1 + t.requires_grad * (1 + kept[t.itemsize])) for t in types))
 
 
 def _of_the_smaller(letter: Infeasible, smallest: float, chunks: int) -> Infeasible:

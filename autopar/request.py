@@ -292,6 +292,8 @@ def _may_fit(letters: Sequence[Infeasible], budget: float) -> bool:
     Each halves at best what the last two differ by, so that all that follow take as much again.
     """
     smallest = [e.smallest for e in letters[-2:]]
+    if letters[-1].is_of_states:
+        return False
     return len(smallest) < 2 or 2 * smallest[1] - smallest[0] <= budget
 
 

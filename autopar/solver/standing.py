@@ -1,0 +1,50 @@
+"""What stands in memory whatever a plan does: parameters, gradients and states of the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import numpy as np
+
+from autopar.letters import Infeasible
+from autopar.solver.figures import size
+from autopar.space.space import Space
+
+MANY = 1000  # sites, from which on a search takes longer than a person waits for a letter
+
+
+def refuse_below(space: Space, budget: float) -> None:
+    """Raise the letter about a budget that is exceeded by what stands, stored in as many parts as the space has.
+
+    Of spaces of many sites alone: in others the smallest plan is soon found, which says more.
+    """
+    if space.memory is None or not math.isfinite(budget) or len(space.sites) <= MANY:
+        return
+    kinds = standing(space)
+    least = sum(kinds.values())
+    if least <= budget * (1 + 1e-9):
+        return
+    fills = ", ".join(f"{kind} {size(n)}" for kind, n in sorted(kinds.items(), key=lambda pair: -pair[1]) if n)
+    raise Infeasible(
+        f"there is no plan of {size(budget)} a device on mesh {space.setting.mesh}",
+        seen=f"{size(least)} are needed by any plan; at the optimizer step, in as many parts as may be: {fills}",
+        advice="more devices, or an optimizer that keeps less",
+    ).of_bytes(least, math.inf)
+
+
+def standing(space: Space) -> dict[str, float]:
+    """The least bytes at the beginning of the optimizer's step, by kind: of each site those of its smallest choice."""
+    assert space.memory is not None
+    time = 2 * len(space.memory.ops)
+    of_sites: dict[int, list[tuple[str, np.ndarray]]] = defaultdict(list)
+    for piece in space.memory.pieces:
+        if not piece.is_edge and piece.first <= time <= piece.last:
+            of_sites[piece.place].append((piece.kind, piece.bytes))
+    found: dict[str, float] = defaultdict(float)
+    for place, pieces in of_sites.items():
+        whole = np.sum([held for _, held in pieces], axis=0)
+        least = int(np.where(np.isfinite(space.sites[place].seconds), whole, math.inf).argmin())
+        for kind, held in pieces:
+            found[kind] += float(held[least])
+    return dict(found)
