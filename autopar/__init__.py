@@ -17,6 +17,7 @@ _HOME = {  # public name -> the module that holds it
     "autoparallelize": "autopar.api",
     "plan": "autopar.api",
     "gather": "autopar.module.gathered",
+    "watch": "autopar.module.watch",
     "Plan": "autopar.api",
     "DeviceMesh": "autopar.sharding.mesh",
     "Cluster": "autopar.sharding.cluster",

@@ -132,5 +132,9 @@ class NotCertified(Letter):
     """An emitted program whose values do not lie as its ops need them: an error of autopar, caught before it runs."""
 
 
+class Diverged(Letter):
+    """Ranks hold different values of what should be the same on all of them: `autopar.watch` has looked."""
+
+
 class Consumed(Letter):
     """The single-device model was used after it became the parallel one."""

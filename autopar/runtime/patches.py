@@ -379,7 +379,11 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def function_apply(replacing: Replacing) -> contextlib.AbstractContextManager[None]:
     """Replace `torch.autograd.Function.apply`, whose call no mode of torch sees."""
-    original = vars(torch.autograd.Function)["apply"].__func__
+    held = vars(torch.autograd.Function)["apply"]  # a classmethod, from torch 2.14 on one of C
+
+    def original(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return held.__get__(None, cls)(*args, **kwargs)
+
     return patched(torch.autograd.Function, "apply", classmethod(replacing(original)))
 
 

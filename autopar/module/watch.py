@@ -1,0 +1,150 @@
+"""`watch`: a look now and then, while a model trains, at what no test before the first step can see.
+
+Devices flip bits, and code of a user writes to one rank's parameters. From then on the ranks train different models,
+and nothing says so. Tensors that several ranks hold are compared by the sum of their bit patterns, in which any one
+flipped bit shows: a pass over what a rank holds, and one message of a number a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.letters import Diverged, NotServed
+from autopar.module.parallel import ParallelModule
+from autopar.runtime.agreement import agree
+from autopar.runtime.world import exchanged
+from autopar.sharding.mesh import DeviceMesh
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NAMED = 3  # tensors of one letter
+
+
+class Watch:
+    """What `watch` gives: it looks by itself, or when it is told to, until it is removed."""
+
+    def __init__(self, model: ParallelModule, every: int, optimizer: torch.optim.Optimizer | None) -> None:
+        self.model, self.every, self.optimizer = model, every, optimizer
+        self.calls = 0  # of the model in training
+        self.looks = 0
+        self._hook = model.register_forward_pre_hook(self._before_call)
+
+    def _before_call(self, model: nn.Module, args: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            if self.calls and self.calls % self.every == 0:
+                self.look()
+            self.calls += 1
+
+    def look(self) -> None:
+        """Compare now, on all ranks; a letter on each of them names what differs and where."""
+        held = list(self._held())
+        agree(tuple(name for name, _ in held), "compares its copies", is_call=False)
+        self.looks += 1
+        sums = [_checksum(_local(tensor)) for _, tensor in held]
+        if not sums:
+            return
+        mine: list[int] = torch.stack(sums).tolist()
+        everyone = exchanged(mine, _local(held[0][1]).device)
+        differ = [
+            (name, tensor, odd, others)
+            for (name, tensor), theirs in zip(held, zip(*everyone, strict=True), strict=True)
+            for odd, others in _minorities(theirs, _copies(tensor, len(everyone)))
+        ]
+        if differ:
+            raise self._letter(differ)
+
+    def remove(self) -> None:
+        """Look no more."""
+        self._hook.remove()
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters, buffers and states of the optimizer, by names that are the same on every rank."""
+        parameters = dict(self.model.named_parameters())
+        yield from parameters.items()
+        yield from self.model.named_buffers()
+        for name, parameter in parameters.items() if self.optimizer is not None else ():
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor) and (isinstance(value, DTensor) or value.numel() == 1):
+                    yield f"{key} of {name}", value
+
+    def _letter(self, differ: Sequence[tuple[str, Tensor, list[int], list[int]]]) -> Diverged:
+        name, tensor, odd, others = differ[0]
+        more = sorted({other for other, *_ in differ} - {name})
+        rest = f"; so do {', '.join(more[:_NAMED])}{', ...' if len(more) > _NAMED else ''}" if more else ""
+        ranks = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
+        return Diverged(
+            f"{name} on {ranks} differs from its copies on {', '.join(map(str, others))}, at call {self.calls}{rest}",
+            seen=_difference(_local(tensor), odd[0], others[0]),
+            advice="the last checkpoint, and another device; or look for code that writes to parameters on one rank",
+        )
+
+
+def watch(model: nn.Module, every: int = 100, optimizer: torch.optim.Optimizer | None = None) -> Watch:
+    """Compare what several ranks hold copies of, before every so many calls in training.
+
+    A letter on every rank names the parameter or buffer (with `optimizer`, its states too), the rank and the call. All
+    ranks call it, and make the same calls.
+    """
+    if not isinstance(model, ParallelModule):
+        raise NotServed(
+            f"this {type(model).__name__} is not parallel", advice="the model that autoparallelize returned"
+        )
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise NotServed(f"every={every!r} is no number of calls", advice="every=100")
+    return Watch(model, every, optimizer)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    found: Tensor = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return found
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """The sum of the bit patterns of its elements."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = plain.contiguous().flatten().view(_INTEGERS[plain.element_size()])
+    return bits.sum(dtype=torch.int64)
+
+
+def _copies(tensor: Tensor, ranks: int) -> list[list[int]]:
+    """The ranks that hold the same part of it, part by part."""
+    if not isinstance(tensor, DTensor):
+        return [list(range(ranks))]
+    cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    mesh, found = DeviceMesh.of(tensor.device_mesh), defaultdict[Any, list[int]](list)
+    for rank in range(ranks):
+        place = mesh.coordinate(rank)
+        found[tuple(place[axis] for axis in cut)].append(rank)
+    return list(found.values())
+
+
+def _minorities(sums: Sequence[int], copies: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list[int]]]:
+    """The ranks whose sum most of their copies do not have, and those others."""
+    for ranks in copies:
+        counts = Counter(sums[rank] for rank in ranks)
+        if len(counts) > 1:
+            usual = max(counts, key=lambda value: (counts[value], value == sums[ranks[0]]))
+            yield [r for r in ranks if sums[r] != usual], [r for r in ranks if sums[r] == usual]
+
+
+def _difference(mine: Tensor, odd: int, other: int) -> str:
+    """How many elements of a copy differ, and by how much; every rank is told by the odd one."""
+    box: list[Any] = [mine.cpu() if dist.get_rank() == other else None]
+    dist.broadcast_object_list(box, other)
+    said: list[Any] = [None]
+    if dist.get_rank() == odd:
+        theirs, here = box[0], mine.cpu()
+        is_same = (here == theirs) | ((here != here) & (theirs != theirs))
+        by = (here.double() - theirs.double())[~is_same].abs()
+        most = float(by.max()) if by.numel() else math.nan
+        said = [f"{int((~is_same).sum())} of {here.numel()} elements, by {most:.3g} at most"]
+    dist.broadcast_object_list(said, odd)
+    return f"{said[0]}, on rank {odd} against rank {other}"
