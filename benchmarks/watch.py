@@ -60,8 +60,8 @@ def main() -> None:
     lines = [
         "# What a look of `autopar.watch` costs",
         "",
-        f"GPT-2 of two layers on mesh {MESH}, four gloo processes on two shared cores, with the states of AdamW; medians",
-        f"of {STEPS - 2}. `PYTHONPATH=. python -m benchmarks.watch`",
+        f"GPT-2 of two layers on mesh {MESH}, four gloo processes on two shared cores, with the states of AdamW;",
+        f"medians of {STEPS - 2}. `PYTHONPATH=. python -m benchmarks.watch`",
         "",
         "| plan | parameters held, MiB | a step, ms | a look, ms | at every=100 |",
         "|---|---|---|---|---|",

@@ -47,11 +47,11 @@ class Watch:
         held = list(self._held())
         agree(tuple(name for name, _ in held), "compares its copies", is_call=False)
         self.looks += 1
-        sums = [_checksum(_local(tensor)) for _, tensor in held]
-        if not sums:
+        if not held:
             return
-        mine: list[int] = torch.stack(sums).tolist()
-        everyone = exchanged(mine, _local(held[0][1]).device)
+        device = self.model._own.setup.device
+        sums = [_checksum(_local(tensor)).to(device) for _, tensor in held]  # a count of steps may be elsewhere
+        everyone = exchanged(torch.stack(sums).tolist(), device)
         differ = [
             (name, tensor, odd, others)
             for (name, tensor), theirs in zip(held, zip(*everyone, strict=True), strict=True)
@@ -69,8 +69,9 @@ class Watch:
         parameters = dict(self.model.named_parameters())
         yield from parameters.items()
         yield from self.model.named_buffers()
-        for name, parameter in parameters.items() if self.optimizer is not None else ():
-            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+        states = {} if self.optimizer is None else self.optimizer.state
+        for name, parameter in parameters.items():
+            for key, value in sorted(states.get(parameter, {}).items()):
                 if isinstance(value, Tensor) and (isinstance(value, DTensor) or value.numel() == 1):
                     yield f"{key} of {name}", value
 

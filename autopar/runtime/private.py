@@ -141,7 +141,10 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
+    if (public := getattr(torch.distributed, "set_timeout", None)) is not None:  # from torch 2.14 on
+        public(timeout, group)
+    else:
+        torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def job_store() -> Any:

@@ -72,7 +72,10 @@ def local(tensor):
 
 
 def flipped(where, on=2):
-    """One bit of one element of what `where(model, optimizer)` gives, on one rank: not the lowest, which rounding may undo."""
+    """One bit of an element of what `where(model, optimizer)` gives, on one rank.
+
+    Not the lowest, which rounding may undo.
+    """
 
     def flip(rank, model, optimizer):
         if rank == on:
