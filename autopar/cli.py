@@ -9,7 +9,7 @@
     autopar timeline gpt2 --inputs batch=8,seq=256 --mesh 4 -o step.json     the step as a trace, and a measured one
     autopar export plan.json --to fsdp2                                      for other systems, and what they lack
     autopar verify plan.json train.py:build                                  its program on ranks beside one device
-    autopar run train.py --ranks 8                                           a script on local ranks
+    autopar run --ranks 8 train.py                                           a script on local ranks
     autopar check                                                            versions, solvers, backends, GPUs
     autopar calibrate --ranks 4 --mesh 2,2 -o profile.json                   measure this machine
     autopar bench kernels                                                    time kernels beside their ops
@@ -77,6 +77,8 @@ def _check(asked: argparse.Namespace) -> None:
         raise BadSharding(f"--ranks {ranks} is no number of ranks")
     for name in ("out", "report"):
         path = getattr(asked, name, "")
+        if path and path == getattr(asked, "plan", None):
+            raise BadCluster(f"{path} is the plan itself, and would be written over", advice="-o, with another name")
         if path and not os.path.isdir(os.path.dirname(path) or "."):
             raise BadCluster(f"there is no folder for {path}")
 
@@ -118,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     export = command("export", "write a plan for another system, and list what that cannot be told")
     export.add_argument("plan", help="a plan that was saved")
     export.add_argument("--to", required=True, choices=("fsdp2", "hf", "torchtitan"), help="the system")
-    export.add_argument("-o", "--out", default="", help="where it goes: plan.py, plan.json or plan.toml")
+    export.add_argument("-o", "--out", default="", help="where it goes: fsdp2.py, tp_plan.json or titan.toml")
     _of_verify(command("verify", "run a plan's program on local ranks, and hold it against one device"))
     _of_run(command("run", "start a script on ranks, by torchrun"))
     command("check", "say what this machine has: versions, solvers, backends, GPUs")

@@ -227,13 +227,13 @@ def _torchtitan(told: Told) -> str:
 
 
 TARGETS: dict[str, Callable[[Told], str]] = {"fsdp2": _fsdp2, "hf": _hf, "torchtitan": _torchtitan}
-_ENDINGS = {"fsdp2": "py", "hf": "json", "torchtitan": "toml"}
+_FILES = {"fsdp2": "fsdp2.py", "hf": "tp_plan.json", "torchtitan": "titan.toml"}  # plan.json is a plan's
 
 
 def export(asked: argparse.Namespace) -> int:
     """Write a plan for another system, and say what is lost."""
     told = Told.of(Plan.load(asked.plan))
-    path = Path(asked.out or f"plan.{_ENDINGS[asked.to]}")
+    path = Path(asked.out or _FILES[asked.to])
     path.write_text(TARGETS[asked.to](told), encoding="utf-8")
     unsaid = sorted(told.unsaid, key=lambda one: -one.seconds)
     if asked.json:

@@ -81,12 +81,24 @@ def bench(asked: argparse.Namespace) -> int:
     return subprocess.call([sys.executable, "-m", "autopar.bench", *asked.arguments])
 
 
+def _refuse_behind(script: str, arguments: list[str]) -> None:
+    """Raise a letter about an option of this command behind the script, which would get it."""
+    for option in ("--ranks", "--nodes", "--endpoint") if arguments[:1] != ["--"] else ():
+        if any(text == option or text.startswith(f"{option}=") for text in arguments):
+            raise NotServed(
+                f"{option} stands behind {script}, which would get it",
+                advice=f"autopar run {option} ... {script}; or, if it is the script's own, {script} -- {option} ...",
+            )
+
+
 def run(asked: argparse.Namespace) -> int:
     """Start a script on local ranks, by torchrun."""
     if not os.path.isfile(asked.script):
-        raise NotServed(f"there is no script {asked.script}", advice="autopar run train.py --ranks 8")
+        raise NotServed(f"there is no script {asked.script}", advice="autopar run --ranks 8 train.py")
+    _refuse_behind(asked.script, asked.arguments)
     ranks = asked.ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
+    given = asked.arguments[asked.arguments[:1] == ["--"] :]
     nodes = ["--standalone"] if asked.nodes == 1 else [f"--nnodes={asked.nodes}", f"--rdzv-endpoint={asked.endpoint}"]
-    command = ["torch.distributed.run", f"--nproc-per-node={ranks}", *nodes, asked.script, *asked.arguments]
+    command = ["torch.distributed.run", f"--nproc-per-node={ranks}", *nodes, "--", asked.script, *given]
     env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
     return subprocess.call([sys.executable, "-m", *command], env=env)

@@ -138,7 +138,7 @@ def _transformers() -> Any:
 
 def _sizes(text: str) -> dict[str, int]:
     """`batch=8,seq=512` as numbers."""
-    found = dict(_DEFAULT)
+    found: dict[str, int] = {}
     for item in filter(None, text.split(",")):
         name, _, number = item.partition("=")
         if name not in _DEFAULT or not number.isdecimal() or not int(number):
@@ -151,6 +151,9 @@ def _sizes(text: str) -> dict[str, int]:
 
 def _batch(config: Any, sizes: Mapping[str, int], device: str) -> dict[str, torch.Tensor]:
     """A batch for a model of a configuration."""
+    if hasattr(config, "image_size") and "seq" in sizes:
+        raise NoModel("a model of images has no seq", seen=f"seq={sizes['seq']}", advice="batch=8")
+    sizes = {**_DEFAULT, **sizes}
     rows = sizes["batch"]
     if hasattr(config, "image_size"):
         side, channels = config.image_size, getattr(config, "num_channels", 3)

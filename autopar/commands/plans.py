@@ -6,6 +6,7 @@ import argparse
 import json
 
 from autopar.commands.planning import shown
+from autopar.report import write_report
 from autopar.solver.plan import Plan
 from autopar.solver.text import SAME
 
@@ -24,7 +25,7 @@ def explain(asked: argparse.Namespace) -> int:
 
 def report(asked: argparse.Namespace) -> int:
     """A page about a plan."""
-    path = Plan.load(asked.plan).report(asked.out)
+    path = write_report(Plan.load(asked.plan), asked.out)
     print(json.dumps({"report": str(path)}) if asked.json else path)
     return 0
 

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 import autopar
+from autopar.codegen.checked import check_plan
 from autopar.codegen.lower import lower
 from autopar.commands.models import Named, loss_of
-from autopar.graph.graph import info
-from autopar.letters import BadPlan, NotCertified
+from autopar.graph.graph import Graph, info
+from autopar.letters import BadInput, BadPlan, NotCertified
 from autopar.request import Request
 from autopar.runtime.world import world_size
 from autopar.solver.figures import aligned
@@ -26,6 +28,7 @@ from autopar.tracer.precision import Precision, reference
 
 _NEAR = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}  # of a tensor's norm, by dtype of compute
 MOST_RANKS = 16
+log = logging.getLogger("autopar")
 _SHOWN = 8
 _Found = tuple[float, dict[str, torch.Tensor]]  # the loss, and gradients by name
 
@@ -39,8 +42,15 @@ def verify(asked: argparse.Namespace) -> int:
             advice=f"a plan of the same model for {MOST_RANKS} or fewer",
         )
     plan.validate(named.made()[0])
-    alone = _alone(named, plan)
-    found = on_processes(plan.mesh.size, _on_rank, named, plan, timeout_s=asked.timeout)[0]
+    check_plan(_graph(named, plan), plan)  # before anything runs
+    torch.manual_seed(0)
+    batch = named.made("cpu")[1]  # once: what torch.empty gives is another thing each time
+    _refuse_no_numbers(batch)
+    log.info("one step on one device")
+    alone = _alone(named, plan, batch)
+    log.info("one step on %d local ranks", plan.mesh.size)
+    found = on_processes(plan.mesh.size, _on_rank, named, plan, batch, timeout_s=asked.timeout)[0]
+    log.info("the certificate of its program")
     near = asked.near or _NEAR[plan.precision[0] if plan.precision else _dtype(named)]
     errors = _errors(alone, found)
     worst = max(errors.values(), key=lambda e: float("inf") if math.isnan(e) else e)
@@ -60,13 +70,27 @@ def verify(asked: argparse.Namespace) -> int:
 
 def _certificate(named: Named, plan: Plan) -> str:
     """What the certificate of the program of the first device says."""
-    request = Request.of(plan)
-    graph = request.as_planned(request.trace(*named.made()), plan)
     try:
-        found = lower(graph, plan, (0,) * len(plan.mesh.shape)).certified()
+        found = lower(_graph(named, plan), plan, (0,) * len(plan.mesh.shape)).certified()
     except NotCertified as e:
         return f"refused: {e}"
     return str(found) if found is not None else "none of a program that runs in turns"
+
+
+def _graph(named: Named, plan: Plan) -> Graph:
+    """The graph of the model that the plan is of, if it is of this one."""
+    request = Request.of(plan)
+    return request.as_planned(request.trace(*named.made()), plan)
+
+
+def _refuse_no_numbers(batch: Any) -> None:
+    """Raise a letter about inputs from which nothing can be compared."""
+    for tensor in pytree.tree_leaves(batch):
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not tensor.isfinite().all():
+            raise BadInput(
+                "an input holds what is no number, or infinite ones: no error can be told from it",
+                advice="torch.randn instead of torch.empty, or --inputs",
+            )
 
 
 def _step(model: nn.Module, batch: Any, forward: Any) -> _Found:
@@ -78,28 +102,28 @@ def _step(model: nn.Module, batch: Any, forward: Any) -> _Found:
     return float(loss.detach()), whole
 
 
-def _alone(named: Named, plan: Plan) -> _Found:
+def _alone(named: Named, plan: Plan, batch: Any) -> _Found:
     """The single-device program: eager, or where it draws random numbers autopar's own, which draws by position."""
     if any(info(node).random >= 0 for node in Request.of(plan).trace(*named.made()).nodes):
-        return on_processes(1, _on_one, named, plan)[0]
+        return on_processes(1, _on_one, named, plan, batch)[0]
     torch.manual_seed(0)
-    model, batch = named.made("cpu")
+    model = named.made("cpu")[0]
     return _step(model, batch, reference(model, Precision(*plan.precision)) if plan.precision else model)
 
 
-def _on_one(rank: int, named: Named, plan: Plan) -> _Found:
+def _on_one(rank: int, named: Named, plan: Plan, batch: Any) -> _Found:
     torch.manual_seed(0)
-    model, batch = named.made("cpu")
+    model = named.made("cpu")[0]
     precision = Precision(*plan.precision) if plan.precision else None
     parallel = autopar.autoparallelize(model, batch, mesh=(1,), memory_budget="inf", precision=precision)
     torch.manual_seed(1)
     return _step(parallel, batch, parallel)
 
 
-def _on_rank(rank: int, named: Named, plan: Plan) -> _Found:
+def _on_rank(rank: int, named: Named, plan: Plan, batch: Any) -> _Found:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of how full_tensor gathers
     torch.manual_seed(0)
-    model, batch = named.made("cpu")
+    model = named.made("cpu")[0]
     parallel = autopar.autoparallelize(model, batch, plan=plan)
     torch.manual_seed(1)
     loss, gradients = _step(parallel, batch, parallel)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.graph.layers import innermost_block
-from autopar.letters import NotServed
+from autopar.letters import Letter, NotServed
 from autopar.solver.segments import in_groups
 from autopar.solver.state_program import by_program
 from autopar.solver.states import StateSearch, StepStates
@@ -104,7 +104,16 @@ POLICIES: dict[str, Policy] = {**IN_ONE_LOOK, "rotor": rotor, "ilp": ilp}
 
 def named(policy: str | Policy, line: Timeline, budget: float) -> Repeated:
     """The answer of a policy, of runs that may be repeated; a letter where a name is of no run."""
-    returned = (POLICIES[policy] if isinstance(policy, str) else policy)(line, budget)
+    try:
+        returned = (POLICIES[policy] if isinstance(policy, str) else policy)(line, budget)
+    except Letter:
+        raise
+    except Exception as e:
+        if isinstance(policy, str):
+            raise
+        raise NotServed(
+            f"recompute= has raised {type(e).__name__}: {e}", advice="a function of a line and of a budget in bytes"
+        ) from e
     if not isinstance(returned, (Repeated, Iterable)) or isinstance(returned, str):
         raise NotServed(f"recompute= returned {returned!r}", advice="names of line.runs, or a Repeated")
     answer = returned if isinstance(returned, Repeated) else Repeated(frozenset(returned))

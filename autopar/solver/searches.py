@@ -253,15 +253,16 @@ def over_budget(task: Task, lowest: Point | None = None) -> Infeasible:
             advice=f"{budget_for(lowest.peak)}, or more devices",
         ).of_bytes(bound, lowest.peak)
     fullest = int(best.held.argmax())
+    unaided = " that recomputes nothing" if task.recomputes else ""
     kinds = {kind: held[fullest] for kind, held in memory.held(best.picked, space.edges).items()}
     fills = ", ".join(f"{kind} {size(float(n))}" for kind, n in sorted(kinds.items(), key=lambda pair: -pair[1]) if n)
     return Infeasible(
         f"no plan of {size(task.budget)} a device was found on mesh {space.setting.mesh}",
         seen=(
-            f"{size(bound)} are needed by any plan{' that recomputes nothing' if task.recomputes else ''}; at the "
+            f"{size(bound)} are needed by any plan{unaided}; at the "
             f"{memory.when(fullest)}, the fullest time of the smallest plan: {fills}"
         ),
-        advice=f"{budget_for(best.peak)}, the smallest for which a plan was found, or more devices",
+        advice=f"{budget_for(best.peak)}, the smallest for which a plan{unaided} was found, or more devices",
     ).of_bytes(bound, best.peak)
 
 

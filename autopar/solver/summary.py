@@ -37,6 +37,8 @@ def summary_of(plan: Plan) -> str:
     lines = [line for label, text, most in rows for line in _wrapped(label, text, most)]
     left = LINES - 1 - len(lines)
     said = [line for label, text, most in _said(plan) for line in _wrapped(label, text, most)]
+    if len(said) > left > 0:
+        said[left - 1] = textwrap.shorten(said[left - 1], WIDTH - len(" ..."), placeholder="").rstrip(";") + " ..."
     return "\n".join([*lines, *said[:left], "whole     plan.table(); one place of it: plan.explain(name)"])
 
 
@@ -91,7 +93,7 @@ def _expected(plan: Plan) -> str:
         return ""
     source = max(plan.sources, key=lambda name: plan.sources[name])
     low, high = plan.step_interval_s
-    return f" (measured: {time(low)} to {time(high)} in nine of ten; seconds {FROM[source]})"
+    return f" (to be measured: {time(low)} to {time(high)} in nine of ten; seconds {FROM[source]})"
 
 
 def _warnings(plan: Plan) -> Iterator[_Line]:

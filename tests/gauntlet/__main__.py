@@ -7,6 +7,7 @@ from collections import Counter
 from tests.docs.blocks import HERE
 from tests.gauntlet import suites
 from tests.gauntlet.bugs import BUGS, Bug
+from tests.gauntlet.refused import ASKED, names
 
 PAGE = "docs/gauntlet.md"
 
@@ -22,6 +23,11 @@ What notices them is what this project promises: losses, gradients, parameters a
 A suite plans a small model, pins the plan to the one in which the error can happen, trains it on threads or processes
 in float64, and compares. The few suites that compare something else say so: sums in float32, steps by themselves, and
 rules, of which every strategy is run on shards.
+
+Beside them stands the [certificate](design/047-a-certificate.md), which types an emitted program without running it and
+without a plan. The table says where it refuses the program with the error in it, before any number is compared: it
+sees sums that are missing, doubled or of other ranks. It does not see factors, dtypes, what is drawn, what lies between
+two steps, or what is wrong with the graph that it is given.
 
 The sources are links. The sentences are about what those reports say, in short; nobody re-tested them here, and none
 is an error of autopar. A fix may have come long ago.
@@ -83,6 +89,7 @@ def page() -> str:
         "| --- | --- |",
         f"| planted, and noticed because results differ from those of one device | {len(BUGS) - rules - shown} |",
         f"| of those, on gloo processes | {ranks} |",
+        f"| of those, refused by the certificate too, of {len(ASKED)} that it was asked about | {len(names())} |",
         f"| planted in a rule, and noticed by its proof | {rules} |",
         f"| not to be planted, with a test that shows it | {shown} |",
         f"| all | {len(BUGS)} |",
@@ -93,12 +100,14 @@ def page() -> str:
         *(f"| {kind} | {count} |" for kind, count in kinds.most_common()),
     ]
     table = [
-        "| error | where it happened | what went wrong | noticed here by | kind |",
-        "| --- | --- | --- | --- | --- |",
+        "| error | where it happened | what went wrong | noticed here by | by the certificate | kind |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
+    asked, refused = {bug.name for bug in ASKED}, set(names())
     for bug in BUGS:
+        sees = "refused" if bug.name in refused else "no" if bug.name in asked else "not asked"
         links = ", ".join(f"[{label}]({address})" for label, address in bug.links)
-        table.append(f"| {bug.name} | {links} | {bug.what} | {caught(bug)} | {bug.kind} |")
+        table.append(f"| {bug.name} | {links} | {bug.what} | {caught(bug)} | {sees} | {bug.kind} |")
     counts = Counter(bug.suite for bug in BUGS if bug.suite and not bug.suite.startswith("rule of "))
     rows = ["| suite | what it trains | errors |", "| --- | --- | --- |"]
     rows += [f"| `{name}` | {about(name)} | {count} |" for name, count in sorted(counts.items())]

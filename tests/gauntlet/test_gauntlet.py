@@ -11,6 +11,7 @@ from autopar.codegen import joint
 from autopar.letters import Letter
 from autopar.testing import Unequal
 from tests.docs.blocks import HERE
+from tests.gauntlet import refused as refusals
 from tests.gauntlet import suites
 from tests.gauntlet.__main__ import PAGE, page
 from tests.gauntlet.bugs import BUGS, Bug, Place, named_test
@@ -55,6 +56,18 @@ def test_a_published_error_is_noticed(bug: Bug, monkeypatch):
         check = suites.suite_of(bug.suite)()
     with pytest.raises((Unequal, Letter)):
         check()
+
+
+def asked() -> list:
+    """A few of those that a certificate refuses by day, all nightly."""
+    refused = set(refusals.names())
+    by_day = {b.name for b in [b for b in refusals.ASKED if b.name in refused and not b.is_nightly][::8]}
+    return [pytest.param(b, id=b.name, marks=marks(b.name not in by_day, b.suite)) for b in refusals.ASKED]
+
+
+@pytest.mark.parametrize("bug", asked())
+def test_a_certificate_refuses_what_the_page_says(bug: Bug):
+    assert refusals.is_refused(bug) == (bug.name in refusals.names())
 
 
 @pytest.mark.parametrize("bug", SHOWN, ids=lambda bug: bug.name)

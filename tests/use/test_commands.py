@@ -146,6 +146,8 @@ def test_a_script_runs_on_ranks(tmp_path):
     assert made.returncode == 0, made.stderr
     assert sorted(made.stdout.split("\n"))[-2:] == [f"rank {r} of 2 ['--lr', '0.1']" for r in (0, 1)]
     assert run("run", "--ranks", "2", str(tmp_path / "nothing.py")).returncode != 0
+    made = run("run", str(script), "--ranks", "2")
+    assert made.returncode == 1 and "stands behind" in made.stderr
 
 
 def test_a_machine_is_looked_at(capsys):
@@ -188,6 +190,10 @@ LETTERS = {
     "more positions than there are": (("fit", "gpt2", "--inputs", "seq=9999"), "has no place for seq=9999"),
     "a batch of no rows": (("plan", f"{HERE}:build", "--mesh", "2", "--inputs", "x=0x16,labels=0:int64"), "names no"),
     "no script": (("run", "nowhere.py"), "there is no script"),
+    "words of images": (
+        ("plan", "vit-base", "--mesh", "2", "--inputs", "batch=4,seq=7"),
+        "a model of images has no seq",
+    ),
     "no such model": (("plan", "llama-4-8b", "--mesh", "2"), "did you mean 'llama-3-8b'"),
     "no such file": (("plan", "nowhere.py:build", "--mesh", "2"), "there is no file nowhere.py"),
     "no such function": (("plan", f"{HERE}:nothing", "--mesh", "2"), "has no function nothing"),
@@ -216,6 +222,12 @@ LETTERS = {
     "no plan": (("show", "nowhere.json"), "cannot be read"),
     "not a plan": (("show", "pyproject.toml"), "cannot be read"),
     "a plan of another model": (("verify", "{plan}", f"{HERE}:other"), "made for another model"),
+    "inputs of no numbers": (("verify", "{plan}", f"{HERE}:of_no_numbers"), "an input holds what is no number"),
+    "a plan of other inputs": (
+        ("verify", "{plan}", f"{HERE}:build", "--inputs", "x=4x16,labels=4:int64"),
+        "made for another graph",
+    ),
+    "a page over its plan": (("report", "{plan}", "-o", "{plan}"), "would be written over"),
     "no such place": (("explain", "{plan}", "block.*.up"), "has no site called"),
     "no ranks": (("calibrate", "--ranks", "0"), "no number of ranks"),
     "no such kind": (("fit", f"{HERE}:with_inputs", "--clusters", "h1000"), "did you mean 'h100'"),

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -136,6 +137,8 @@ def test_a_plan_that_was_read_has_a_page_too(plan, tmp_path, capsys):
     data = json.loads(Page((tmp_path / "plan.html").read_text()).text)
     assert data["line"]["times"] == [] and data["peak"]["bytes"] == plan.peak_bytes
     assert data["parameters"] and data["places"] and "parameters" in data["peak"]["kinds"]
+    alone = [sys.executable, "-m", "autopar", "report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "alone.html")]
+    assert subprocess.run(alone, timeout=60, capture_output=True).returncode == 0 and (tmp_path / "alone.html").exists()
     with pytest.raises(autopar.letters.BadPlan, match="is gone"):
         Plan.load(tmp_path / "plan.json").line()
     assert main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "no" / "plan.html")]) == 1
