@@ -27,7 +27,7 @@ def rows(model, batch):
     here, mesh = {}, model.plan.mesh.to_torch("cpu")
     for name, t in batch.items():
         for axis in [
-            s.partition("@")[2] or "0" for s in model.input_specs[name].split(", ") if s != "R"
+            s.partition("@")[2] or "devices" for s in model.input_specs[name].split(", ") if s != "R"
         ]:  # of a mesh of one axis it is not said
             parts = t.chunk(mesh.size(mesh.mesh_dim_names.index(axis)))
             i = mesh.get_local_rank(axis)
