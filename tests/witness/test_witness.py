@@ -1,0 +1,97 @@
+"""Emitted programs under a checker of another project: sound ones are taken, each broken collective is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from autopar.runtime.collectives import all_reduce
+from tests.certificate.made import broken
+from tests.witness.adapter import Refusal, witness
+from tests.witness.made import MODELS, PLANS, lowered
+
+# programs of which every value and every end has a type there
+WHOLE = {
+    *(("mlp", plan) for plan in PLANS),
+    *(("gpt2", plan) for plan in ("free", "dp", "zero3")),
+    ("vit", "free"),
+    *(("llama", plan) for plan in ("free", "dp", "zero3", "tensor", "tensor and zero3")),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_is_taken(name, plan):
+    found = witness(lowered(name, plan))
+    assert found.typed > 0.1 * found.values
+    if (name, plan) in WHOLE:
+        assert (found.typed, found.ends_typed) == (found.values, found.ends) and not found.unsaid
+    else:
+        assert found.unsaid
+
+
+@pytest.mark.parametrize("plan", ["dp", "zero3", "tensor", "tensor and zero3"])
+@pytest.mark.parametrize("how", [{"recompute": "full"}, {"precision": "bf16"}], ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_recomputed_or_cast_is_taken(plan, how):
+    found = witness(lowered("llama", plan, **how))
+    if "tensor" in plan and "precision" in how:
+        assert found.unsaid["a part of a sum that is rounded"] and found.typed > 0.4 * found.values
+    else:
+        assert (found.typed, found.ends_typed) == (found.values, found.ends)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "how"),
+    [
+        ("mlp", "tensor and zero3", {}),
+        ("mlp", "hsdp", {}),
+        ("llama", "tensor", {}),
+        ("llama", "tensor and zero3", {"recompute": "full"}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_broken_collective_is_refused(name, plan, how):
+    """Left out, done twice, over another axis, scattered without a sum: in forward and in backward, each of them."""
+    program = lowered(name, plan, **how)
+    sound = witness(program)
+    assert sound.typed == sound.values
+    count = 0
+    for what, wrong in broken(program):
+        with pytest.raises(Refusal):
+            witness(wrong)
+            pytest.fail(what)
+        count += 1
+    assert count > 1
+
+
+def narrowed(program):
+    """The same with a sum that is rounded to bfloat16 before it is added, one after the other."""
+    for half in ("forward", "backward"):
+        graph = getattr(program.joint, half)
+        for place, found in enumerate(graph.nodes):
+            if found.target is all_reduce:
+                made = copy.deepcopy(graph)
+                for mine, theirs in zip(made.nodes, graph.nodes, strict=True):
+                    mine.meta = dict(theirs.meta)
+                node = list(made.nodes)[place]
+                with made.inserting_before(node):
+                    cast = made.call_function(
+                        torch.ops.aten._to_copy.default, (node.args[0],), {"dtype": torch.bfloat16}
+                    )
+                cast.meta["val"] = node.args[0].meta["val"].to(torch.bfloat16)
+                node.args = (cast, *node.args[1:])
+                yield dataclasses.replace(program, joint=dataclasses.replace(program.joint, **{half: made}))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sum_that_is_rounded_before_it_is_added_is_refused():
+    programs = list(narrowed(lowered("llama", "tensor")))
+    assert len(programs) > 5
+    for program in programs:
+        with pytest.raises(Refusal, match="_to_copy"):
+            witness(program)
