@@ -234,6 +234,47 @@ LETTERS = {
 }
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LETTERS)
+def test_a_wrong_use_of_the_command_itself_is_a_letter(name, plans):
+    arguments, says = LETTERS[name]
+    made = run(*[str(plans / "ddp.json") if a == "{plan}" else a for a in arguments])
+    assert made.returncode == 1 and says in made.stderr and "Traceback" not in made.stderr and not made.stdout
+
+
+def right(plans, folder):
+    """A right use of each command, and what it says or writes."""
+    one, other, model = str(plans / "ddp.json"), str(plans / "fsdp.json"), f"{HERE}:with_inputs"
+    script = folder / "train.py"
+    script.write_text("print('trained')\n")
+    return {
+        "plan": (["plan", model, "--mesh", "2"], "plan      for 2 devices"),
+        "fit": (["fit", model, "--clusters", "l4"], "l4"),
+        "show": (["show", one], "plan      for 2 devices"),
+        "explain": (["explain", one, "blocks.*.up"], "blocks.0.up/linear"),
+        "diff": (["diff", one, one], "the same"),
+        "report": (["report", one, "-o", str(folder / "plan.html")], "plan.html"),
+        "timeline": (["timeline", model, "--mesh", "2", "-o", str(folder / "step.json")], "step.json"),
+        "export": (["export", other, "--to", "fsdp2", "-o", str(folder / "fsdp2.py")], "fsdp2.py"),
+        "verify": (["verify", one, model], "computes what one device does"),
+        "run": (["run", "--ranks", "2", str(script)], "trained"),
+        "check": (["check"], "torch"),
+        "calibrate": (["calibrate", "--without-ops", "--largest", "4096", "-o", str(folder / "p.json")], ""),
+        "bench": (["bench", "kernels", "--device", "cpu", "--small", "--only", "gated"], ""),
+    }
+
+
+@pytest.mark.nightly
+def test_every_command_runs_in_a_process_of_its_own(plans, tmp_path):
+    from autopar.cli import _HOME
+
+    uses = right(plans, tmp_path)
+    assert uses.keys() == _HOME.keys()
+    for name, (arguments, says) in uses.items():
+        made = run(*arguments)
+        assert made.returncode == 0 and says in made.stdout, (name, made.stdout, made.stderr)
+
+
 @pytest.mark.parametrize("name", LETTERS)
 def test_a_wrong_use_is_a_letter(name, plans, capsys):
     arguments, says = LETTERS[name]
