@@ -34,7 +34,9 @@ def timeline(asked: argparse.Namespace) -> int:
                 f"the plan is for {plan.mesh.size} devices, and --measure starts a local process for each",
                 advice=f"--mesh of {MOST_RANKS} or fewer",
             )
-        real = on_processes(plan.mesh.size, _measured, named, plan, timeout_s=asked.timeout)[0]
+        torch.manual_seed(0)
+        batch = named.made("cpu")[1]  # once: what torch.empty gives is another thing each time
+        real = on_processes(plan.mesh.size, _measured, named, plan, batch, timeout_s=asked.timeout)[0]
     path = predicted.save(asked.out, real or None)
     if asked.json:
         kinds = {kind: {"predicted": p, "measured": m} for kind, (p, m) in predicted.by_kind(real).items()}
@@ -48,11 +50,11 @@ def timeline(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(rank: int, named: Named, plan: Plan) -> list[Event]:
+def _measured(rank: int, named: Named, plan: Plan, batch: Any) -> list[Event]:
     """The events of a step on the first rank."""
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    model, batch = named.made("cpu")
+    model = named.made("cpu")[0]
     parallel = autopar.autoparallelize(model, batch, plan=plan)
     for _ in range(_WARM):
         _step(parallel, batch)
