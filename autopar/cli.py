@@ -77,7 +77,7 @@ def _check(asked: argparse.Namespace) -> None:
         raise BadSharding(f"--ranks {ranks} is no number of ranks")
     for name in ("out", "report"):
         path = getattr(asked, name, "")
-        if path and path == getattr(asked, "plan", None):
+        if path and os.path.realpath(path) == os.path.realpath(getattr(asked, "plan", "")):
             raise BadCluster(f"{path} is the plan itself, and would be written over", advice="-o, with another name")
         if path and not os.path.isdir(os.path.dirname(path) or "."):
             raise BadCluster(f"there is no folder for {path}")

@@ -42,12 +42,14 @@ def verify(asked: argparse.Namespace) -> int:
             advice=f"a plan of the same model for {MOST_RANKS} or fewer",
         )
     plan.validate(named.made()[0])
-    check_plan(_graph(named, plan), plan)  # before anything runs
+    request = Request.of(plan)
+    graph = request.as_planned(request.trace(*named.made()), plan)
+    check_plan(graph, plan)  # before anything runs
     torch.manual_seed(0)
     batch = named.made("cpu")[1]  # once: what torch.empty gives is another thing each time
     _refuse_no_numbers(batch)
     log.info("one step on one device")
-    alone = _alone(named, plan, batch)
+    alone = _alone(named, plan, graph, batch)
     log.info("one step on %d local ranks", plan.mesh.size)
     found = on_processes(plan.mesh.size, _on_rank, named, plan, batch, timeout_s=asked.timeout)[0]
     log.info("the certificate of its program")
@@ -55,7 +57,7 @@ def verify(asked: argparse.Namespace) -> int:
     errors = _errors(alone, found)
     worst = max(errors.values(), key=lambda e: float("inf") if math.isnan(e) else e)
     is_right = worst <= near  # what is no number is not
-    certificate = _certificate(named, plan)
+    certificate = _certificate(graph, plan)
     if asked.json:
         record = {"right": is_right, "allowed": near, "errors": errors, "certificate": certificate}
         print(json.dumps(record, indent=2))
@@ -68,19 +70,13 @@ def verify(asked: argparse.Namespace) -> int:
     return 0 if is_right else 1
 
 
-def _certificate(named: Named, plan: Plan) -> str:
+def _certificate(graph: Graph, plan: Plan) -> str:
     """What the certificate of the program of the first device says."""
     try:
-        found = lower(_graph(named, plan), plan, (0,) * len(plan.mesh.shape)).certified()
+        found = lower(graph, plan, (0,) * len(plan.mesh.shape)).certified()
     except NotCertified as e:
         return f"refused: {e}"
     return str(found) if found is not None else "none of a program that runs in turns"
-
-
-def _graph(named: Named, plan: Plan) -> Graph:
-    """The graph of the model that the plan is of, if it is of this one."""
-    request = Request.of(plan)
-    return request.as_planned(request.trace(*named.made()), plan)
 
 
 def _refuse_no_numbers(batch: Any) -> None:
@@ -102,9 +98,9 @@ def _step(model: nn.Module, batch: Any, forward: Any) -> _Found:
     return float(loss.detach()), whole
 
 
-def _alone(named: Named, plan: Plan, batch: Any) -> _Found:
+def _alone(named: Named, plan: Plan, graph: Graph, batch: Any) -> _Found:
     """The single-device program: eager, or where it draws random numbers autopar's own, which draws by position."""
-    if any(info(node).random >= 0 for node in Request.of(plan).trace(*named.made()).nodes):
+    if any(info(node).random >= 0 for node in graph.nodes):
         return on_processes(1, _on_one, named, plan, batch)[0]
     torch.manual_seed(0)
     model = named.made("cpu")[0]

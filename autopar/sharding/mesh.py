@@ -22,7 +22,7 @@ class DeviceMesh:
 
     `mesh["tp"]` and `mesh["dp", "tp"]` are the meshes of some of its axes. An axis of size 1 is as if it were not
     there. `ranks` says who stands where, row-major, on a machine whose fast links ask for another order. Axes that are
-    given no names have those of `named`.
+    given no names have those of `default_axes`.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class DeviceMesh:
         try:
             sizes = (shape,) if hasattr(shape, "__index__") else shape
             shape = tuple(n if isinstance(n, (bool, float)) else operator.index(n) for n in sizes)
-            axes = named(len(shape)) if axes is None else tuple(axes)
+            axes = default_axes(len(shape)) if axes is None else tuple(axes)
             ranks = [operator.index(r) for r in ranks]
         except TypeError:
             raise BadSharding(
@@ -137,8 +137,8 @@ class DeviceMesh:
         )
 
 
-def named(count: int) -> tuple[str, ...]:
-    """The names of so many axes for which a caller gave none: what presets use them for, the last axis innermost."""
+def default_axes(count: int) -> tuple[str, ...]:
+    """Names of axes that a caller gave none: data and model, replicas outside of them; one alone may be anything."""
     if count < 2:
         return ("devices",)[:count]
     outer = [f"replica{k}" for k in range(count - 3, 0, -1)]

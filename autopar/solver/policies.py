@@ -16,8 +16,10 @@ A user may write one; these have names:
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.graph.layers import innermost_block
 from autopar.letters import Letter, NotServed
@@ -102,18 +104,25 @@ def repeated(line: Timeline, states: StepStates) -> Repeated:
 POLICIES: dict[str, Policy] = {**IN_ONE_LOOK, "rotor": rotor, "ilp": ilp}
 
 
-def named(policy: str | Policy, line: Timeline, budget: float) -> Repeated:
-    """The answer of a policy, of runs that may be repeated; a letter where a name is of no run."""
+def _asked(policy: Policy, line: Timeline, budget: float) -> Any:
+    """The answer of a user's function; a letter with its line where it raises whatever it may."""
     try:
-        returned = (POLICIES[policy] if isinstance(policy, str) else policy)(line, budget)
+        return policy(line, budget)
     except Letter:
         raise
     except Exception as e:
-        if isinstance(policy, str):
-            raise
+        where = traceback.extract_tb(e.__traceback__)[-1]
+        inside = where.filename != __file__  # else it was called with more or fewer arguments than it takes
         raise NotServed(
-            f"recompute= has raised {type(e).__name__}: {e}", advice="a function of a line and of a budget in bytes"
+            f"recompute= has raised {type(e).__name__}: {e}",
+            at=f"{where.line}    {where.filename}:{where.lineno}, in {where.name}" if inside else "",
+            advice="a function of a line and of a budget in bytes, which returns names of line.runs",
         ) from e
+
+
+def named(policy: str | Policy, line: Timeline, budget: float) -> Repeated:
+    """The answer of a policy, of runs that may be repeated; a letter where a name is of no run."""
+    returned = POLICIES[policy](line, budget) if isinstance(policy, str) else _asked(policy, line, budget)
     if not isinstance(returned, (Repeated, Iterable)) or isinstance(returned, str):
         raise NotServed(f"recompute= returned {returned!r}", advice="names of line.runs, or a Repeated")
     answer = returned if isinstance(returned, Repeated) else Repeated(frozenset(returned))

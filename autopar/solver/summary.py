@@ -38,7 +38,7 @@ def summary_of(plan: Plan) -> str:
     left = LINES - 1 - len(lines)
     said = [line for label, text, most in _said(plan) for line in _wrapped(label, text, most)]
     if len(said) > left > 0:
-        said[left - 1] = textwrap.shorten(said[left - 1], WIDTH - len(" ..."), placeholder="").rstrip(";") + " ..."
+        said[left - 1] = _cut_short(said[left - 1])
     return "\n".join([*lines, *said[:left], "whole     plan.table(); one place of it: plan.explain(name)"])
 
 
@@ -48,6 +48,13 @@ _Line = tuple[str, str, int]  # label, text, and the lines that it may take
 def _wrapped(label: str, text: str, most: int) -> list[str]:
     lines = textwrap.wrap(text, WIDTH - _LABEL, max_lines=most, placeholder=" ...", break_long_words=True)
     return [f"{head:<{_LABEL}}{line}" for head, line in zip([label, *[""] * most], lines, strict=False)]
+
+
+def _cut_short(line: str) -> str:
+    """A line that has more behind it, which is not printed."""
+    room = WIDTH - len(" ...")
+    kept = line if len(line) <= room else line[:room].rpartition(" ")[0]
+    return f"{kept.rstrip('; ')} ..."
 
 
 def _what(plan: Plan) -> Iterator[_Line]:

@@ -541,6 +541,11 @@ def test_a_users_policy_says_what_is_recomputed(halved):
         autopar.plan(model, batch, mesh=(1,), recompute=lambda of, budget: ["nobody"], memory_budget="inf")
     with pytest.raises(autopar.NotServed, match="no policy"):
         autopar.plan(model, batch, mesh=(1,), recompute="everything")
+    with pytest.raises(autopar.NotServed, match="has raised ZeroDivisionError") as letter:
+        autopar.plan(model, batch, mesh=(1,), recompute=lambda of, budget: [1 // 0], memory_budget="inf")
+    assert "test_recompute.py:" in letter.value.at
+    with pytest.raises(autopar.NotServed, match="has raised TypeError.*positional"):
+        autopar.plan(model, batch, mesh=(1,), recompute=lambda of: [], memory_budget="inf")
 
 
 def test_the_models_own_regions_are_kept_to_as_written():
