@@ -8,6 +8,7 @@ A look at every hundredth call takes a hundredth of its share of a step.
 from __future__ import annotations
 
 import statistics
+import subprocess
 import time
 from pathlib import Path
 
@@ -55,13 +56,18 @@ def row(how: str) -> str:
     return f"| {how} | {held_mib:.0f} | {1e3 * step:.0f} | {1e3 * look:.0f} ({spread}) | {share:.2%} |"
 
 
+def commit() -> str:
+    """The commit that is measured."""
+    return subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+
+
 def main() -> None:
     rows = [row(how) for how in ("free", "dp", "zero3")]
     lines = [
         "# What a look of `autopar.watch` costs",
         "",
         f"GPT-2 of two layers on mesh {MESH}, four gloo processes on two shared cores, with the states of AdamW;",
-        f"medians of {STEPS - 2}. `PYTHONPATH=. python -m benchmarks.watch`",
+        f"medians of {STEPS - 2}. `PYTHONPATH=. python -m benchmarks.watch`, at {commit()}",
         "",
         "| plan | parameters held, MiB | a step, ms | a look, ms | at every=100 |",
         "|---|---|---|---|---|",

@@ -544,7 +544,7 @@ def test_a_users_policy_says_what_is_recomputed(halved):
     with pytest.raises(autopar.NotServed, match="has raised ZeroDivisionError") as letter:
         autopar.plan(model, batch, mesh=(1,), recompute=lambda of, budget: [1 // 0], memory_budget="inf")
     assert "test_recompute.py:" in letter.value.at
-    with pytest.raises(autopar.NotServed, match="has raised TypeError.*positional"):
+    with pytest.raises(autopar.NotServed, match=r"has raised TypeError.*positional"):
         autopar.plan(model, batch, mesh=(1,), recompute=lambda of: [], memory_budget="inf")
 
 
