@@ -18,9 +18,13 @@ from collections.abc import Iterator
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if __name__ == "__main__":  # the four processes load them too
-    print("loading PyTorch and transformers ...", flush=True)
+    print("loading PyTorch ...", flush=True)
 
 import torch
+
+if __name__ == "__main__":
+    print("loading transformers and autopar ...", flush=True)
+
 from rich.console import Console
 from rich.table import Table
 from torch import nn
