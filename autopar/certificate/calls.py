@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.certificate.readings import Wholes
 from autopar.certificate.types import Type, free, is_free, plain
 
 
@@ -17,6 +18,7 @@ class Call:
     kwargs: dict[str, Any]
     shapes: tuple[tuple[int, ...], ...]
     axes: frozenset[str]  # all of the mesh
+    wholes: Wholes | None = None  # of a view that may be read in several ways
 
     @property
     def types(self) -> list[Type]:

@@ -22,10 +22,13 @@ def elementwise(call: Call, linear: str = "") -> Type:
         rest = [t for t in types if not t.is_start]
         if not rest:
             return Type((), open=lost, is_start=True)
-        if all(is_constant(t) for t in rest):  # places of the part are those of the whole
+        if linear == "all" and all(is_constant(t) for t in rest):  # places of the part are those of the whole
             return Type(free(shape))
     dims = tuple(met(types, d, len(shape), shape[d], lost) for d in range(len(shape)))
-    return Type(dims, sums=summed(types, linear, lost), open=lost).opened(_doubtful(types, dims))
+    zeros = [t.is_zero for t in types]
+    is_zero = {"": False, "first": zeros[:1] == [True], "all": all(zeros), "one": any(zeros)}[linear]
+    made = Type(dims, sums=summed(types, linear, lost), open=lost, is_zero=is_zero)
+    return made.opened(_doubtful(types, dims))
 
 
 def met(types: Sequence[Type], place: int, rank: int, n: int, lost: frozenset[str]) -> Dim:
@@ -57,7 +60,7 @@ def said_of(dim: Dim) -> str:
 
 def summed(types: Sequence[Type], linear: str, lost: frozenset[str]) -> frozenset[str]:
     """The axes along which a result is a part of a sum."""
-    pending = frozenset(a for t in types for a in t.sums | t.most) - lost
+    pending = frozenset(a for t in types if not t.is_zero for a in t.sums | t.most) - lost
     for axis in pending:
         having = [i for i, t in enumerate(types) if axis in t.sums]
         ready = [i for i, t in enumerate(types) if axis not in t.sums and not t.is_zero]
@@ -84,10 +87,17 @@ def _elementwise(linear: str) -> Rule:
     return lambda call: elementwise(call, linear)
 
 
-@rule("add.Tensor", "sub.Tensor", "add.Scalar", "sub.Scalar", "rsub.Scalar")
+@rule("add.Tensor", "add.Scalar", "sub.Scalar", "rsub.Scalar")
 def _sum_of_two(call: Call) -> Type:
     has_number = any(isinstance(a, (int, float)) and a != 0 for a in call.args[:2])
     return elementwise(call, "" if has_number else "all")
+
+
+@rule("sub.Tensor")
+def _difference(call: Call) -> Type:
+    if any(t.is_start for t in call.types):  # places as a part counts them
+        return elementwise(call)
+    return _sum_of_two(call)
 
 
 rule("mul.Tensor")(_elementwise("one"))
@@ -95,7 +105,8 @@ rule(
     "div.Tensor", "div.Scalar", "mul.Scalar", "neg.default", "clone.default", "alias.default", "detach.default",
     "_to_copy.default", "gelu_backward.default", "silu_backward.default", "tanh_backward.default",
     "sigmoid_backward.default", "threshold_backward.default", "elu_backward.default", "leaky_relu_backward.default",
-    "hardtanh_backward.default", "softplus_backward.default", "lift_fresh_copy.default", "contiguous.default",
+    "hardtanh_backward.default", "softplus_backward.default", "xlogy.Tensor", "lift_fresh_copy.default",
+    "contiguous.default",
 )(_elementwise("first"))  # fmt: skip
 
 
@@ -108,7 +119,7 @@ def _where(call: Call) -> Type:
     if any(b.is_zero for b in branches):  # a device leaves out of its part of a sum what is not its own
         condition = replace(condition, open=condition.open - sums)
     dims = elementwise(replace(call, args=(condition, *(replace(b, sums=_NONE) for b in branches))))
-    return replace(dims, sums=sums - dims.open)
+    return replace(dims, sums=sums - dims.open, is_zero=all(b.is_zero for b in branches))
 
 
 @rule("masked_fill.Scalar")
@@ -120,7 +131,12 @@ def _masked(call: Call) -> Type:
     return replace(made, sums=x.sums - made.open)
 
 
-@rule("zeros_like.default", "ones_like.default", "full_like.default", "empty_like.default")
+@rule("zeros_like.default")
+def _zeros_like(call: Call) -> Type:
+    return replace(_like(call), is_zero=True)
+
+
+@rule("ones_like.default", "full_like.default", "empty_like.default")
 def _like(call: Call) -> Type:
     x = call.args[0]
     return Type(x.dims, open=x.open)

@@ -96,16 +96,17 @@ def _embedding_back(call: Call) -> Type:
 @rule("nll_loss_forward.default", "nll_loss2d_forward.default")
 def _nll(call: Call) -> list[Type]:
     x, target, _, reduction = call.args[:4]
-    lost = frozenset(a for t in call.types for a in t.open) | frozenset(axes_of([x.dims[min(1, len(x.dims) - 1)]]))
-    if x.sums:
-        raise Refused(f"it lies as {x}", "a loss is of what is summed")
-    rows = tuple(without(d, lost) for d in target.dims)
+    of_class = min(1, len(x.dims) - 1)
+    lost = frozenset(a for t in call.types for a in t.open) | frozenset(axes_of([x.dims[of_class]]))
+    parts = [replace(x, dims=(*x.dims[:of_class], *x.dims[of_class + 1 :])), target]
+    rows = tuple(met(parts, d, len(target.dims), n, lost) for d, n in enumerate(target.shape))
     axes = frozenset(axes_of(rows))
     if reduction == 1 and axes:
         raise Refused(f"a mean over rows that {', '.join(sorted(axes))} cuts counts those of one device", "a sum")
+    pending = x.sums - lost  # what it takes of each row is linear in it
     if reduction == 0:
-        return [Type(rows, open=lost), Type((), open=lost | axes)]
-    return [Type((), sums=axes, open=lost), Type((), sums=axes, open=lost)]
+        return [Type(rows, sums=pending, open=lost), Type((), open=lost | axes)]
+    return [Type((), sums=axes | pending, open=lost), Type((), sums=axes, open=lost)]
 
 
 @rule("nll_loss_backward.default", "nll_loss2d_backward.default")
@@ -126,7 +127,7 @@ _ATTENTION = (
 def _heads(types: Sequence[Type]) -> tuple[frozenset[str], tuple[Dim, Dim], list[str]]:
     """Along which axes nothing is known of an attention, how its rows and heads lie, and what cuts positions."""
     lost = frozenset(a for t in types for a in t.open)
-    cut = [tuple(sorted(axes_of([t.dims[1]]))) for t in types]
+    cut = [tuple(sorted(axes_of([t.dims[1]]))) for t in types if t.dims[1]]  # all share a head that is the only one
     if len({tuple(a for a in c if a not in lost) for c in cut}) > 1:
         raise Refused(f"heads of queries, keys and values lie as {', '.join(map(str, types))}", "they are cut alike")
     rows = met([replace(t, dims=(t.dims[0],)) for t in types], 0, 1, size(types[0].dims[0]), lost)
@@ -152,8 +153,13 @@ def _attention_back(call: Call) -> list[Type]:
     gradient, q, k, v = call.args[:4]
     lost, (rows, _), _ = _heads([replace(gradient, sums=_NONE), q, k, replace(v, sums=_NONE)])
     of_both, of_values = summed([gradient, v], "one", lost), gradient.sums - lost
+    of_heads = frozenset(axes_of([q.dims[1]])) - lost
     found = [
-        Type((rows, without(t.dims[1], lost), *plain(t.shape[2:])), sums=sums, open=lost)
+        Type(
+            (rows, without(t.dims[1], lost), *plain(t.shape[2:])),
+            sums=sums if t.dims[1] else sums | of_heads,  # all queries' heads share it
+            open=lost,
+        )
         for t, sums in ((q, of_both), (k, of_both), (v, of_values))
     ]
     return [*found, *(Type(plain(s), open=lost) for s in call.shapes[3:])]

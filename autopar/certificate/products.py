@@ -52,10 +52,14 @@ def _added_product(call: Call) -> Type:
 @rule("convolution.default")
 def _convolution(call: Call) -> Type:
     x, weight, bias = call.args[:3]
-    if call.args[6] or call.args[8] != 1 or axes_of(x.dims[2:]) or axes_of(weight.dims[2:]):
+    are_groups_cut = _are_groups_cut(x.dims[1], weight)
+    is_plain = call.args[8] == 1 or are_groups_cut
+    if call.args[6] or not is_plain or axes_of(x.dims[2:]) or axes_of(weight.dims[2:]):
         return _of_rows(call, x, [weight, *types_in(bias)])
     lost = x.open | weight.open
-    if not weight.dims[1] or not x.dims[1]:  # one channel of each group, where groups are cut
+    if are_groups_cut:
+        x = replace(x, dims=(x.dims[0], weight.dims[1], *x.dims[2:]))  # a device has all channels of its groups
+    elif not weight.dims[1] or not x.dims[1]:  # one channel of each group, where groups are cut
         lost |= frozenset(axes_of([x.dims[1], weight.dims[1], weight.dims[0]]))
     sums = _contracted(without(x.dims[1], lost), without(weight.dims[1], lost), lost)
     pending = summed([x, weight], "one", lost)
@@ -65,6 +69,13 @@ def _convolution(call: Call) -> Type:
         return made
     like = replace(bias, dims=(bias.dims[0], *[()] * (len(dims) - 2)))
     return elementwise(Call((made, like), {}, call.shapes, call.axes), "all")
+
+
+def _are_groups_cut(channels: Dim, weight: Type) -> bool:
+    """Has each device groups of its own, of a convolution that is one of groups?"""
+    out, of_group = weight.dims[:2]
+    are_cut_alike = len(channels) == len(out) == 1 and channels[0][1] == out[0][1] != () and not is_free(channels)
+    return are_cut_alike and not axes_of([of_group]) and not is_free(of_group)
 
 
 def _of_rows(call: Call, x: Type, others: list[Type]) -> Type:
@@ -77,13 +88,10 @@ def _of_rows(call: Call, x: Type, others: list[Type]) -> Type:
 @rule("convolution_backward.default")
 def _convolution_back(call: Call) -> list[Type]:
     gradient, x, weight = call.args[:3]
-    is_odd = (
-        not weight.dims[1]
-        or not x.dims[1]
-        or call.args[7]
-        or call.args[9] != 1
-        or axes_of([*x.dims[2:], *gradient.dims[2:], *weight.dims[2:]])
-    )
+    are_groups_cut = _are_groups_cut(x.dims[1], weight) and same(gradient.dims[1], weight.dims[0])
+    is_plain = are_groups_cut or (weight.dims[1] and x.dims[1] and call.args[9] == 1)
+    are_pictures_cut = axes_of([*x.dims[2:], *gradient.dims[2:], *weight.dims[2:]])
+    is_odd = bool(not is_plain or call.args[7] or are_pictures_cut)
     lost = gradient.open | x.open | weight.open
     rows = met([gradient, x], 0, len(x.dims), call.shapes[0][0] if call.shapes[0] else 1, lost)
     batch, out, into = frozenset(axes_of([rows])), without(weight.dims[0], lost), without(weight.dims[1], lost)
@@ -94,13 +102,13 @@ def _convolution_back(call: Call) -> list[Type]:
     if is_odd:
         lost |= frozenset(axes_of([*x.dims[1:], *gradient.dims[1:], *weight.dims])) - batch
         out, into = without(out, lost), without(into, lost)
-    else:
+        into = whole(call.shapes[0][1]) if len(call.shapes[0]) > 1 else ()
+    elif not are_groups_cut:
         _contracted(gradient.dims[1], weight.dims[0], lost)
         _contracted(x.dims[1], weight.dims[1], lost)
+    sums = of_x if are_groups_cut else of_x | frozenset(axes_of([out]))  # a device has all outputs of its groups
     pictures = [plain(s[2:]) if len(s) > 2 else () for s in call.shapes]
-    if is_odd:
-        into = whole(call.shapes[0][1]) if len(call.shapes[0]) > 1 else ()
-    back = Type((rows, into, *pictures[0]), sums=of_x | frozenset(axes_of([out])), open=lost)
+    back = Type((rows, without(x.dims[1], lost) if are_groups_cut else into, *pictures[0]), sums=sums, open=lost)
     of_weight = Type((out, without(weight.dims[1], lost), *pictures[1]), sums=of_w | batch, open=lost)
     of_bias = Type((out,), sums=of_b | batch, open=lost)
     return [back, of_weight, of_bias]

@@ -28,7 +28,7 @@ def _sum(call: Call) -> Type:
         raise Refused(f"it lies as {x}", "the maximum comes first")
     if axes - frozenset(axes_of(x.dims)):  # a constant was summed: over a part, or over the whole
         return Type(dims, sums=x.sums, open=x.open).opened(axes - frozenset(axes_of(dims)))
-    return Type(dims, sums=x.sums | axes, open=x.open)
+    return Type(dims, sums=x.sums | axes, open=x.open, is_zero=x.is_zero)
 
 
 @rule("mean.dim", "mean.default")

@@ -17,7 +17,7 @@ from autopar.certificate.elementwise import elementwise
 
 def typed(target: Any, call: Call) -> Any:
     """The type of a result, or the types of several."""
-    known = RULES.get(str(target))
+    known = RULES.get(str(target)) or RULES.get(str(target).replace("_.", ".", 1))  # in place as not in place
     if known is not None:
         return known(call)
     if torch.Tag.pointwise in getattr(target, "tags", ()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from autopar.certificate.calls import is_constant
 from autopar.certificate.types import FREE, Dim, Refused, Type, axes_of, is_free, joined, whole, without
 
 
@@ -12,7 +13,8 @@ def all_reduce(x: Type, axis: str) -> Type:
     ones = [d for d, dim in enumerate(x.dims) if any(n == 1 and axis in axes for n, axes in dim)]
     if ones:  # one row of a dim that is cut is also a part of the sum over the dim
         return replace(x, dims=_with(x, ones[0], without(x.dims[ones[0]], frozenset({axis}))))
-    _needs(axis in x.sums or axis in x.open, x, f"what is summed over {axis} has to be a part of a sum there")
+    may_be_a_part = axis in x.sums | x.open or x.is_zero or is_constant(x)
+    _needs(may_be_a_part, x, f"what is summed over {axis} has to be a part of a sum there")
     return _settled(x, axis)
 
 

@@ -54,6 +54,11 @@ class Type:
         """The axes along which it is not whole."""
         return self.sums | self.most | self.open | frozenset(axes_of(self.dims))
 
+    def settled(self, axes: frozenset[str]) -> Type:
+        """The same, whole along these axes, and in what is repeated."""
+        dims = (joined((n, () if own == FREE else own) for n, own in without(dim, axes)) for dim in self.dims)
+        return replace(self, dims=tuple(dims))
+
     def opened(self, axes: Iterable[str]) -> Type:
         """The same, of which nothing is known along these axes any more."""
         more = frozenset(axes)
@@ -113,35 +118,6 @@ def same(one: Dim, other: Dim) -> bool:
     return joined(one) == joined(other)
 
 
-def regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[tuple[Dim, ...], frozenset[str]]:
-    """The dims of a view, and the axes that are lost in it, `FREE` for all: what it makes of them does not follow."""
-    given = frozenset(axes_of(dims))
-    atoms = [atom for dim in dims for atom in dim]
-    has_free = any(axes == FREE for _, axes in atoms)
-    if has_free and [size(dim) for dim in dims if size(dim) != 1] != [n for n in shape if n != 1]:
-        return plain(shape), frozenset(FREE)  # what is constant in a dim is mixed with what is not
-    if any(n == 1 and axes for n, axes in atoms) or 0 in shape:  # which of the dims of one row is meant is not seen
-        return plain(shape), frozenset(FREE) if has_free else given
-    found: list[Dim] = []
-    lost: set[str] = set()
-    is_odd = sum(n == 1 for n in shape) > sum(size(dim) == 1 for dim in dims)
-    for k, n in enumerate(shape):
-        if is_odd and n != 1 and k and shape[k - 1] == 1 and atoms:
-            lost |= set(axes_of([tuple(atoms[:1])]))  # they may cut the new dim of one row
-        made: list[Atom] = []
-        needed = n
-        while needed > 1:
-            if not atoms:
-                return plain(shape), given
-            held, axes = atoms.pop(0)
-            if needed % held == 0:
-                made.append((held, axes))
-                needed //= held
-            elif held % needed == 0:
-                made.append((needed, axes))
-                atoms.insert(0, (held // needed, FREE if axes == FREE else ()))
-                needed = 1
-            else:
-                return plain(shape), given
-        found.append(joined(made))
-    return tuple(found), frozenset(lost)
+def lie_alike(x: Type, other: Type) -> bool:
+    """Are they of the same rows, and cut alike by axes that are known of the first?"""
+    return x.settled(x.open).dims == other.settled(x.open).dims

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autopar.certificate.calls import Call, rule, types_in
 from autopar.certificate.elementwise import met, summed
+from autopar.certificate.readings import regrouped
 from autopar.certificate.types import (
     FREE,
     Dim,
@@ -15,7 +16,6 @@ from autopar.certificate.types import (
     axes_of,
     is_free,
     joined,
-    regrouped,
     same,
     size,
     whole,
@@ -25,10 +25,13 @@ from autopar.certificate.types import (
 _NONE: frozenset[str] = frozenset()
 
 
-@rule("view.default", "reshape.default", "_unsafe_view.default", "_reshape_alias.default")
+VIEWS = tuple(f"aten.{name}.default" for name in ("view", "reshape", "_unsafe_view", "_reshape_alias"))
+
+
+@rule(*(name.removeprefix("aten.") for name in VIEWS))
 def _view(call: Call) -> Type:
     x = call.args[0]
-    dims, lost = regrouped(x.dims, call.shapes[0])
+    dims, lost = regrouped(x.dims, call.shapes[0], call.wholes)
     return replace(x, dims=dims).opened(call.axes if lost == frozenset(FREE) else lost)
 
 

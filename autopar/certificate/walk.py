@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 
 from autopar.certificate import steps
 from autopar.certificate.calls import Call, types_in
+from autopar.certificate.readings import Wholes
 from autopar.certificate.rules import typed
-from autopar.certificate.types import Dim, Refused, Type, axes_of, free, is_free, joined, plain, size, without
+from autopar.certificate.types import (
+    Dim,
+    Refused,
+    Type,
+    axes_of,
+    free,
+    is_free,
+    joined,
+    lie_alike,
+    plain,
+    size,
+    without,
+)
+from autopar.certificate.views import VIEWS
 from autopar.letters import NotCertified
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish, part_start
 
+VARIABLE = "AUTOPAR_CERTIFICATE"  # "off": programs are run without one
 _STEPS = {f: name for name, f in STEPS.items()}
 _PACKED = {f: name for name, f in PACK.items()}
 _BEGUN = frozenset(BEGIN.values())
 _BUCKET = "_bucket"  # ends the name of a step of several values
+_SUMS = frozenset(f for f, name in (_STEPS | _PACKED).items() if "reduce" in name and "max" not in name)
+_ON_THE_WAY = frozenset((*_STEPS, *_PACKED, *_BEGUN, finish, operator.getitem))
+# of one value in another form
+_FORMS = frozenset(f"aten.{name}" for name in ("_to_copy.default", "clone.default", "view.default", "t.default",
+                   "transpose.int", "permute.default", "detach.default", "alias.default"))  # fmt: skip
 _UNFORESEEN = (IndexError, AttributeError, TypeError, ValueError, KeyError)
 
 
@@ -28,10 +50,13 @@ _UNFORESEEN = (IndexError, AttributeError, TypeError, ValueError, KeyError)
 class Interface:
     """How values enter a program and have to leave it: a sharding for each, None of what is whole."""
 
-    axes: tuple[str, ...]
+    axes: Mapping[str, int]  # and their sizes
     primals: tuple[Any, ...]  # inputs, parameters, buffers
     outputs: tuple[Any, ...]
     gradients: Mapping[int, Any]  # of primals that get one, by place: how it has to lie
+    reduced_in: Mapping[int, torch.dtype]  # and the dtype in which it is summed
+    comes_of: Callable[[fx.Node], str]  # the name of the model's op that a node is emitted for, "" for none
+    wholes: Mapping[str, Sequence[tuple[int, ...]]]  # the shapes, on one device, of what an op reads and gives
 
 
 @dataclass(slots=True)
@@ -43,47 +68,102 @@ class Certificate:
     ends: int = 0  # outputs and gradients,
     open_ends: int = 0  # and those of them of which something is unknown
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
+    # by the op: views of it, as the operand lay and as the result lies
+    _viewed: dict[str, list[tuple[Type, Type]]] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         share = f"{self.values - self.open} of {self.values} values"
         return f"{share} are typed on every axis, {self.ends - self.open_ends} of {self.ends} ends"
 
 
-def certify(joint: Any, interface: Interface) -> Certificate:
-    """Type the halves of a program, or raise a letter about the node that does not follow."""
-    found, axes = Certificate(), frozenset(interface.axes)
-    forward = _Walk(joint.forward, axes, found)
+def is_wanted() -> bool:
+    return os.environ.get(VARIABLE) != "off"
+
+
+def certify(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] | None = None) -> Certificate:
+    """Type the halves of a program, or raise a letter about the node that does not follow.
+
+    `ending` is of a program that runs in turns: the halves of what runs once on what turns have added up, and how its
+    outputs lie.
+    """
+    found, axes = Certificate(), tuple(interface.axes)
     places = joint.forward.find_nodes(op="placeholder")
-    given = [_type_of(n, s, interface.axes) for n, s in zip(places, interface.primals)]
+    given = [_type_of(n, s, axes) for n, s in zip(places, interface.primals)]
     given += [_plain(n) for n in places[len(given) :]]
+    forward = _Walk(joint.forward, interface, found)
     results = forward.run(given)
-    for i, sharding in enumerate(interface.outputs[: joint.outputs]):
-        forward.end(results[i], sharding, interface.axes, i, f"output {i}")
+    for i, sharding in enumerate(interface.outputs):
+        forward.end(i, sharding, f"output {i}")
     saved = results[joint.outputs :]
-    tangents = [_as_it_lies(results[i], interface.outputs[i], interface.axes) for i in joint.differentiable]
-    backward = _Walk(joint.backward, axes, found)
-    gradients = backward.run([*saved, *tangents])
-    for i, (primal, gradient) in enumerate(zip(joint.gradients, gradients)):
-        if gradient is not None and primal in interface.gradients:
-            what = f"the gradient of {places[primal].name}"
-            backward.end(gradient, interface.gradients[primal], interface.axes, i, what)
+    if ending is None:
+        tangents = [_as_it_lies(results[i], interface.outputs[i], axes) for i in joint.differentiable]
+    else:
+        tangents = _scales(*ending, results[len(interface.outputs) : joint.outputs], interface, found)
+    _gradients(joint, interface, [*saved, *tangents], found)
     return found
+
+
+def _scales(
+    joint: Any, outputs: Sequence[Any], crossing: Sequence[Type], interface: Interface, found: Certificate
+) -> list[Type]:
+    """The gradients that the ending of turns gives to what crosses into it.
+
+    A turn runs before they are there, on ones, and what it adds up is multiplied by them: they have to be whole.
+    """
+    forward = _Walk(joint.forward, interface, found)
+    results = forward.run(crossing)
+    for i, sharding in enumerate(outputs):
+        forward.end(i, sharding, f"output {i} of the ending")
+    tangents = [_as_it_lies(results[i], outputs[i], tuple(interface.axes)) for i in joint.differentiable]
+    backward = _Walk(joint.backward, interface, found)
+    scales = backward.run([*results[joint.outputs :], *tangents])
+    for i in range(len(scales)):
+        backward.end(i, None, "the gradient of what turns add up")
+    return scales
+
+
+def _gradients(joint: Any, interface: Interface, given: Sequence[Any], found: Certificate) -> None:
+    """Type the backward, and the two parts that stand for it where gradients are added up before they are reduced."""
+    names = [n.name for n in joint.forward.find_nodes(op="placeholder")]
+    ends = [(interface.gradients.get(primal), f"the gradient of {names[primal]}") for primal in joint.gradients]
+    backward = _Walk(joint.backward, interface, found)
+    backward.run(given)
+    for i, (sharding, what) in enumerate(ends):
+        if joint.gradients[i] in interface.gradients:
+            backward.end(i, sharding, what)
+            backward.reduced_in(i, interface.reduced_in.get(joint.gradients[i]), what)
+    if not joint.waits:
+        return
+    hold = _Walk(joint.hold, interface, found)
+    held = hold.run(given)
+    for i in set(range(len(ends))) - set(joint.waits):
+        if joint.gradients[i] in interface.gradients:
+            hold.end(i, *ends[i])
+    settle = _Walk(joint.settle, interface, found)
+    operands = {place: held[i] for i, place in zip(joint.waits, joint.settled_from)}
+    settle.run([operands[place] for place in range(len(operands))])
+    for place, i in enumerate(joint.waits):
+        settle.end(place, *ends[i])
+        settle.reduced_in(place, interface.reduced_in.get(joint.gradients[i]), ends[i][1])
 
 
 class _Walk:
     """One half, node by node."""
 
-    def __init__(self, graph: fx.Graph, axes: frozenset[str], found: Certificate) -> None:
-        self.graph, self.axes, self.found = graph, axes, found
+    def __init__(self, graph: fx.Graph, interface: Interface, found: Certificate) -> None:
+        self.graph, self.interface, self.found = graph, interface, found
+        self.order, self.axes = tuple(interface.axes), frozenset(interface.axes)
         self.types: dict[fx.Node, Any] = {}
 
     def run(self, given: Sequence[Any]) -> list[Any]:
         """The types of the results, from those of what is given."""
-        pending = list(given)
+        places = self.graph.find_nodes(op="placeholder")
+        if len(places) != len(given):
+            missing = Refused(f"{len(given)} values are given", f"it takes {len(places)}")
+            raise self._letter(places[-1], missing)
+        self.types.update(zip(places, given, strict=True))
         for node in self.graph.nodes:
-            if node.op == "placeholder":
-                self.types[node] = pending.pop(0)
-            elif node.op == "call_function":
+            if node.op == "call_function":
                 try:
                     made = self._made(node)
                 except Refused as e:
@@ -96,19 +176,41 @@ class _Walk:
                 self.found.open += any(t.open for t in types_in(made))
         return [self._value(a) for a in self.graph.output_node().args[0]]
 
-    def end(self, found: Any, sharding: Any, axes: Sequence[str], place: int, what: str) -> None:
-        """Refuse a result that does not lie as it has to."""
-        node = self.graph.output_node().args[0][place]
-        if not isinstance(found, Type) or not isinstance(node, fx.Node):
+    def end(self, place: int, sharding: Any, what: str) -> None:
+        """Refuse a result that does not lie as it has to; None is whole."""
+        node = self._result(place)
+        found = self._value(node)
+        if not isinstance(found, Type):
             return
         self.found.ends += 1
         self.found.open_ends += bool(found.open)
-        wanted = _as_it_lies(found, sharding, axes)
+        wanted = _as_it_lies(found, sharding, self.order)
         claims = [d for d, dim in enumerate(found.dims) if size(dim) != 1 and not is_free(dim)]  # others are as good
         cut = [tuple(axes_of([without(wanted.dims[d], found.open)])) for d in claims]
         lies = [tuple(axes_of([found.dims[d]])) for d in claims]
         if found.sums or found.most or lies != cut:
             raise self._letter(node, Refused(f"{what} lies as {found}", f"it has to lie as {wanted}"))
+
+    def reduced_in(self, place: int, dtype: torch.dtype | None, what: str) -> None:
+        """Refuse a result that was summed over devices in a narrower dtype on the last steps to it."""
+        node, part = self._result(place), 0
+        while dtype is not None and isinstance(node, fx.Node) and node.op == "call_function":
+            before = node.args[0]
+            if node.target is operator.getitem:
+                part = node.args[1]
+            if isinstance(before, (list, tuple)):  # several in one message
+                before = before[part]
+            if (
+                node.target in _SUMS
+                and torch.promote_types(before.meta["val"].dtype, dtype) != before.meta["val"].dtype
+            ):
+                summed = f"{what} is summed in {before.meta['val'].dtype}"
+                raise self._letter(node, Refused(summed, f"it has to be summed in {dtype}"))
+            is_on_the_way = node.target in _ON_THE_WAY or str(node.target) in _FORMS
+            node = before if is_on_the_way else None
+
+    def _result(self, place: int) -> Any:
+        return self.graph.output_node().args[0][place]
 
     def _value(self, value: Any) -> Any:
         return self.types[value] if isinstance(value, fx.Node) else None
@@ -130,12 +232,31 @@ class _Walk:
         call = Call(args, fx.map_arg(node.kwargs, self.types.__getitem__), _shapes(node), self.axes)
         if "kept_at" in str(target):  # a draw by position: a part of it is that of the whole
             return Type(free(call.shapes[0]))
-        return self._typed(target, call)
+        if str(target) == "aten.sub.Tensor" and node.args[0] is node.args[1]:
+            return replace(args[0], is_zero=True)
+        if str(target) in VIEWS:
+            return self._view(target, call, self.interface.comes_of(node))
+        return self._typed(target, call, ())
 
-    def _typed(self, target: Any, call: Call) -> Any:
+    def _view(self, target: Any, call: Call, op: str) -> Type:
+        """A view; where it may be read in several ways, and undoes one of the same op, as that one was read."""
+        x = call.args[0]
+        leaves_doubt = any(axes for dim in x.dims for _, axes in dim)  # what is cut or repeated
+        made: Type = self._typed(target, call, tuple(self.interface.wholes.get(op, ())) if leaves_doubt else ())
+        views = self.found._viewed.setdefault(op, [])
+        if made.open == x.open:
+            if op:
+                views.append((x, made))
+            return made
+        undone = (before for before, after in views if before.shape == call.shapes[0] and lie_alike(x, after))
+        return next((replace(x, dims=before.settled(x.open).dims) for before in undone), made)
+
+    def _typed(self, target: Any, call: Call, wholes: tuple[tuple[int, ...], ...]) -> Any:
         """The result of a rule; calls that are alike are typed once."""
-        key = _key((target, call.args, call.kwargs, call.shapes))
+        key = _key((target, call.args, call.kwargs, call.shapes, wholes))
         if key not in self.found._known:
+            if wholes:
+                call = replace(call, wholes=Wholes(wholes, call.args[0].open, self.interface.axes))
             self.found._known[key] = typed(target, call)
         return self.found._known[key]
 
@@ -171,7 +292,8 @@ class _Walk:
             f"the emitted program does not follow from its types at {node.name}: {refused.seen}",
             at=str(node.format_node() or node.name)[:200],
             seen=f"{operands}; {refused.expected}",
-            advice="this is an error of autopar, not of your model: please report it with the plan",
+            advice=f"this is an error of autopar, not of your model: please report it with the plan; "
+            f"{VARIABLE}=off runs the program as it is",
         )
 
 

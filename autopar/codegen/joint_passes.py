@@ -19,6 +19,7 @@ from autopar.sharding.convert import LocalStep
 from autopar.space.windows import BUCKET, buckets
 
 START = torch.ops.autopar.start.default
+_GATHERING = ("all_gather", "all_to_all")  # along the first of their dims
 _TURN, _COPY = torch.ops.aten.transpose.int, torch.ops.aten.clone.default
 
 
@@ -49,13 +50,29 @@ def _written_out(graph: fx.Graph, node: fx.Node) -> fx.Node:
     value, steps, _, _, *dtypes = node.args
     if dtypes and dtypes[0]:
         value = _cast(graph, value, getattr(torch, dtypes[0]))
-    for step in LocalStep.parse_all(steps):
+    way = LocalStep.parse_all(steps)
+    for step, shape in zip(way, _shapes_on(way, value.meta["val"].shape, node.meta["val"].shape), strict=True):
         numbers = [number for dim in step.dims for number in dim]
         value = graph.call_function(STEPS[step.kind], (value, step.axis, *numbers))
-        value.meta["val"] = node.meta["val"]
+        value.meta["val"] = node.meta["val"] if step is way[-1] else node.meta["val"].new_empty(shape)
     if value is node.args[0]:  # what follows was traced on memory order
         value = _in_memory_order(graph, value, node)
     return value
+
+
+def _shapes_on(way: Sequence[LocalStep], given: Sequence[int], made: Sequence[int]) -> Iterator[list[int]]:
+    """The local shape after each step of a conversion.
+
+    A dim has its whole size where an axis no longer cuts it. How many rows a cut leaves is seen where the next step
+    takes the dim, or at the end.
+    """
+    shape = list(given)
+    for k, step in enumerate(way):
+        for d, size, _ in step.dims[:1] if step.kind in _GATHERING else ():
+            shape[d] = size
+        for d, _, _ in step.dims[1:] if step.kind in _GATHERING else step.dims:
+            shape[d] = next((size for later in way[k + 1 :] for dim, size, _ in later.dims if dim == d), made[d])
+        yield list(shape)
 
 
 def _cast(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -178,9 +195,12 @@ _REDUCTIONS = (STEPS["all_reduce"], STEPS["reduce_scatter"])
 def bucket_gradient_reductions(joint: JointGraph) -> None:
     """Let gradients that are reduced over the same axes travel together, a bucket at a time.
 
+    What micro-batches add up before it is reduced has buckets of its own: others are reduced in each of them.
+
     before    a = all_reduce(g, "dp");  b = all_reduce(h, "dp");  return loss, a, b
     after     c = all_reduce_bucket([g, h], "dp");  return loss, c[0], c[1]
     """
+    waits = {g for g, held in zip(joint.gradients, joint.held, strict=True) if held is not g}
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
     whole: dict[fx.Node, int] = {}  # of each gradient of parameters, the bytes of those
     for i, g in zip(joint.wanted, joint.gradients, strict=True):
@@ -190,7 +210,7 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     for node in joint.graph.nodes:
         if node.target in _REDUCTIONS and node in whole and set(node.users) == {joint.graph.output_node()}:
             way = _way_to(node)
-            waiting.setdefault(_ways_alike(way), []).append(way)
+            waiting.setdefault((node in waits, _ways_alike(way)), []).append(way)
     for ways in waiting.values():
         for places in buckets([whole[way[-1]] for way in ways], BUCKET):
             bucket = [ways[k] for k in places]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar import kernels
+import torch
+import torch.fx as fx
+
+from autopar import certificate, kernels
 from autopar.certificate import Certificate, Interface, certify
 from autopar.codegen import local_passes
 from autopar.codegen.halves import Joint
 from autopar.codegen.joint import lower_jointly
+from autopar.codegen.joint_graph import BACK, OP
 from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.parts import WHOLE, Rows, sharding_of_rows
 from autopar.codegen.recomputed import recomputed_of
@@ -20,6 +24,7 @@ from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, type_of
 from autopar.letters import NotServed
 from autopar.passes import run_passes
+from autopar.runtime.collectives import convert
 from autopar.solver.plan import Plan
 from autopar.space.schedule import schedule_of
 
@@ -40,14 +45,11 @@ class Lowered:
         """Every collective in order."""
         return self.joint.collectives + (self.ending.joint.collectives if self.ending else ())
 
-    def certified(self) -> Certificate | None:
-        """The program typed from how parameters are stored to how gradients have to lie, or a letter.
-
-        None of a program that runs in turns.
-        """
-        if self.ending is not None:
-            return None
-        return certify(self.joint, _interface(self.graph, self.plan, self.program, self.rows))
+    def certified(self) -> Certificate:
+        """The program typed from how parameters are stored to how gradients have to lie, or a letter."""
+        ending = None if self.ending is None else (self.ending.joint, self.ending.program.outputs)
+        programs = [self.program] if self.ending is None else [self.program, self.ending.program]
+        return certify(self.joint, _interface(self.graph, self.plan, programs, self.rows), ending)
 
     @property
     def code(self) -> str:
@@ -64,8 +66,15 @@ def lower(
 ) -> Lowered:
     """The program of the device at `coordinate` of the plan's mesh; without `gradients` its forward alone.
 
-    `rows` say what ranks pass their own rows of.
+    `rows` say what ranks pass their own rows of. What is emitted has a certificate, or is refused by a letter.
     """
+    lowered = _lowered(graph, plan, coordinate, device, gradients, rows)
+    if certificate.is_wanted():
+        lowered.certified()
+    return lowered
+
+
+def _lowered(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str, gradients: bool, rows: Rows) -> Lowered:
     if plan.kernels and device != "cpu" and not kernels.can_run():
         raise NotServed(
             f"kernels={plan.kernels}, and Triton is not installed, which runs them on a {device} device",
@@ -102,13 +111,42 @@ def lower(
     return Lowered(graph, plan, parts.turn, joint, rows, lowered_ending(parts, joint, device))
 
 
-def _interface(graph: Graph, plan: Plan, program: LocalProgram, rows: Rows) -> Interface:
-    """How values enter the program and leave it: all that its certificate is told of the plan."""
+def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows: Rows) -> Interface:
+    """How values enter the program and leave it: all that its certificate is told of the plan.
+
+    Of the model it is told the shapes of what each op reads and gives on one device.
+    """
+    program = programs[0]
     of_rows = sharding_of_rows(rows[0], plan.mesh) if rows[1] else None
     inputs = [of_rows if name in rows[1] else None for name in graph.inputs]
     stored = [plan.parameters[name] for name in program.parameters]
     primals = (*inputs, *stored, *[None] * len(program.buffers))
-    return Interface(plan.mesh.axes, primals, program.outputs, dict(enumerate(primals[: len(inputs) + len(stored)])))
+    gradients = dict(enumerate(primals[: len(inputs) + len(stored)]))
+    promised = getattr(torch, plan.precision[1]) if plan.precision else None
+    reduced_in = {} if promised is None else {len(inputs) + i: promised for i in range(len(stored))}
+    wholes = {name: shapes for made in programs for name, shapes in _whole_shapes(made)}
+    return Interface(
+        dict(zip(plan.mesh.axes, plan.mesh.shape, strict=True)),
+        primals,
+        program.outputs,
+        gradients,
+        reduced_in,
+        lambda node: node.meta.get(BACK) or node.meta.get(OP, ""),
+        wholes,
+    )
+
+
+def _whole_shapes(program: LocalProgram) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    """The shapes, on one device, of what each op reads and gives; not of parameters that it reads beside values."""
+    stored: set[fx.Node] = set()  # parameters, and what conversions make of them
+    for node in program.fx.nodes:
+        if "info" not in node.meta:
+            continue
+        if info(node).kind == "parameter" or (node.target is convert and node.args[0] in stored):
+            stored.add(node)
+        else:
+            read = [n for n in node.all_input_nodes if n not in stored] or node.all_input_nodes
+            yield node.name, list(dict.fromkeys(t.shape for n in (*read, node) for t in info(n).outputs))
 
 
 def reads_of_parameters(graph: Graph, window_bytes: int) -> dict[str, Read]:

@@ -76,7 +76,7 @@ def _certificate(graph: Graph, plan: Plan) -> str:
         found = lower(graph, plan, (0,) * len(plan.mesh.shape)).certified()
     except NotCertified as e:
         return f"refused: {e}"
-    return str(found) if found is not None else "none of a program that runs in turns"
+    return str(found)
 
 
 def _refuse_no_numbers(batch: Any) -> None:

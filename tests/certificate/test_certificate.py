@@ -8,8 +8,9 @@ from torch import nn
 
 import autopar.api
 from autopar.certificate.calls import Call
+from autopar.certificate.readings import regrouped
 from autopar.certificate.rules import typed
-from autopar.certificate.types import FREE, Refused, Type, joined, plain, regrouped
+from autopar.certificate.types import FREE, Refused, Type, joined, plain
 from autopar.codegen.lower import lower
 from autopar.letters import NotCertified
 from autopar.request import Request

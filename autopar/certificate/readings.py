@@ -1,0 +1,175 @@
+"""How a view may be read: which of the dims of its result has the rows and the cuts of those of its operand.
+
+A device sees its own rows alone. What is cut to one row may belong to several dims of the result, and what is repeated
+may be a part or a whole: the shapes of whole values decide, where they can.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.certificate.types import FREE, Atom, Dim, axes_of, is_free, joined, plain, same, size
+
+Dims = tuple[Dim, ...]
+_MOST_READINGS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Wholes:
+    """The shapes of whole values of which a view may give a part."""
+
+    shapes: Sequence[tuple[int, ...]]
+    unknown: frozenset[str]  # axes that may cut any dim
+    sizes: Mapping[str, int]  # of all axes
+
+    def have(self, dims: Sequence[Dim], places: Iterable[int] | None = None) -> bool:
+        """May these dims, seen at these places, be parts of those of one of the shapes?"""
+        seen = range(len(dims)) if places is None else list(places)
+        shapes = (shape for shape in self.shapes if len(shape) == len(dims))
+        return any(all(self._has_part(dims[d], shape[d]) for d in seen) for shape in shapes)
+
+    def have_like(self, dims: Sequence[Dim]) -> bool:
+        """May they be so once neighbouring dims of either are put together?"""
+        for shape in self.shapes:
+            if any(
+                all(map(self._has_part, dims, (math.prod(run) for run in runs))) for runs in _merged(shape, len(dims))
+            ):
+                return True
+            if any(
+                all(self._has_part(joined(itertools.chain(*run)), n) for run, n in zip(runs, shape))
+                for runs in _merged(tuple(dims), len(shape))
+            ):
+                return True
+        return False
+
+    def _has_part(self, dim: Dim, whole: int) -> bool:
+        """May these rows be one of the parts of a dim?"""
+        if is_free(dim):
+            return True
+        counts = [self.sizes[a] for a in self.unknown]
+        more = {math.prod(some) for k in range(len(counts) + 1) for some in itertools.combinations(counts, k)}
+        return any(_is_part(size(dim), whole, k * math.prod(self.sizes[a] for a in axes_of([dim]))) for k in more)
+
+
+def _is_part(rows: int, whole: int, parts: int) -> bool:
+    return rows == whole // parts if whole % parts == 0 else rows <= -(-whole // parts)  # the last have fewer
+
+
+def _merged(values: tuple[Any, ...], count: int) -> Iterator[list[tuple[Any, ...]]]:
+    """Every way to take the values as so many runs of neighbours."""
+    if 0 < count <= len(values):
+        for inner in itertools.combinations(range(1, len(values)), count - 1):
+            ends = (0, *inner, len(values))
+            yield [values[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def regrouped(dims: Sequence[Dim], shape: Sequence[int], wholes: Wholes | None = None) -> tuple[Dims, frozenset[str]]:
+    """The dims of a view, and the axes that are lost in it, `FREE` for all: what it makes of them does not follow."""
+    given, atoms = frozenset(axes_of(dims)), [atom for dim in dims for atom in dim]
+    if 0 in shape:
+        return plain(shape), given
+    are_mixed = any(axes == FREE for _, axes in atoms) and not _keeps_rows_apart(dims, shape)
+    if are_mixed:  # is it all of what is repeated that is mixed with other rows?
+        atoms = [(n, () if axes == FREE else axes) for n, axes in atoms]
+    found = _read(atoms, shape)
+    if wholes is not None:
+        found = _meant(found, atoms, shape, wholes, are_mixed)
+    if are_mixed and (wholes is None or len(found) != 1):
+        return plain(shape), frozenset(FREE)
+    if not found or len(found) == _MOST_READINGS:
+        return plain(shape), given
+    differ = _differing(found)
+    return tuple(map(joined, found[0])), frozenset(axes_of(reading[d] for reading in found for d in differ))
+
+
+def _keeps_rows_apart(dims: Sequence[Dim], shape: Sequence[int]) -> bool:
+    """Are the rows of every dim those of one dim of the view?"""
+    return [size(dim) for dim in dims if size(dim) != 1 or axes_of([dim])] == [n for n in shape if n != 1] or [
+        size(dim) for dim in dims
+    ] == list(shape)
+
+
+def _meant(
+    found: list[Dims], atoms: Sequence[Atom], shape: Sequence[int], wholes: Wholes, are_mixed: bool
+) -> list[Dims]:
+    """The readings that agree with whole shapes.
+
+    Where none does, a cut of several rows may end the dim before; and a view may be of a value that has no shape among
+    them, but one of its rows.
+    """
+    if meant := [dims for dims in found if wholes.have(dims)]:
+        return meant
+    wide = [dims for dims in _read(atoms, shape, is_wide=True) if wholes.have(dims)]
+    if are_mixed:
+        return wide
+    differ = _differing(found)
+    narrow = [dims for dims in found if wholes.have(dims, differ)] or found
+    if not wide and len(narrow) > 1:
+        narrow = [dims for dims in found if wholes.have_like(dims)] or narrow
+    return narrow + wide
+
+
+def _differing(readings: Sequence[Dims]) -> list[int]:
+    """The dims at which readings are not one."""
+    return [d for d, dims in enumerate(zip(*readings)) if any(not same(dims[0], other) for other in dims[1:])]
+
+
+def _read(atoms: Sequence[Atom], shape: Sequence[int], is_wide: bool = False) -> list[Dims]:
+    """Readings of a view; wide ones may leave rows of a dim inside what an axis cuts in the dim before."""
+    return list(itertools.islice(_readings(_pieces(atoms, is_wide), tuple(shape)), _MOST_READINGS))
+
+
+# a run of atoms taken apart: ("cut", an axis, may it end a dim?) and ("rows", how many, are they free?)
+_Piece = tuple[str, Any, bool]
+
+
+def _pieces(atoms: Iterable[Atom], is_wide: bool) -> tuple[_Piece, ...]:
+    found: list[_Piece] = []
+    for n, axes in atoms:
+        found += [("cut", axis, is_wide or n == 1) for axis in axes if axes != FREE]
+        if n != 1:
+            found.append(("rows", n, axes == FREE))
+    return tuple(found)
+
+
+def _readings(pieces: tuple[_Piece, ...], shape: tuple[int, ...]) -> Iterator[Dims]:
+    """Every way to give these rows and cuts to the dims of a shape, in their order."""
+    if not shape:
+        if not pieces:
+            yield ()
+        return
+    for dim, rest in _first_dim(pieces, shape[0]):
+        for others in _readings(rest, shape[1:]):
+            yield (dim, *others)
+
+
+def _first_dim(pieces: tuple[_Piece, ...], n: int) -> Iterator[tuple[Dim, tuple[_Piece, ...]]]:
+    """A dim of so many rows from the first pieces, and what is left of them."""
+    atoms: list[Atom] = []
+    left = list(pieces)
+    while n > 1:
+        cuts = []
+        while left and left[0][0] == "cut":
+            cuts.append(left.pop(0)[1])
+        if not left:
+            return
+        _, rows, are_free = left.pop(0)
+        if rows > n:
+            if rows % n:
+                return
+            left.insert(0, ("rows", rows // n, are_free))
+            rows = n
+        if n % rows or (are_free and cuts):
+            return
+        atoms.append((rows, FREE if are_free else tuple(cuts)))
+        n //= rows
+    ends = bool(atoms)  # after rows only what was cut to one row may stand
+    cuts = []
+    yield tuple(atoms), tuple(left)
+    while left and left[0][0] == "cut" and (left[0][2] or not ends):
+        cuts.append(left.pop(0)[1])
+        yield (*atoms, (1, tuple(cuts))), tuple(left)
