@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import operator
 
+import torch
+
 from autopar import Assume, DeviceMesh
 from autopar.codegen.lower import lower
 from autopar.request import Request
@@ -29,17 +31,17 @@ def traced(name, **how):
 def lowered(name, preset, **how):
     """The program of the last device of a model under a preset."""
     request = Request(mesh=MESH, memory_budget="inf", assume=Assume(no_padding=True), parallel=preset, **how)
-    graph = traced(name)
+    graph = traced(name, **how)
     plan = request.plan(graph)
     return lower(request.as_planned(graph, plan), plan, (1, 1))
 
 
-def broken(program):
+def broken(program, ways=None):
     """The same program with one of its reductions wrong, each of them in turn: where, how, and the program."""
-    for half in ("forward", "backward"):
+    for half in ("forward", "backward", *(("hold", "settle") if program.joint.waits else ())):
         graph = getattr(program.joint, half)
         for place, node in enumerate(graph.nodes):
-            for how in _WAYS.get(node.target, ()):
+            for how in (_WAYS if ways is None else ways).get(node.target, ()):
                 made_ = copy.deepcopy(graph)
                 for mine, theirs in zip(made_.nodes, graph.nodes, strict=True):
                     mine.meta = dict(theirs.meta)
@@ -81,8 +83,21 @@ def one_left_out(graph, node):
     part.replace_all_uses_with(node.args[0][part.args[1]])
 
 
+def cast_before(graph, node):
+    """Summed in bfloat16, and cast behind the sum."""
+    values = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+    with graph.inserting_before(node):
+        narrow = [graph.call_function(torch.ops.aten._to_copy.default, (v,), {"dtype": torch.bfloat16}) for v in values]
+    for made_, value in zip(narrow, values, strict=True):
+        made_.meta = dict(value.meta, val=value.meta["val"].to(torch.bfloat16))
+    node.args = (narrow if isinstance(node.args[0], (list, tuple)) else narrow[0], *node.args[1:])
+
+
 _WAYS = {
     _REDUCE: (dropped, doubled, over_another_axis),
     _SCATTER: (not_reduced, over_another_axis),
     **dict.fromkeys(_BUCKETS, (one_left_out, over_another_axis)),
 }
+NARROWER = dict.fromkeys(
+    (_SCATTER, *_BUCKETS, STEPS["reduce_scatter_bucket"], PACK["reduce_scatter"]), (cast_before,)
+)  # ways that the dtype of a sum is wrong
