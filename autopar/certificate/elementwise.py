@@ -106,8 +106,26 @@ rule(
     "_to_copy.default", "gelu_backward.default", "silu_backward.default", "tanh_backward.default",
     "sigmoid_backward.default", "threshold_backward.default", "elu_backward.default", "leaky_relu_backward.default",
     "hardtanh_backward.default", "softplus_backward.default", "xlogy.Tensor", "lift_fresh_copy.default",
-    "contiguous.default",
+    "contiguous.default", "native_dropout_backward.default", "logit_backward.default",
 )(_elementwise("first"))  # fmt: skip
+
+
+rule("lerp.Scalar")(_elementwise("all"))
+
+
+def _added(linear: str) -> Rule:
+    """What another op makes of two operands, added to a third."""
+
+    def of(call: Call) -> Type:
+        x, one, other = call.args[:3]
+        made = elementwise(replace(call, args=(one, other), kwargs={}), linear)
+        return elementwise(replace(call, args=(x, made), kwargs={}), "all")
+
+    return of
+
+
+rule("addcmul.default")(_added("one"))
+rule("addcdiv.default")(_added("first"))
 
 
 @rule("where.self")

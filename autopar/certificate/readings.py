@@ -6,6 +6,7 @@ may be a part or a whole: the shapes of whole values decide, where they can.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,13 +51,34 @@ class Wholes:
         """May these rows be one of the parts of a dim?"""
         if is_free(dim):
             return True
-        counts = [self.sizes[a] for a in self.unknown]
-        more = {math.prod(some) for k in range(len(counts) + 1) for some in itertools.combinations(counts, k)}
-        return any(_is_part(size(dim), whole, k * math.prod(self.sizes[a] for a in axes_of([dim]))) for k in more)
+        run = [(n, tuple(self.sizes[a] for a in axes)) for n, axes in dim] or [(1, ())]
+        others = [self.sizes[a] for a in self.unknown]
+        more = [some for k in range(len(others) + 1) for some in itertools.combinations(others, k)]
+        return any(
+            _are_parts((*run[:k], (run[k][0], (*run[k][1], *some)), *run[k + 1 :]), whole)
+            for k in range(len(run))
+            for some in more
+        )
 
 
-def _is_part(rows: int, whole: int, parts: int) -> bool:
-    return rows == whole // parts if whole % parts == 0 else rows <= -(-whole // parts)  # the last have fewer
+@functools.cache
+def _are_parts(run: tuple[tuple[int, tuple[int, ...]], ...], whole: int) -> bool:
+    """May a dim have been cut so: so many rows of each of a run of atoms, and the sizes of the axes that cut them?"""
+    if not run:
+        return whole == 1
+    (rows, counts), rest = run[0], run[1:]
+    wholes = range(2, whole + 1) if counts else (rows,)  # nobody cuts one row
+    return any(whole % n == 0 and rows in _parts(n, counts) and _are_parts(rest, whole // n) for n in wholes)
+
+
+@functools.cache
+def _parts(whole: int, counts: tuple[int, ...]) -> frozenset[int]:
+    """The rows that a device may have of a dim which axes of these sizes cut, the major one first."""
+    if not counts:
+        return frozenset({whole})
+    most = -(-whole // counts[0])
+    rows = {max(0, min(most, whole - k * most)) for k in range(counts[0])}  # the last have fewer
+    return frozenset(n for one in rows for n in _parts(one, counts[1:]))
 
 
 def _merged(values: tuple[Any, ...], count: int) -> Iterator[list[tuple[Any, ...]]]:
@@ -72,15 +94,18 @@ def regrouped(dims: Sequence[Dim], shape: Sequence[int], wholes: Wholes | None =
     given, atoms = frozenset(axes_of(dims)), [atom for dim in dims for atom in dim]
     if 0 in shape:
         return plain(shape), given
+    if [size(dim) for dim in dims] == list(shape):
+        return tuple(dims), frozenset()
     are_mixed = any(axes == FREE for _, axes in atoms) and not _keeps_rows_apart(dims, shape)
     if are_mixed:  # is it all of what is repeated that is mixed with other rows?
         atoms = [(n, () if axes == FREE else axes) for n, axes in atoms]
     found = _read(atoms, shape)
+    found += [dims for dims in _moved(atoms, shape) if dims not in found]
     if wholes is not None:
         found = _meant(found, atoms, shape, wholes, are_mixed)
     if are_mixed and (wholes is None or len(found) != 1):
         return plain(shape), frozenset(FREE)
-    if not found or len(found) == _MOST_READINGS:
+    if not found or len(found) >= _MOST_READINGS:
         return plain(shape), given
     differ = _differing(found)
     return tuple(map(joined, found[0])), frozenset(axes_of(reading[d] for reading in found for d in differ))
@@ -88,9 +113,7 @@ def regrouped(dims: Sequence[Dim], shape: Sequence[int], wholes: Wholes | None =
 
 def _keeps_rows_apart(dims: Sequence[Dim], shape: Sequence[int]) -> bool:
     """Are the rows of every dim those of one dim of the view?"""
-    return [size(dim) for dim in dims if size(dim) != 1 or axes_of([dim])] == [n for n in shape if n != 1] or [
-        size(dim) for dim in dims
-    ] == list(shape)
+    return [size(dim) for dim in dims if size(dim) != 1 or axes_of([dim])] == [n for n in shape if n != 1]
 
 
 def _meant(
@@ -121,6 +144,15 @@ def _differing(readings: Sequence[Dims]) -> list[int]:
 def _read(atoms: Sequence[Atom], shape: Sequence[int], is_wide: bool = False) -> list[Dims]:
     """Readings of a view; wide ones may leave rows of a dim inside what an axis cuts in the dim before."""
     return list(itertools.islice(_readings(_pieces(atoms, is_wide), tuple(shape)), _MOST_READINGS))
+
+
+def _moved(atoms: Sequence[Atom], shape: Sequence[int]) -> Iterator[Dims]:
+    """Readings in which what is cut to one row stands elsewhere: of one row it is the same memory anywhere."""
+    cuts = [(n, axes) for n, axes in atoms if n == 1 and axes and axes != FREE]
+    places = [d for d, n in enumerate(shape) if n == 1] if cuts else []
+    for dims in _read([atom for atom in atoms if atom not in cuts], shape) if places else ():
+        for chosen in itertools.product(places, repeat=len(cuts)):
+            yield tuple((*dim, *(cut for cut, place in zip(cuts, chosen) if place == d)) for d, dim in enumerate(dims))
 
 
 # a run of atoms taken apart: ("cut", an axis, may it end a dim?) and ("rows", how many, are they free?)

@@ -25,7 +25,10 @@ def all_reduce_max(x: Type, axis: str) -> Type:
 
 
 def all_gather(x: Type, axis: str, dim: int, length: int, blocks: Any = ()) -> Type:
-    if not x.dims[dim] or is_free(x.dims[dim]):  # what is repeated is a part as it is a whole
+    if not x.dims[dim] and axis in x.sums:  # one row of a dim that is cut is also a part of the sum over the dim
+        return replace(x, dims=_with(x, dim, whole(length))).opened([axis])
+    is_repeated = is_free(x.dims[dim]) or (not x.dims[dim] and axis not in x.open)
+    if is_repeated:  # it is a part as it is a whole
         return replace(x, dims=_with(x, dim, ((length, FREE),)), open=x.open - {axis})
     if axis not in x.open:
         cut = axes_of([x.dims[dim]])

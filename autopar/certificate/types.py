@@ -120,4 +120,4 @@ def same(one: Dim, other: Dim) -> bool:
 
 def lie_alike(x: Type, other: Type) -> bool:
     """Are they of the same rows, and cut alike by axes that are known of the first?"""
-    return x.settled(x.open).dims == other.settled(x.open).dims
+    return other.open <= x.open and x.settled(x.open).dims == other.settled(x.open).dims

@@ -38,16 +38,23 @@ def lowered(name, preset, **how):
 
 def broken(program, ways=None):
     """The same program with one of its reductions wrong, each of them in turn: where, how, and the program."""
-    for half in ("forward", "backward", *(("hold", "settle") if program.joint.waits else ())):
-        graph = getattr(program.joint, half)
+    ways = _WAYS if ways is None else ways
+    for what, joint in _broken(program.joint, ways):
+        yield what, dataclasses.replace(program, joint=joint)
+    for what, joint in _broken(program.ending.joint, ways) if program.ending else ():
+        yield f"ending {what}", dataclasses.replace(program, ending=dataclasses.replace(program.ending, joint=joint))
+
+
+def _broken(joint, ways):
+    for half in ("forward", "backward", *(("hold", "settle") if joint.waits else ())):
+        graph = getattr(joint, half)
         for place, node in enumerate(graph.nodes):
-            for how in (_WAYS if ways is None else ways).get(node.target, ()):
+            for how in ways.get(node.target, ()):
                 made_ = copy.deepcopy(graph)
                 for mine, theirs in zip(made_.nodes, graph.nodes, strict=True):
                     mine.meta = dict(theirs.meta)
                 how(made_, list(made_.nodes)[place])
-                joint = dataclasses.replace(program.joint, **{half: made_})
-                yield f"{half} {node.name}: {how.__name__}", dataclasses.replace(program, joint=joint)
+                yield f"{half} {node.name}: {how.__name__}", dataclasses.replace(joint, **{half: made_})
 
 
 def dropped(graph, node):
@@ -97,6 +104,7 @@ _WAYS = {
     _REDUCE: (dropped, doubled, over_another_axis),
     _SCATTER: (not_reduced, over_another_axis),
     **dict.fromkeys(_BUCKETS, (one_left_out, over_another_axis)),
+    PACK["reduce_scatter"]: (over_another_axis,),
 }
 NARROWER = dict.fromkeys(
     (_SCATTER, *_BUCKETS, STEPS["reduce_scatter_bucket"], PACK["reduce_scatter"]), (cast_before,)

@@ -166,6 +166,7 @@ def test_what_is_repeated_is_a_part_or_a_whole():
     """Heads that are repeated for each query head, seen on the device that has one of them."""
     x = (((1, ("tp",)),), ((2, FREE),), *plain((16,)))
     assert regrouped(x, (2, 16))[1] == frozenset(FREE)
+    assert regrouped(x, (1, 2, 16)) == (x, frozenset())
     heads = regrouped(x, (2, 16), Wholes([(4, 16), (2, 16)], frozenset(), {"tp": 2}))
     assert heads == ((((2, ("tp",)),), *plain((16,))), frozenset())
 

@@ -12,6 +12,9 @@ from torch import nn
 import autopar
 from autopar import DeviceMesh, Precision
 from autopar.codegen.halves import COLLECTIVES
+from autopar.codegen.lower import lower
+from autopar.request import Request
+from autopar.runtime.collectives import PACK, STEPS
 from autopar.testing import Equality, on_threads
 from tests.models import batch_of, eager_links, mlp_case
 from tests.training import whole
@@ -90,6 +93,27 @@ def test_nothing_is_reduced_while_gradients_wait():
 
     for count in on_threads(2, body):
         assert count["hold"] == 0 and count["backward"] == count["settle"] > 0
+
+
+class Pictures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.norm(self.stem(x))).mean((2, 3))).square().mean()
+
+
+def test_what_waits_shares_no_message_with_what_each_micro_batch_reduces():
+    """The gradients of a batch norm are reduced at once, for the statistics that they are made of are; others wait."""
+    request = Request(mesh=DeviceMesh((2,), ("dp",)), memory_budget="inf", parallel="dp")
+    graph = request.trace(Pictures().double(), {"x": torch.randn(8, 3, 6, 6).double()})
+    joint = lower(graph, request.plan(graph), (1,)).joint
+    assert len(joint.settle.find_nodes(op="placeholder")) == len(set(joint.settled_from))
+    sending = (STEPS["all_reduce"], STEPS["all_reduce_bucket"], PACK["all_reduce"])
+    reduced = [n.args[0] for n in joint.hold.nodes if n.target in sending]
+    sums = [part for one in reduced for part in (one if isinstance(one, list) else [one])]
+    assert sums and max(part.meta["val"].numel() for part in sums) < 10
 
 
 def test_zero_grad_forgets_what_waits():

@@ -5,8 +5,14 @@ And the first hundred notice each broken compiler.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from autopar.certificate import steps
+from autopar.certificate.calls import RULES
+from autopar.certificate.types import Type, plain
+from autopar.letters import NotCertified
 from tests.fuzz.trial import fuzz, kills
 from tests.mutants import GPT2_MUTANTS, MUTANTS
 
@@ -65,3 +71,27 @@ KILLED_BY = {  # python -m tests.fuzz mutants: the first of the hundred that not
 @pytest.mark.parametrize("name", KILLED_BY)
 def test_broken_compilers_are_noticed_by_the_hundred(name):
     assert KILLED_BY[name] < NOTICED_BY and kills((MUTANTS | GPT2_MUTANTS)[name], [KILLED_BY[name]]) is not None
+
+
+# a rule of the certificate that is misread, or a conversion that it skips, and a seed whose programs it then refuses
+MISREAD = {
+    "a sum over a cut dim is whole": ("rule", "aten.sum.dim_IntList", lambda x: replace(x, sums=frozenset())),
+    "a transpose keeps the dims": ("rule", "aten.t.default", lambda x: replace(x, dims=x.dims[::-1])),
+    "a cast is whole": ("rule", "aten._to_copy.default", lambda x: Type(plain(x.shape))),
+    "a gathered value stays cut": ("step", "all_gather", lambda x, axis, *more: x),
+    "a sum is not taken": ("step", "all_reduce", lambda x, axis: x),
+    "what is cut stays whole": ("step", "slice", lambda x, axis, *more, **how: x),
+}
+
+
+@pytest.mark.parametrize("name", MISREAD)
+def test_a_misread_rule_of_the_certificate_refuses_what_is_right(name, monkeypatch):
+    kind, key, misread = MISREAD[name]
+    if kind == "rule":
+        sound = RULES[key]
+        monkeypatch.setitem(RULES, key, lambda call: misread(sound(call)))
+    else:
+        monkeypatch.setattr(steps, key, misread)
+    with pytest.raises(NotCertified):
+        for seed in range(8):
+            fuzz(seed)

@@ -7,7 +7,7 @@ from collections import Counter
 from tests.docs.blocks import HERE
 from tests.gauntlet import suites
 from tests.gauntlet.bugs import BUGS, Bug
-from tests.gauntlet.refused import ASKED, names
+from tests.gauntlet.refused import ASKED, JUDGES, seen
 
 PAGE = "docs/gauntlet.md"
 
@@ -24,10 +24,12 @@ A suite plans a small model, pins the plan to the one in which the error can hap
 in float64, and compares. The few suites that compare something else say so: sums in float32, steps by themselves, and
 rules, of which every strategy is run on shards.
 
-Beside them stands the [certificate](design/047-a-certificate.md), which types an emitted program without running it and
-without a plan. The table says where it refuses the program with the error in it, before any number is compared: it
-sees sums that are missing, doubled or of other ranks. It does not see factors, dtypes, what is drawn, what lies between
-two steps, or what is wrong with the graph that it is given.
+Before them stands the [certificate](design/047-a-certificate.md), which types every emitted program without running it
+and without a plan, and refuses it by a letter while it is lowered. And a [witness](design/049-an-outside-witness.md), a
+type checker of another project under which tests run emitted programs. The table says where each of them refuses the
+program with the error in it, before any number is compared: they see sums that are missing, doubled, of other ranks or
+in a narrower dtype. They do not see factors, what is drawn, what lies between two steps, or what is wrong with the
+graph that they are given. What tests notice was measured with certificates switched off.
 
 The sources are links. The sentences are about what those reports say, in short; nobody re-tested them here, and none
 is an error of autopar. A fix may have come long ago.
@@ -77,6 +79,10 @@ def about(suite: str) -> str:
     return (suites.suite_of(suite).__doc__ or "").strip()
 
 
+def _said(is_refused: bool, is_asked: bool) -> str:
+    return "refused" if is_refused else "no" if is_asked else "not asked"
+
+
 def page() -> str:
     """The page as text."""
     kinds = Counter(bug.kind for bug in BUGS)
@@ -89,7 +95,9 @@ def page() -> str:
         "| --- | --- |",
         f"| planted, and noticed because results differ from those of one device | {len(BUGS) - rules - shown} |",
         f"| of those, on gloo processes | {ranks} |",
-        f"| of those, refused by the certificate too, of {len(ASKED)} that it was asked about | {len(names())} |",
+        f"| of those, refused by the certificate before the first step, of {len(ASKED)} that it was asked about "
+        f"| {sum('certificate' in judges for judges in seen().values())} |",
+        f"| of those, refused by the witness | {sum('witness' in judges for judges in seen().values())} |",
         f"| planted in a rule, and noticed by its proof | {rules} |",
         f"| not to be planted, with a test that shows it | {shown} |",
         f"| all | {len(BUGS)} |",
@@ -100,12 +108,13 @@ def page() -> str:
         *(f"| {kind} | {count} |" for kind, count in kinds.most_common()),
     ]
     table = [
-        "| error | where it happened | what went wrong | noticed here by | by the certificate | kind |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| error | where it happened | what went wrong | noticed here by | the certificate | the witness | kind |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    asked, refused = {bug.name for bug in ASKED}, set(names())
+    asked = {bug.name for bug in ASKED}
     for bug in BUGS:
-        sees = "refused" if bug.name in refused else "no" if bug.name in asked else "not asked"
+        judges = seen().get(bug.name, ())
+        sees = " | ".join(_said(judge in judges, bug.name in asked) for judge in JUDGES)
         links = ", ".join(f"[{label}]({address})" for label, address in bug.links)
         table.append(f"| {bug.name} | {links} | {bug.what} | {caught(bug)} | {sees} | {bug.kind} |")
     counts = Counter(bug.suite for bug in BUGS if bug.suite and not bug.suite.startswith("rule of "))

@@ -1,10 +1,14 @@
-"""Which errors of the gauntlet a certificate refuses, before the first step and without a number being compared.
+"""Which errors of the gauntlet are seen in the emitted programs, before the first step and without a number compared.
 
-python -m tests.gauntlet.refused        # measures again, and writes refused.txt: a name a line
+The certificate is autopar's own, the witness a type checker of another project.
+
+python -m tests.gauntlet.refused        # measures again, and writes refused.txt: a name and a judge a line
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,32 +16,39 @@ import pytest
 from autopar import api
 from autopar.certificate import VARIABLE
 from autopar.codegen import joint
+from autopar.codegen.lower import Lowered
 from autopar.letters import Letter, NotCertified
 from autopar.module import state
 from autopar.testing import Unequal
 from tests.gauntlet import suites
 from tests.gauntlet.bugs import BUGS, Bug, Place
+from tests.witness.adapter import Refusal, witness
 
 FILE = Path(__file__).with_name("refused.txt")
 # the others break rules, for which a proof is there, or run in processes, where nobody asks for a certificate
 ASKED = [b for b in BUGS if b.plant is not None and b.place is not Place.RANKS and not b.suite.startswith("rule of ")]
 
 
-def names() -> list[str]:
-    """Those of the file."""
-    return FILE.read_text().splitlines()
+@functools.cache
+def seen() -> dict[str, frozenset[str]]:
+    """By the error, the judges that refuse a program with it, as the file says."""
+    lines = [line.rsplit(" ", 1) for line in FILE.read_text().splitlines()]
+    return {name: frozenset(judge for other, judge in lines if other == name) for name, _ in lines}
 
 
-def is_refused(bug: Bug) -> bool:
-    """Is one of the programs that its suite makes refused by its certificate, once the error is planted?"""
-    refusals: list[NotCertified] = []
+def judges_of(bug: Bug) -> frozenset[str]:
+    """Those that refuse one of the programs that its suite makes, once the error is planted."""
+    programs = programs_of(bug)
+    return frozenset(name for name, refuses in JUDGES.items() if any(map(refuses, programs)))
+
+
+def programs_of(bug: Bug) -> list[Lowered]:
+    """The programs that its suite makes with the error in them, each once."""
+    programs: dict[str, Lowered] = {}
 
     def lower(*args, **kwargs):
         made = _lower(*args, **kwargs)
-        try:
-            made.certified()
-        except NotCertified as e:
-            refusals.append(e)
+        programs.setdefault(f"{made.joint.forward}{made.joint.backward}{made.joint.settle}", made)
         return made
 
     joint.LOWERED.clear()
@@ -58,17 +69,36 @@ def is_refused(bug: Bug) -> bool:
         except (Unequal, Letter):
             pass
     joint.LOWERED.clear()
-    return bool(refusals)
+    return list(programs.values())
+
+
+def _is_not_certified(program: Lowered) -> bool:
+    try:
+        program.certified()
+    except NotCertified:
+        return True
+    return False
+
+
+def _is_not_taken(program: Lowered) -> bool:
+    try:
+        witness(program)
+    except Refusal:
+        return True
+    return False
+
+
+JUDGES: dict[str, Callable[[Lowered], bool]] = {"certificate": _is_not_certified, "witness": _is_not_taken}
 
 
 def main() -> None:
-    found = []
+    lines = []
     for bug in ASKED:
-        if is_refused(bug):
-            found.append(bug.name)
-        print(f"{bug.name}: {'refused' if bug.name in found else 'not seen'}", flush=True)
-    FILE.write_text("".join(f"{name}\n" for name in found))
-    print(f"{len(found)} of {len(ASKED)}")
+        judges = sorted(judges_of(bug))
+        lines += [f"{bug.name} {judge}\n" for judge in judges]
+        print(f"{bug.name}: {', '.join(judges) or 'not seen'}", flush=True)
+    FILE.write_text("".join(lines))
+    print(f"{len(lines)} of {len(ASKED)} by each of {len(JUDGES)}")
 
 
 if __name__ == "__main__":

@@ -61,15 +61,15 @@ def test_a_published_error_is_noticed(bug: Bug, monkeypatch):
 
 
 def asked() -> list:
-    """A few of those that a certificate refuses by day, all nightly."""
-    refused = set(refusals.names())
-    by_day = {b.name for b in [b for b in refusals.ASKED if b.name in refused and not b.is_nightly][::8]}
+    """A few of those that are refused by day, all nightly."""
+    by_day = {b.name for b in [b for b in refusals.ASKED if b.name in refusals.seen() and not b.is_nightly][::8]}
     return [pytest.param(b, id=b.name, marks=marks(b.name not in by_day, b.suite)) for b in refusals.ASKED]
 
 
 @pytest.mark.parametrize("bug", asked())
-def test_a_certificate_refuses_what_the_page_says(bug: Bug):
-    assert refusals.is_refused(bug) == (bug.name in refusals.names())
+@pytest.mark.filterwarnings("ignore")
+def test_certificate_and_witness_refuse_what_the_page_says(bug: Bug):
+    assert refusals.judges_of(bug) == refusals.seen().get(bug.name, frozenset())
 
 
 @pytest.mark.parametrize("bug", SHOWN, ids=lambda bug: bug.name)

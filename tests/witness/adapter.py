@@ -81,6 +81,7 @@ class _Run:
         self.groups = {axis: mesh.get_group(axis) for axis in lowered.plan.mesh.axes}
 
     def both(self) -> Witnessed:
+        """Forward and backward; of a program that runs in turns one turn, and between the two what runs once."""
         joint, program = self.lowered.joint, self.lowered.program
         stored = [self.lowered.plan.parameters[name] for name in program.parameters]
         inputs = len(self.lowered.graph.inputs)
@@ -93,13 +94,47 @@ class _Run:
             saved = list(outputs[joint.outputs :])
             for place, sharding in enumerate(program.outputs):
                 self.ends(f"output {place}", outputs[place], sharding)
-            tangents = [n for n in joint.backward.nodes if n.op == "placeholder"][len(saved) :]
-            given = saved + [self.value(n.meta["val"], None) for n in tangents]
-            gradients = self.run(joint.backward, given)
-        for place, gradient in zip(joint.gradients, gradients, strict=True):
-            sharding = stored[place - inputs] if inputs <= place < inputs + len(stored) else None
-            self.ends(f"gradient of primal {place}", gradient, sharding)
+            if self.lowered.ending is None:
+                tangents = self.tangents(joint, len(saved))
+            else:
+                tangents = self.ending(outputs[len(program.outputs) : joint.outputs])
+            self.gradients(joint, saved + tangents, dict(enumerate(stored, inputs)))
         return self.found
+
+    def gradients(self, joint, given, stored) -> None:
+        """Backward, and the two parts that stand for it where gradients are added up before they are reduced."""
+
+        def end(i: int, gradient) -> None:
+            place = joint.gradients[i]
+            self.ends(f"gradient of primal {place}", gradient, stored.get(place))
+
+        for i, gradient in enumerate(self.run(joint.backward, given)):
+            end(i, gradient)
+        if not joint.waits:
+            return
+        held = self.run(joint.hold, given)
+        for i in set(range(len(held))) - set(joint.waits):
+            end(i, held[i])
+        waited = {place: held[i] for i, place in zip(joint.waits, joint.settled_from, strict=True)}
+        settled = self.run(joint.settle, [waited[place] for place in range(len(waited))])
+        for i, gradient in zip(joint.waits, settled, strict=True):
+            end(i, gradient)
+
+    def ending(self, crossing) -> list[Any]:
+        """What runs once, on what turns have added up: its gradients, by which a turn is multiplied, are whole."""
+        joint, program = self.lowered.ending.joint, self.lowered.ending.program
+        outputs = self.run(joint.forward, crossing)
+        for place, sharding in enumerate(program.outputs):
+            self.ends(f"output {place} of the ending", outputs[place], sharding)
+        saved = list(outputs[joint.outputs :])
+        scales = list(self.run(joint.backward, saved + self.tangents(joint, len(saved))))
+        for place, scale in enumerate(scales):
+            self.ends(f"scale {place}", scale, None)
+        return scales
+
+    def tangents(self, joint, saved: int) -> list[Any]:
+        places = [n for n in joint.backward.nodes if n.op == "placeholder"][saved:]
+        return [self.value(n.meta["val"], None) for n in places]
 
     # -- values
 
@@ -186,7 +221,8 @@ class _Run:
 
     def called(self, node: fx.Node, args, kwargs) -> Any:
         if (step := STEPS.get(node.target)) is not None:
-            return step(self, *args)
+            is_of_time = len(args) > 1 and args[1] == collectives.TIME
+            return self.of_time(args[0], node.meta["val"]) if is_of_time else step(self, *args)
         if node.target is aten.cat.default:
             return _cat(*args)
         args, kwargs = _unwrapped((args, kwargs))
@@ -239,6 +275,12 @@ class _Run:
             return x.to(dtype)
         with spmd.checker.no_typecheck():
             made = x.clone().to(dtype)
+        spmd.assert_type(made, self.types_of(x))
+        return made
+
+    def of_time(self, x, like):
+        """A turn's part, or what turns leave: of one rank, so that it lies as it did."""
+        made = torch.zeros(like.shape, dtype=like.dtype)
         spmd.assert_type(made, self.types_of(x))
         return made
 
@@ -373,6 +415,12 @@ def _each(run, step, each) -> list[Any]:
     return found
 
 
+def _finish(run, message):
+    if not isinstance(message, Message):
+        raise Unsaid("a message of values that are none")
+    return _each(run, message.step, message.each)
+
+
 def _pack(step):
     def pack(xs, axis, *lists):
         return Message(step, tuple(zip(xs, [axis] * len(xs), *lists, strict=True)))
@@ -394,7 +442,7 @@ STEPS = {
     collectives.all_reduce_bucket: _bucket(_all_reduce),
     collectives.all_gather_bucket: _bucket(_all_gather),
     collectives.reduce_scatter_bucket: _bucket(_reduce_scatter),
-    collectives.finish: lambda run, message: _each(run, message.step, message.each),
+    collectives.finish: _finish,
 }
 BUCKETS = (
     collectives.finish,

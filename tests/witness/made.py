@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from torch import nn
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
 from autopar import Assume, DeviceMesh
 from autopar.codegen.lower import lower
 from autopar.request import Request
+from autopar.space import timeline
 
 ROWS, LENGTH, WORDS = 16, 8, 64
 BOTH = dict(tensor=2, data=dict(size=2, zero=3))
@@ -127,5 +129,9 @@ def _lowered(name: str, plan: str, how):
     )
     torch.manual_seed(0)
     graph = request.trace(build().train(), batch())
-    found = request.plan(graph)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.recompute == "full":
+            patch.setattr(timeline, "SMALL", 0)  # what is small is recomputed too: these models are
+        found = request.plan(graph)
+        assert bool(found.recomputed) == (request.recompute == "full")
     return lower(request.as_planned(graph, found), found, tuple(n - 1 for n in shape))
