@@ -39,7 +39,7 @@ def met(types: Sequence[Type], place: int, rank: int, n: int, lost: frozenset[st
         if d < 0 or (size(t.dims[d]) == 1 and n != 1):
             continue  # it is repeated along this dim
         dim = without(t.dims[d], lost)
-        if found is None or is_free(found) or not found:
+        if found is None or not found or (is_free(found) and dim):
             found = dim
         elif not dim:
             continue  # one row, whole: it is repeated where others are cut

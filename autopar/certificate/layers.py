@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopar.certificate.calls import Call, rule, types_in, unknown
 from autopar.certificate.elementwise import met, summed
 from autopar.certificate.reductions import needs_whole
-from autopar.certificate.types import Dim, Refused, Type, axes_of, plain, size, whole, without
+from autopar.certificate.types import Dim, Refused, Type, axes_of, is_free, plain, size, whole, without
 
 _NONE: frozenset[str] = frozenset()
 
@@ -127,7 +127,8 @@ _ATTENTION = (
 def _heads(types: Sequence[Type]) -> tuple[frozenset[str], tuple[Dim, Dim], list[str]]:
     """Along which axes nothing is known of an attention, how its rows and heads lie, and what cuts positions."""
     lost = frozenset(a for t in types for a in t.open)
-    cut = [tuple(sorted(axes_of([t.dims[1]]))) for t in types if t.dims[1]]  # all share a head that is the only one
+    # all share a head that is the only one, or repeated
+    cut = [tuple(sorted(axes_of([t.dims[1]]))) for t in types if t.dims[1] and not is_free(t.dims[1])]
     if len({tuple(a for a in c if a not in lost) for c in cut}) > 1:
         raise Refused(f"heads of queries, keys and values lie as {', '.join(map(str, types))}", "they are cut alike")
     rows = met([replace(t, dims=(t.dims[0],)) for t in types], 0, 1, size(types[0].dims[0]), lost)
@@ -156,8 +157,8 @@ def _attention_back(call: Call) -> list[Type]:
     of_heads = frozenset(axes_of([q.dims[1]])) - lost
     found = [
         Type(
-            (rows, without(t.dims[1], lost), *plain(t.shape[2:])),
-            sums=sums if t.dims[1] else sums | of_heads,  # all queries' heads share it
+            (rows, without(q.dims[1] if is_free(t.dims[1]) else t.dims[1], lost), *plain(t.shape[2:])),
+            sums=sums if t.dims[1] else sums | of_heads,  # all heads of queries share it
             open=lost,
         )
         for t, sums in ((q, of_both), (k, of_both), (v, of_values))

@@ -16,7 +16,7 @@ from typing import Any
 from autopar.certificate.types import FREE, Atom, Dim, axes_of, is_free, joined, plain, same, size
 
 Dims = tuple[Dim, ...]
-_MOST_READINGS = 64
+_MOST_READINGS, _MOST_DIMS = 64, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Wholes:
     sizes: Mapping[str, int]  # of all axes
 
     def have(self, dims: Sequence[Dim], places: Iterable[int] | None = None) -> bool:
-        """May these dims, seen at these places, be parts of those of one of the shapes?"""
+        """May these dims, seen at these places, be parts of those of one of the shapes? Ops permute dims inside."""
         seen = range(len(dims)) if places is None else list(places)
-        shapes = (shape for shape in self.shapes if len(shape) == len(dims))
+        shapes = {turned for shape in self.shapes if len(shape) == len(dims) for turned in _turned(shape)}
         return any(all(self._has_part(dims[d], shape[d]) for d in seen) for shape in shapes)
 
     def have_like(self, dims: Sequence[Dim]) -> bool:
@@ -59,6 +59,12 @@ class Wholes:
             for k in range(len(run))
             for some in more
         )
+
+
+@functools.cache
+def _turned(shape: tuple[int, ...]) -> frozenset[tuple[int, ...]]:
+    """The shape with its dims in every order; of many dims in its own."""
+    return frozenset(itertools.permutations(shape) if len(shape) <= _MOST_DIMS else [shape])
 
 
 @functools.cache
@@ -96,6 +102,8 @@ def regrouped(dims: Sequence[Dim], shape: Sequence[int], wholes: Wholes | None =
         return plain(shape), given
     if [size(dim) for dim in dims] == list(shape):
         return tuple(dims), frozenset()
+    if any(n == 1 and axes == FREE for n, axes in atoms):  # a row that may be a part is lost among others
+        return plain(shape), frozenset(FREE)
     are_mixed = any(axes == FREE for _, axes in atoms) and not _keeps_rows_apart(dims, shape)
     if are_mixed:  # is it all of what is repeated that is mixed with other rows?
         atoms = [(n, () if axes == FREE else axes) for n, axes in atoms]

@@ -145,13 +145,13 @@ def test_views_keep_what_is_cut():
 def test_whole_shapes_tell_how_a_view_is_read():
     """Where one device's rows allow several readings: by the shapes of the op's values, and else not at all."""
     one, sizes = ((1, ("dp", "tp")),), {"dp": 2, "tp": 2}
-    x, shape = (one, *plain((4, 16))), (1, 2, 2, 16)
-    assert regrouped(x, shape)[1] == {"dp", "tp"}  # (4, 2, 2, 16), or (2, 4, 2, 16) as well
-    first = (one, *plain((2, 2, 16)))
-    assert regrouped(x, shape, Wholes([(4, 2, 2, 16)], frozenset(), sizes)) == (first, frozenset())
-    assert regrouped(x, shape, Wholes([(4, 4, 16)], frozenset(), sizes)) == (first, frozenset())
-    second = (((1, ("dp",)),), ((2, ("tp",)),), *plain((2, 16)))
-    assert regrouped(x, shape, Wholes([(2, 4, 2, 16)], frozenset(), sizes)) == (second, frozenset())
+    x, shape = (one, *plain((6, 16))), (1, 3, 2, 16)
+    assert regrouped(x, shape)[1] == {"dp", "tp"}  # (4, 3, 2, 16), or (2, 6, 2, 16) as well
+    first = (one, *plain((3, 2, 16)))
+    assert regrouped(x, shape, Wholes([(4, 3, 2, 16)], frozenset(), sizes)) == (first, frozenset())
+    assert regrouped(x, shape, Wholes([(4, 6, 16)], frozenset(), sizes)) == (first, frozenset())
+    second = (((1, ("dp",)),), ((3, ("tp",)),), *plain((2, 16)))
+    assert regrouped(x, shape, Wholes([(2, 6, 2, 16)], frozenset(), sizes)) == (second, frozenset())
 
 
 def test_a_cut_of_several_rows_may_end_the_dim_before():
