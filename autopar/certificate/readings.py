@@ -27,11 +27,15 @@ class Wholes:
     unknown: frozenset[str]  # axes that may cut any dim
     sizes: Mapping[str, int]  # of all axes
 
-    def have(self, dims: Sequence[Dim], places: Iterable[int] | None = None) -> bool:
-        """May these dims, seen at these places, be parts of those of one of the shapes? Ops permute dims inside."""
-        seen = range(len(dims)) if places is None else list(places)
+    def have(self, dims: Sequence[Dim]) -> bool:
+        """May these dims be parts of those of one of the shapes? Ops permute dims inside."""
         shapes = {turned for shape in self.shapes if len(shape) == len(dims) for turned in _turned(shape)}
-        return any(all(self._has_part(dims[d], shape[d]) for d in seen) for shape in shapes)
+        return any(all(map(self._has_part, dims, shape)) for shape in shapes)
+
+    def have_some(self, dims: Sequence[Dim], places: Sequence[int]) -> bool:
+        """May these of the dims be parts of those that one of the shapes has at the same places?"""
+        shapes = (shape for shape in self.shapes if len(shape) == len(dims))
+        return any(all(self._has_part(dims[d], shape[d]) for d in places) for shape in shapes)
 
     def have_like(self, dims: Sequence[Dim]) -> bool:
         """May they be so once neighbouring dims of either are put together?"""
@@ -138,7 +142,7 @@ def _meant(
     if are_mixed:
         return wide
     differ = _differing(found)
-    narrow = [dims for dims in found if wholes.have(dims, differ)] or found
+    narrow = [dims for dims in found if wholes.have_some(dims, differ)] or found
     if not wide and len(narrow) > 1:
         narrow = [dims for dims in found if wholes.have_like(dims)] or narrow
     return narrow + wide

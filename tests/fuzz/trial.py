@@ -14,6 +14,8 @@ import autopar
 from autopar import DeviceMesh
 from autopar.certificate import VARIABLE
 from autopar.codegen import joint
+from autopar.graph.graph import Graph
+from autopar.solver.plan import Plan
 from autopar.testing import Equality, Unequal, on_threads
 from autopar.tracer import ColoTracer
 from autopar.turns import in_micro_batches
@@ -62,24 +64,29 @@ def descend(parameters, rate):
             here.add_(there, alpha=-rate)
 
 
+def drawn(seed: int, of_all: bool = False, in_turns: bool = False) -> tuple[Graph, Plan]:
+    """The graph of a random module, and a random legal plan of it on a random mesh."""
+    model, rng = Drawn(seed, of_all), np.random.default_rng(seed)
+    mesh = MESHES[rng.integers(len(MESHES))]
+    graph = ColoTracer().trace(model, model.batch)
+    if in_turns:
+        rows = len(model.batch["x"])
+        graph = in_micro_batches(graph, int(rng.choice([n for n in range(2, rows + 1) if rows % n == 0])), True)
+    return graph, with_random_states(random_plan_of(graph, mesh, rng), rng)
+
+
 def fuzz(seed: int, of_all: bool = False, limit_s: float = 60.0, in_turns: bool = False) -> Drawn:
     """Raises Unequal where the parallel module is not what eager is.
 
     With `of_all`, steps are drawn from all of torch; with `in_turns` the batch passes in micro-batches, or a letter
     says that it cannot. Ranks that have not ended after the limit hang.
     """
-    model = Drawn(seed, of_all)
-    rng = np.random.default_rng(seed)
-    mesh = MESHES[rng.integers(len(MESHES))]
-    accumulates = seed % 8 == 0  # rarely: torch dispatches an addition of DTensors anew in each thread
     alone = Drawn(seed, of_all)  # made before draws go by position
+    model, accumulates = Drawn(seed, of_all), seed % 8 == 0  # rarely: torch dispatches an addition anew in each thread
     with ByPosition(SEED) as numbers:
         expected = two_steps(alone, model.batch, accumulates, numbers.next_step)
-    graph = ColoTracer().trace(model, model.batch)
-    if in_turns:
-        rows = len(model.batch["x"])
-        graph = in_micro_batches(graph, int(rng.choice([n for n in range(2, rows + 1) if rows % n == 0])), True)
-    plan = with_random_states(random_plan_of(graph, mesh, rng), rng)
+    graph, plan = drawn(seed, of_all, in_turns)
+    mesh = plan.mesh
 
     made = [Drawn(seed, of_all) for _ in range(mesh.size)]
 
