@@ -77,8 +77,18 @@ def _are_parts(run: tuple[tuple[int, tuple[int, ...]], ...], whole: int) -> bool
     if not run:
         return whole == 1
     (rows, counts), rest = run[0], run[1:]
-    wholes = range(2, whole + 1) if counts else (rows,)  # nobody cuts one row
-    return any(whole % n == 0 and rows in _parts(n, counts) and _are_parts(rest, whole // n) for n in wholes)
+    if not counts:
+        return whole % rows == 0 and _are_parts(rest, whole // rows)
+    wholes = _divisors(whole) if rest else (whole,)
+    return any(
+        n > 1 and rows in _parts(n, counts) and _are_parts(rest, whole // n) for n in wholes
+    )  # none cuts one row
+
+
+@functools.cache
+def _divisors(whole: int) -> tuple[int, ...]:
+    small = [n for n in range(1, math.isqrt(whole) + 1) if whole % n == 0]
+    return tuple({*small, *(whole // n for n in small)})
 
 
 @functools.cache
