@@ -80,9 +80,15 @@ def _are_parts(run: tuple[tuple[int, tuple[int, ...]], ...], whole: int) -> bool
     if not counts:
         return whole % rows == 0 and _are_parts(rest, whole // rows)
     wholes = _divisors(whole) if rest else (whole,)
+    return any(_is_part(rows, n, counts) and _are_parts(rest, whole // n) for n in wholes)
+
+
+@functools.cache
+def _is_part(rows: int, whole: int, counts: tuple[int, ...]) -> bool:
+    """May a device have so many rows of a dim? Rows inside a cut one stay together, and nobody cuts one row."""
     return any(
-        n > 1 and rows in _parts(n, counts) and _are_parts(rest, whole // n) for n in wholes
-    )  # none cuts one row
+        whole > unit and rows // unit in _parts(whole // unit, counts) for unit in _divisors(math.gcd(rows, whole))
+    )
 
 
 @functools.cache
