@@ -88,9 +88,13 @@ def _embedding_back(call: Call) -> Type:
     dims = [met([gradient, replace(rows, dims=(*rows.dims, ()))], d, len(gradient.dims), n, lost)
             for d, n in enumerate(gradient.shape[:-1])]  # fmt: skip
     summed = frozenset(axes_of(dims))
-    table = ((call.shapes[0][0], tuple(sorted(own))),) if own else whole(call.shapes[0][0])
-    made = (table, without(gradient.dims[-1], lost))
-    return Type(made, sums=(gradient.sums - lost) | summed, open=lost)
+    made = (_of_own(call.shapes[0][0], own), without(gradient.dims[-1], lost))
+    return Type(made, sums=(gradient.sums - lost) | summed, open=lost).opened(own if len(own) > 1 else ())
+
+
+def _of_own(rows: int, own: frozenset[str]) -> Dim:
+    """The rows of a dim that a device has as its own; of several axes the order is not seen."""
+    return ((rows, tuple(own)),) if own else whole(rows)
 
 
 @rule("nll_loss_forward.default", "nll_loss2d_forward.default")
@@ -155,14 +159,12 @@ def _attention_back(call: Call) -> list[Type]:
     lost, (rows, _), _ = _heads([replace(gradient, sums=_NONE), q, k, replace(v, sums=_NONE)])
     of_both, of_values = summed([gradient, v], "one", lost), gradient.sums - lost
     of_heads = frozenset(axes_of([q.dims[1]])) - lost
-    found = [
-        Type(
-            (rows, without(q.dims[1] if is_free(t.dims[1]) else t.dims[1], lost), *plain(t.shape[2:])),
-            sums=sums if t.dims[1] else sums | of_heads,  # all heads of queries share it
-            open=lost,
-        )
-        for t, sums in ((q, of_both), (k, of_both), (v, of_values))
-    ]
+    found = []
+    for t, sums in ((q, of_both), (k, of_both), (v, of_values)):
+        is_shared = size(t.dims[1]) == 1 and not axes_of([t.dims[1]])  # by all heads of queries
+        heads = () if is_shared else q.dims[1] if is_free(t.dims[1]) else t.dims[1]
+        made = (rows, without(heads, lost), *plain(t.shape[2:]))
+        found.append(Type(made, sums=sums | of_heads if is_shared else sums, open=lost))
     return [*found, *(Type(plain(s), open=lost) for s in call.shapes[3:])]
 
 
@@ -189,8 +191,8 @@ def _scattered(call: Call) -> Type:
     lost = (places.open | given.open) - own
     parts = [replace(t, dims=tuple(() if i == d else dim for i, dim in enumerate(t.dims))) for t in (places, given)]
     dims = [met(parts, i, len(into.dims), n, lost) for i, n in enumerate(call.shapes[0])]
-    dims[d] = ((call.shapes[0][d], tuple(sorted(own))),)
-    return Type(tuple(dims), open=lost)
+    dims[d] = _of_own(call.shapes[0][d], own)
+    return Type(tuple(dims), open=lost).opened(own if len(own) > 1 else ())
 
 
 @rule("max_pool2d_with_indices.default")

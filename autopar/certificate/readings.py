@@ -154,7 +154,8 @@ def _meant(
     """
     if meant := [dims for dims in found if wholes.have(dims)]:
         return meant
-    wide = [dims for dims in _read(atoms, shape, is_wide=True) if wholes.have(dims)]
+    rows = [atom for atom in atoms if atom[0] != 1]  # what is cut to one row may have been summed: without its dim
+    wide = [dims for dims in (*_read(atoms, shape, is_wide=True), *_read(rows, shape)) if wholes.have(dims)]
     if are_mixed:
         return wide
     differ = _differing(found)

@@ -82,7 +82,7 @@ def _expanded(call: Call) -> Type:
     dims = []
     for d, n in enumerate(shape):
         own = x.dims[d - more] if d >= more else ()
-        dims.append(((n, FREE),) if size(own) == 1 != n and not axes_of([own]) else own)
+        dims.append(((n, FREE),) if size(own) == 1 and not axes_of([own]) else own)
     lost = axes_of(own for own, n in zip(x.dims, shape[more:]) if size(own) == 1 and n != 1)
     return replace(x, dims=tuple(dims)).opened(lost)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from autopar import api
 from autopar.certificate import VARIABLE
@@ -81,6 +82,8 @@ def _is_not_certified(program: Lowered) -> bool:
 
 
 def _is_not_taken(program: Lowered) -> bool:
+    if dist.is_initialized():  # by a suite on one device, which has no axis
+        return False
     try:
         witness(program)
     except Refusal:
