@@ -54,6 +54,13 @@ class Type:
         """The axes along which it is not whole."""
         return self.sums | self.most | self.open | frozenset(axes_of(self.dims))
 
+    def consistent(self) -> Type:
+        """The same; nothing is known along an axis that cuts two dims, or a dim of what is a part of a sum over it."""
+        cuts = axes_of(self.dims)
+        if len(set(cuts)) == len(cuts) and not (self.sums | self.most).intersection(cuts):
+            return self
+        return self.opened(a for a in cuts if cuts.count(a) > 1 or a in self.sums | self.most)
+
     def settled(self, axes: frozenset[str]) -> Type:
         """The same, whole along these axes, and in what is repeated."""
         dims = (joined((n, () if own == FREE else own) for n, own in without(dim, axes)) for dim in self.dims)

@@ -257,7 +257,7 @@ class _Walk:
         if key not in self.found._known:
             if wholes:
                 call = replace(call, wholes=Wholes(wholes, call.args[0].open, self.interface.axes))
-            self.found._known[key] = typed(target, call)
+            self.found._known[key] = _consistent(typed(target, call))
         return self.found._known[key]
 
     def _step(self, node: fx.Node, name: str, args: Any) -> Any:
@@ -295,6 +295,12 @@ class _Walk:
             advice=f"this is an error of autopar, not of your model: please report it with the plan; "
             f"{VARIABLE}=off runs the program as it is",
         )
+
+
+def _consistent(made: Any) -> Any:
+    if isinstance(made, (list, tuple)):
+        return [_consistent(one) for one in made]
+    return made.consistent() if isinstance(made, Type) else made
 
 
 def _shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
