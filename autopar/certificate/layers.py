@@ -182,10 +182,11 @@ def _gathered(call: Call) -> Type:
 
 @rule("scatter_add.default")
 def _scattered(call: Call) -> Type:
-    """Into zeros: of what goes to its own columns a device has those columns."""
+    """Into zeros, one a row: of what goes to its own columns a device has those columns."""
     into, d, places, given = call.args[:4]
     own = places.open & given.open
-    if not (into.is_zero and own) or places.sums | given.sums | given.most:
+    is_one_a_row = len(into.dims) == 2 and size(places.dims[d]) == 1
+    if not (into.is_zero and own and is_one_a_row) or places.sums | given.sums | given.most:
         return unknown(call)
     d %= len(into.dims)
     lost = (places.open | given.open) - own
