@@ -30,7 +30,7 @@ from autopar.certificate.types import (
     without,
 )
 from autopar.certificate.views import VIEWS
-from autopar.letters import NotCertified
+from autopar.letters import NotCertified, NotServed
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish, part_start
 
 VARIABLE = "AUTOPAR_CERTIFICATE"  # "off": programs are run without one
@@ -56,7 +56,7 @@ class Interface:
     gradients: Mapping[int, Any]  # of primals that get one, by place: how it has to lie
     reduced_in: Mapping[int, torch.dtype]  # and the dtype in which it is summed
     comes_of: Callable[[fx.Node], str]  # the name of the model's op that a node is emitted for, "" for none
-    wholes: Mapping[str, Sequence[tuple[int, ...]]]  # the shapes, on one device, of what an op reads and gives
+    wholes: Mapping[str, Sequence[tuple[int, ...]]]  # the whole shapes of what an op reads and gives
 
 
 @dataclass(slots=True)
@@ -77,7 +77,11 @@ class Certificate:
 
 
 def is_wanted() -> bool:
-    return os.environ.get(VARIABLE) != "off"
+    """Has the environment not switched certificates off? A letter where it says something else."""
+    said = os.environ.get(VARIABLE, "")
+    if said not in ("", "on", "off"):
+        raise NotServed(f"{VARIABLE}={said} is neither on nor off", advice=f"{VARIABLE}=off, or no such variable")
+    return said != "off"
 
 
 def certify(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] | None = None) -> Certificate:

@@ -195,7 +195,7 @@ _REDUCTIONS = (STEPS["all_reduce"], STEPS["reduce_scatter"])
 def bucket_gradient_reductions(joint: JointGraph) -> None:
     """Let gradients that are reduced over the same axes travel together, a bucket at a time.
 
-    What micro-batches add up before it is reduced has buckets of its own: others are reduced in each of them.
+    Gradients that micro-batches add up before they are reduced share no bucket with those that each of these reduces.
 
     before    a = all_reduce(g, "dp");  b = all_reduce(h, "dp");  return loss, a, b
     after     c = all_reduce_bucket([g, h], "dp");  return loss, c[0], c[1]

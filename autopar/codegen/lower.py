@@ -75,6 +75,7 @@ def lower(
 
 
 def _lowered(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str, gradients: bool, rows: Rows) -> Lowered:
+    """The program of a device, of which nobody has asked yet whether its values lie as they have to."""
     if plan.kernels and device != "cpu" and not kernels.can_run():
         raise NotServed(
             f"kernels={plan.kernels}, and Triton is not installed, which runs them on a {device} device",
@@ -114,7 +115,7 @@ def _lowered(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str, g
 def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows: Rows) -> Interface:
     """How values enter the program and leave it: all that its certificate is told of the plan.
 
-    Of the model it is told the shapes of what each op reads and gives on one device.
+    Of the model it is told the whole shapes of what each op reads and gives.
     """
     program = programs[0]
     of_rows = sharding_of_rows(rows[0], plan.mesh) if rows[1] else None
@@ -137,7 +138,7 @@ def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows:
 
 
 def _whole_shapes(program: LocalProgram) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    """The shapes, on one device, of what each op reads and gives; not of parameters that it reads beside values."""
+    """The whole shapes of what each op reads and gives; not of parameters that it reads beside values."""
     stored: set[fx.Node] = set()  # parameters, and what conversions make of them
     for node in program.fx.nodes:
         if "info" not in node.meta:

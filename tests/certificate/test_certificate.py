@@ -15,7 +15,7 @@ from autopar.certificate.rules import typed
 from autopar.certificate.types import FREE, Refused, Type, joined, plain
 from autopar.codegen import joint, joint_passes
 from autopar.codegen.lower import lower
-from autopar.letters import NotCertified
+from autopar.letters import NotCertified, NotServed
 from autopar.request import Request
 from autopar.runtime.collectives import STEPS
 from tests.certificate.made import BOTH, MESH, NARROWER, SEQUENCE, broken, lowered
@@ -92,6 +92,12 @@ def test_a_lowering_asks_for_a_certificate(monkeypatch):
     with pytest.raises(NotCertified):
         lowered("gpt2", "megatron").certified()
     joint.LOWERED.clear()
+
+
+def test_a_switch_that_says_neither_is_a_letter(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "false")
+    with pytest.raises(NotServed, match="neither on nor off"):
+        lowered("gpt2", "megatron")
 
 
 def _sums_are_left_out(graph):

@@ -26,7 +26,7 @@ from tests.gauntlet.bugs import BUGS, Bug, Place
 from tests.witness.adapter import Refusal, witness
 
 FILE = Path(__file__).with_name("refused.txt")
-# the others break rules, for which a proof is there, or run in processes, where nobody asks for a certificate
+# the others break rules, for which a proof is there, or run in processes, whose programs are not seen here
 ASKED = [b for b in BUGS if b.plant is not None and b.place is not Place.RANKS and not b.suite.startswith("rule of ")]
 
 
