@@ -240,7 +240,7 @@ def _read(
     _refuse_unknown_outputs(outputs, graph)
     leave, whole = (outputs, ()) if isinstance(outputs, str) else ("auto", tuple(outputs))
     leave = "full" if gives_rows else leave
-    how = How(backend, leave, whole, own["inputs"] == "local", pad_to=own["pad_to"])
+    how = How(backend, leave, whole, own["inputs"] == "local", pad_to=own["pad_to"], loss=request.loss)
     return _Read(device, request, graph, how, reads)
 
 

@@ -133,7 +133,7 @@ class NotCertified(Letter):
 
 
 class Diverged(Letter):
-    """Ranks hold different values of what should be the same on all of them: `autopar.watch` has looked."""
+    """Copies differ between ranks, or a gradient is not that of a single device: `autopar.watch` has looked."""
 
 
 class Consumed(Letter):

@@ -1,8 +1,8 @@
-"""What `autopar.watch` costs: seconds of one look beside those of a step, on the demo's model and mesh.
+"""What `autopar.watch` costs: seconds of looks beside those of a step, on the demo's model and mesh.
 
     PYTHONPATH=. python -m benchmarks.watch            # writes benchmarks/watch.md
 
-A look at every hundredth call takes a hundredth of its share of a step.
+Of ten looks, one at every hundredth call, nine compare copies and one a gradient too.
 """
 
 from __future__ import annotations
@@ -22,38 +22,43 @@ from examples.demo import MESH, batches, gpt2
 STEPS, EVERY = 12, 100
 
 
-def measured(rank: int, how: str) -> tuple[list[float], list[float], int]:
-    """Seconds of steps and of looks, in turn, and the bytes that are looked at."""
+def measured(rank: int, how: str) -> tuple[dict[str, list[float]], int]:
+    """Seconds of steps, of looks at copies and of looks at a gradient too, in turn, and the bytes that are held."""
     torch.set_num_threads(1)
     batch = batches()[0]
     parallel = None if how == "free" else how
     model = autopar.autoparallelize(gpt2(), batch, mesh=MESH, parallel=parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     watch = autopar.watch(model, every=10**9, optimizer=optimizer)
-    steps, looks = [], []
-    for _ in range(STEPS):
-        dist.barrier()
-        begun = time.perf_counter()
+    found: dict[str, list[float]] = {"step": [], "copies": [], "gradient": []}
+
+    def step() -> None:
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
-        dist.barrier()
-        between = time.perf_counter()
-        watch.look()
-        dist.barrier()
-        steps.append(between - begun)
-        looks.append(time.perf_counter() - between)
+
+    for _ in range(STEPS):
+        for name, run in (("step", step), ("copies", watch.look), ("gradient", lambda: watch.look(**batch))):
+            dist.barrier()
+            begun = time.perf_counter()
+            run()
+            dist.barrier()
+            found[name].append(time.perf_counter() - begun)
+    assert all(not compared.why_not for compared in watch.gradients), str(watch)
     held = sum(p.to_local().nbytes for p in model.parameters())
-    return steps[2:], looks[2:], held
+    return {name: seconds[2:] for name, seconds in found.items()}, held
 
 
 def row(how: str) -> str:
-    steps, looks, held = on_processes(MESH.size, measured, how, timeout_s=300)[0]
-    step, look = statistics.median(steps), statistics.median(looks)
-    spread = f"{1e3 * min(looks):.0f} to {1e3 * max(looks):.0f}"
-    share = look / (EVERY * step)
-    held_mib = held / 2**20
-    return f"| {how} | {held_mib:.0f} | {1e3 * step:.0f} | {1e3 * look:.0f} ({spread}) | {share:.2%} |"
+    found, held = on_processes(MESH.size, measured, how, timeout_s=300)[0]
+    step, copies, gradient = (statistics.median(found[name]) for name in ("step", "copies", "gradient"))
+    share = (9 * copies + gradient) / (10 * EVERY * step)
+
+    def told(name: str) -> str:
+        low, middle, high = (1e3 * f(found[name]) for f in (min, statistics.median, max))
+        return f"{middle:.0f} ({low:.0f} to {high:.0f})"
+
+    return f"| {how} | {held / 2**20:.0f} | {told('step')} | {told('copies')} | {told('gradient')} | {share:.2%} |"
 
 
 def commit() -> str:
@@ -69,8 +74,8 @@ def main() -> None:
         f"GPT-2 of two layers on mesh {MESH}, four gloo processes on two shared cores, with the states of AdamW;",
         f"medians of {STEPS - 2}. `PYTHONPATH=. python -m benchmarks.watch`, at {commit()}",
         "",
-        "| plan | parameters held, MiB | a step, ms | a look, ms | at every=100 |",
-        "|---|---|---|---|---|",
+        "| plan | parameters held, MiB | a step, ms | a look at copies, ms | and at a gradient, ms | at every=100 |",
+        "|---|---|---|---|---|---|",
         *rows,
     ]
     text = "\n".join(lines) + "\n"

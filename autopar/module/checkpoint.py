@@ -12,9 +12,11 @@ device has it, for `save_pretrained` and the like.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,8 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     if not is_cut_by_blocks(tensor):
-        return tensor.detach().full_tensor()
+        with _not_told_how():
+            return tensor.detach().full_tensor()
     parts: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(parts, (rectangles(tensor), tensor.to_local().detach().cpu()))
     made = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -114,6 +117,18 @@ def whole(tensor: Tensor) -> Tensor:
         for offsets, sizes, where in held:
             made[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] = local[where]
     return made.to(tensor.device)
+
+
+@contextlib.contextmanager
+def _not_told_how() -> Iterator[None]:
+    """Leave out torch's warning that a dim which several axes cut is gathered in several steps."""
+    logger = logging.getLogger("torch.distributed.tensor")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:

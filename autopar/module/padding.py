@@ -31,7 +31,7 @@ from autopar.ops.entry import facts_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 # by the bytes of the coarsest dtype that is computed in: sums over another length are added in another order
-_ROUNDING = {8: 1e-10, 4: 3e-4, 2: 0.05}
+ROUNDING = {8: 1e-10, 4: 3e-4, 2: 0.05}
 _NOISE = 1e-2  # a gradient less than this share of all is rounding, a key's bias say
 
 
@@ -219,8 +219,7 @@ def check(graph: Graph, exact: Results, padded: Results, device: torch.device) -
         dist.all_reduce(numbers)
     rows = numbers.sqrt().tolist()
     of_all = sum(all_of_it**2 for *_, all_of_it in rows[count:]) ** 0.5
-    outputs = [t for n in graph.nodes for t in info(n).outputs]
-    allowed = _ROUNDING[min((t.itemsize for t in outputs if t.torch_dtype.is_floating_point), default=8)]
+    allowed = ROUNDING[coarsest(graph)]
     for i, (what, (apart, beside, _)) in enumerate(zip(pairs, rows, strict=True)):
         least = 0.0 if i < count else _NOISE * of_all
         if not apart <= allowed * max(beside, least):
@@ -231,6 +230,12 @@ def check(graph: Graph, exact: Results, padded: Results, device: torch.device) -
                     "nothing is; or pad_to=None"
                 ),
             )
+
+
+def coarsest(graph: Graph) -> int:
+    """The bytes of the coarsest dtype that is computed in."""
+    outputs = [t for n in graph.nodes for t in info(n).outputs]
+    return min((t.itemsize for t in outputs if t.torch_dtype.is_floating_point), default=8)
 
 
 def _in_full(tensor: Any) -> Any:

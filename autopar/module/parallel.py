@@ -18,9 +18,9 @@ from autopar.graph.graph import Graph, build_outputs, write_buffer
 from autopar.letters import BadInput, NotServed
 from autopar.module.lengths import padded
 from autopar.module.own_rows import own_rows, rows_of_call
-from autopar.module.padding import cut_back
+from autopar.module.padding import Bucket, cut_back
 from autopar.module.runner import CHECKED_CALLS
-from autopar.module.state import ModelState
+from autopar.module.state import ModelState, SituatedProgram
 from autopar.runtime.agreement import begin_call, run_program
 from autopar.runtime.faults import naming_the_lost
 from autopar.runtime.random import RandomState
@@ -158,35 +158,46 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._own
         with naming_the_lost("its call"):
-            leaves, structure = state.caller.arguments(args, kwargs)
-            for i, leaf in enumerate(leaves):
-                if isinstance(leaf, DTensor):
-                    raise BadInput(
-                        f"the input {state.caller.names(structure)[i]} is a DTensor",
-                        advice=(
-                            'x.full_tensor(), or with inputs="local" x.to_local() where it lies as model.input_specs '
-                            "says"
-                        ),
-                    )
-            begin_call()
-            bucket = None
-            if state.padding is not None:
-                leaves, bucket = padded(state, state.padding, self, leaves, structure)
-            program = state.program(self, leaves, structure)
-            run_program()
-            inputs = [leaves[i] for i in program.places]
-            if program.calls < CHECKED_CALLS:  # looked at while it is new
-                state.check(inputs, program)
+            program, inputs, bucket = called(self, args, kwargs)
         program.calls += 1
-        graph = program.runner.graph
         outputs, changed = program.run(self, inputs, state.random)
-        for (_, name), value in zip(graph.updates, changed, strict=True):
+        for (_, name), value in zip(program.runner.graph.updates, changed, strict=True):
             write_buffer(self, name, value)
         for hook in program.sight.idle:
             hook.run(self, state.hooks)
-        left = outputs if bucket is None else cut_back(graph, outputs, bucket.cuts, bucket.here)
-        if state.parts is not None and state.setup.how.gives_rows is not None:
-            named = dict(zip(graph.output_names, left, strict=True))
-            rows, gives = rows_of_call(graph, program.lowered.rows[1]), state.setup.how.gives_rows
-            left = own_rows(named, gives, state.parts, state.setup.mesh, rows, dist.get_rank())
-        return build_outputs(graph, left)
+        return build_outputs(program.runner.graph, left_by(self, program, outputs, bucket))
+
+
+def called(
+    model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[SituatedProgram, list[Any], Bucket | None]:
+    """The program of a call, what it takes, and the lengths to which the call was brought, if it was."""
+    state = model._own
+    leaves, structure = state.caller.arguments(args, kwargs)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, DTensor):
+            raise BadInput(
+                f"the input {state.caller.names(structure)[i]} is a DTensor",
+                advice=('x.full_tensor(), or with inputs="local" x.to_local() where it lies as model.input_specs says'),
+            )
+    begin_call()
+    bucket = None
+    if state.padding is not None:
+        leaves, bucket = padded(state, state.padding, model, leaves, structure)
+    program = state.program(model, leaves, structure)
+    run_program()
+    inputs = [leaves[i] for i in program.places]
+    if program.calls < CHECKED_CALLS:  # looked at while it is new
+        state.check(inputs, program)
+    return program, inputs, bucket
+
+
+def left_by(model: ParallelModule, program: SituatedProgram, outputs: list[Any], bucket: Bucket | None) -> list[Any]:
+    """The outputs of a call as they leave the model: without padding, or a rank's own rows."""
+    state, graph = model._own, program.runner.graph
+    left = outputs if bucket is None else cut_back(graph, outputs, bucket.cuts, bucket.here)
+    if state.parts is not None and state.setup.how.gives_rows is not None:
+        named = dict(zip(graph.output_names, left, strict=True))
+        rows, gives = rows_of_call(graph, program.lowered.rows[1]), state.setup.how.gives_rows
+        left = own_rows(named, gives, state.parts, state.setup.mesh, rows, dist.get_rank())
+    return left

@@ -56,6 +56,7 @@ def parallelise(
     refuse_steps_on(old)
     _patch()
     state = ModelState(model, lowered, Setup(mesh, device, storage, how), again)
+    state.caller.by_position = len(call.args)
     leaves, structure = state.caller.arguments(call.args, call.kwargs)
     with torch.enable_grad():
         attributes = state.caller.attributes

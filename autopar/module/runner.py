@@ -47,6 +47,7 @@ class How:
     # outputs="local": whole inside, and outside a rank's own rows of those outputs that have them
     gives_rows: Mapping[str, bool] | None = None
     pad_to: int | None = None  # lengths are brought to multiples of it
+    loss: Callable[..., Any] | None = None  # of the outputs and the inputs, which the programs hold
 
 
 @dataclass(frozen=True, slots=True, eq=False)

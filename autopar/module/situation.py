@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import itertools
 import pickle
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -104,6 +105,7 @@ class Caller:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.name = model, type(model).__name__
+        self.by_position = 0  # so many arguments were given by their places: a `loss=` takes them so
         self.modules, self.parameters = list(model.modules()), list(model.parameters())
         self.attributes = Attributes(self.modules)
         try:
@@ -132,7 +134,7 @@ class Caller:
     def call(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Call:
         """The call that has these leaves.
 
-        Arguments by name, where they have one and nothing stands after them that has none.
+        Arguments by name, where they have one and nothing stands after them that has none; the first `by_position` not.
         """
         given = pytree.tree_unflatten(list(leaves), structure)
         if self.signature is None:
@@ -141,10 +143,12 @@ class Caller:
         if any(kinds[name] in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY) for name in given):
             bound = inspect.BoundArguments(self.signature, OrderedDict(given))
             return Call(bound.args, bound.kwargs)
+        first = list(itertools.takewhile(given.__contains__, list(kinds)[: self.by_position]))
+        placed = tuple([given.pop(name) for name in first])
         named: dict[str, Any] = {}
         for name, value in given.items():
             named |= value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
-        return Call((), named)
+        return Call(placed, named)
 
     def situation(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Situation:
         """The situation of a call, now."""

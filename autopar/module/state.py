@@ -178,6 +178,7 @@ class ModelState:
         with self.as_before(model):
             made = ModelState(model, self.first, self.setup, self.again)
             made.caller.attributes = Attributes(made.caller.modules, self.caller.attributes)
+            made.caller.by_position = self.caller.by_position
         made.parts, made.padding = self.parts, self.padding
         made.random, made.hooks = RandomState(self.random.seed, self.random.step), self.hooks
         made.programs = [replace(p, runner=runner_of(p.lowered, self.setup, made.waiting)) for p in self.programs]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -34,6 +35,15 @@ class Waiting:
                 totals[k] = None if gradient is None else gradient.to(dtype)
             elif gradient is not None:
                 total += gradient
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside, nothing waits, and what runs is reduced at once; afterwards it is as before."""
+        before, self.on, self.of = (self.on, self.of), False, {}
+        try:
+            yield
+        finally:
+            self.on, self.of = before
 
     def deliver(self, name: str, gradient: Tensor) -> None:
         """Add to the `.grad` of a parameter."""

@@ -3,10 +3,14 @@
 Devices flip bits, and code of a user writes to one rank's parameters. From then on the ranks train different models,
 and nothing says so. Tensors that several ranks hold are compared by the sum of their bit patterns, in which any one
 flipped bit shows: a pass over what a rank holds, and one message of a number a tensor.
+
+A device may also compute wrongly, so that all copies are wrong alike. So every tenth look takes a few rows of the batch
+and compares a gradient of them with that of the plain model on one device (`single_device.py`).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,36 +23,57 @@ from torch.distributed.tensor import DTensor
 
 from autopar.letters import Diverged, NotServed
 from autopar.module.parallel import ParallelModule
+from autopar.module.single_device import Compared, compared
 from autopar.runtime.agreement import agree
 from autopar.runtime.world import exchanged
 from autopar.sharding.mesh import DeviceMesh
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMED = 3  # tensors of one letter
+_ROWS = 4  # of the batch, on which a gradient is compared
+_LOOKS_A_GRADIENT = 10  # one of so many looks compares one
+log = logging.getLogger("autopar")
 
 
 class Watch:
     """What `watch` gives: it looks by itself, or when it is told to, until it is removed."""
 
-    def __init__(self, model: ParallelModule, every: int, optimizer: torch.optim.Optimizer | None) -> None:
-        self.model, self.every, self.optimizer = model, every, optimizer
+    def __init__(self, model: ParallelModule, every: int, optimizer: torch.optim.Optimizer | None, rows: int) -> None:
+        self.model, self.every, self.optimizer, self.rows = model, every, optimizer, rows
         self.calls = 0  # of the model in training
         self.looks = 0
-        self._hook = model.register_forward_pre_hook(self._before_call)
+        self.gradients: list[Compared] = []  # what was compared with a single device, and what could not be
+        self._hook = model.register_forward_pre_hook(self._before_call, with_kwargs=True)
 
-    def _before_call(self, model: nn.Module, args: Any) -> None:
+    def __str__(self) -> str:
+        text = f"{self.looks} looks at copies in {self.calls} calls"
+        held = [found.parameter for found in self.gradients if not found.why_not]
+        if held:
+            text += f"; {len(held)} gradients beside a single device's, the last of {held[-1]}"
+        reasons = Counter(found.why_not for found in self.gradients if found.why_not)
+        return "; ".join([text, *(f"{n} gradients not compared: {why}" for why, n in reasons.items())])
+
+    def _before_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model.training and torch.is_grad_enabled():
             if self.calls and self.calls % self.every == 0:
-                self.look()
+                is_turn = self.rows and self.looks % _LOOKS_A_GRADIENT == 0
+                self.look(*args, **kwargs) if is_turn else self.look()
             self.calls += 1
 
-    def look(self) -> None:
-        """Compare now, on all ranks; a letter on each of them names what differs and where."""
+    def look(self, *args: Any, **kwargs: Any) -> None:
+        """Compare now, on all ranks; a letter on each of them names what differs and where.
+
+        With the arguments of a call, also the gradient of one parameter on a few rows of it.
+        """
         held = list(self._held())
         agree(tuple(name for name, _ in held), "compares its copies", is_call=False)
         self.looks += 1
-        if not held:
-            return
+        if held:
+            self._compare_copies(held)
+        if args or kwargs:
+            self._compare_gradient(args, kwargs)
+
+    def _compare_copies(self, held: Sequence[tuple[str, Tensor]]) -> None:
         device = self.model._own.setup.device
         sums = [_checksum(_local(tensor)).to(device) for _, tensor in held]  # a count of steps may be elsewhere
         everyone = exchanged(torch.stack(sums).tolist(), device)
@@ -59,6 +84,25 @@ class Watch:
         ]
         if differ:
             raise self._letter(differ)
+
+    def _compare_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = compared(self.model, args, kwargs, self.rows or _ROWS, len(self.gradients))
+        if found.why_not and not self.gradients:
+            name = found.parameter or "any parameter"
+            log.warning(
+                "autopar.watch did not compare the gradient of %s with a single device: %s", name, found.why_not
+            )
+        self.gradients.append(found)
+        if wrong := found.wrong:
+            ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
+            most = max(wrong, key=lambda rank: found.off[rank])
+            raise Diverged(
+                f"the gradient of {found.parameter} on {ranks} is not that of a single device, at call {self.calls}",
+                seen=f"{found.off[most]:.2g} of its norm apart on rank {most}, where rounding makes "
+                f"{found.allowed:.2g} at most; {found.rows} rows",
+                advice="the same call after a restart, on other devices: where it is wrong there too, autopar verify "
+                "and an issue; else the last checkpoint and another device",
+            )
 
     def remove(self) -> None:
         """Look no more."""
@@ -87,19 +131,24 @@ class Watch:
         )
 
 
-def watch(model: nn.Module, every: int = 100, optimizer: torch.optim.Optimizer | None = None) -> Watch:
+def watch(
+    model: nn.Module, every: int = 100, optimizer: torch.optim.Optimizer | None = None, rows: int = _ROWS
+) -> Watch:
     """Compare what several ranks hold copies of, before every so many calls in training.
 
-    A letter on every rank names the parameter or buffer (with `optimizer`, its states too), the rank and the call. All
-    ranks call it, and make the same calls.
+    A letter on every rank names the parameter or buffer (with `optimizer`, its states too), the rank and the call. The
+    first look, and then every tenth, also compares the gradient of one parameter, each time of another, with that of
+    the plain model on rank 0, on at most so many `rows` of the batch; with rows=0 none does. `print` says what could
+    not be compared. All ranks call it, and make the same calls.
     """
     if not isinstance(model, ParallelModule):
         raise NotServed(
             f"this {type(model).__name__} is not parallel", advice="the model that autoparallelize returned"
         )
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise NotServed(f"every={every!r} is no number of calls", advice="every=100")
-    return Watch(model, every, optimizer)
+    for name, given, least, what in (("every", every, 1, "calls"), ("rows", rows, 0, "rows")):
+        if isinstance(given, bool) or not isinstance(given, int) or given < least:
+            raise NotServed(f"{name}={given!r} is no number of {what}", advice=f"{name}={100 if least else _ROWS}")
+    return Watch(model, every, optimizer, rows)
 
 
 def _local(tensor: Tensor) -> Tensor:

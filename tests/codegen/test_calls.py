@@ -555,3 +555,29 @@ def test_what_one_rank_raises_before_any_collective_all_are_told():
 def test_processes_are_told_too(processes):
     letters = processes(2, made_for, "plan=")
     assert letters[0] == letters[1] and "different plan=" in letters[0]
+
+
+class Still(nn.Module):
+    """With a dropout, so that a call in eval is another situation."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(8, 8), nn.Dropout(0.1)
+
+    def forward(self, x, y):
+        return self.drop(self.linear(x))
+
+
+def test_a_loss_takes_inputs_by_place_in_every_situation():
+    """In eval, of other rows, and where the caller names them, as in the call that the model was made for."""
+    base, x, y = built(Still), drawn(4, 8), drawn(8, 8)[:4]
+
+    def loss(outputs, inputs):
+        return (outputs - inputs[1]).square().mean()
+
+    model = parallel_of(copy.deepcopy(base), (x, y), 1, loss=loss).eval()
+    base.eval()
+    for rows in (4, 2):
+        expected = loss(base(x[:rows], y[:rows]), (x[:rows], y[:rows]))
+        for given in (model(x[:rows], y[:rows]), model(y=y[:rows], x=x[:rows])):
+            torch.testing.assert_close(given[0], expected)

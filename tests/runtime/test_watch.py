@@ -1,4 +1,7 @@
-"""A look at copies while a model trains: one flipped bit is named on every rank, and nothing else is."""
+"""A look while a model trains: one flipped bit, and a gradient that no single device has, are named on every rank.
+
+Nothing else is.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from torch import nn
 
 import autopar
 from autopar.letters import Diverged, NotServed
-from autopar.testing import on_threads
+from autopar.testing import on_processes, on_threads
+from tests.equality.matrix import MODELS, made
 from tests.models import eager_links
 
 MESHES = {
@@ -41,6 +45,7 @@ def drawn():
 
 
 MODEL, X = drawn()
+LOOKED = "2 looks at copies in 9 calls; 1 gradients beside a single device's, the last of down.bias"
 
 
 def trained(rank, name, flip, watched, steps=9, every=3):
@@ -64,7 +69,7 @@ def trained(rank, name, flip, watched, steps=9, every=3):
         if step == 6:
             with torch.no_grad():
                 model(X)  # no call in training
-    return losses, watch.looks if watched else 0
+    return losses, str(watch) if watched else ""
 
 
 def local(tensor):
@@ -90,7 +95,7 @@ def flipped(where, on=2):
 def test_a_sound_run_is_not_disturbed(name):
     plain = on_threads(4, trained, name, None, False)
     watched = on_threads(4, trained, name, None, True)
-    assert [looks for _, looks in watched] == [2] * 4
+    assert {said for _, said in watched} == {LOOKED}
     assert [losses for losses, _ in watched] == [losses for losses, _ in plain]
 
 
@@ -115,7 +120,7 @@ def test_a_flipped_bit_is_named_within_one_interval(name, where, said):
 def test_what_each_rank_has_alone_is_compared_with_nothing():
     """A part that one rank holds may be anything: no copy contradicts it."""
     found = on_threads(4, trained, "zero3", flipped(lambda m, o: m.up.weight), True)
-    assert [looks for _, looks in found] == [2] * 4
+    assert {said for _, said in found} == {LOOKED}
 
 
 def removed(rank):
@@ -138,10 +143,178 @@ def test_it_looks_when_it_is_told_and_stops_when_it_is_removed():
 def test_wrong_uses_are_letters():
     with pytest.raises(NotServed, match="is not parallel"):
         autopar.watch(nn.Linear(2, 2))
-    for every in (0, -1, 2.5, True):
-        with pytest.raises(NotServed, match="number of calls"):
-            on_threads(1, wrong, every)
+    for what, value in (("every", 0), ("every", -1), ("every", 2.5), ("every", True), ("rows", -1), ("rows", 0.5)):
+        with pytest.raises(NotServed, match=f"{what}={value} is no number of"):
+            on_threads(1, wrong, what, value)
 
 
-def wrong(rank, every):
-    autopar.watch(autopar.autoparallelize(copy.deepcopy(MODEL), (X,), mesh=1), every=every)
+def wrong(rank, what, value):
+    autopar.watch(autopar.autoparallelize(copy.deepcopy(MODEL), (X,), mesh=1), **{what: value})
+
+
+# -- gradients beside those of a single device
+
+
+class Rows(nn.Module):
+    """A network without a norm, and what stands behind it."""
+
+    def __init__(self, ends, drops=0.0, dtype=torch.float32):
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 16, dtype=dtype), nn.Dropout(drops), nn.Linear(16, 8, dtype=dtype)
+        self.ends = ends
+
+    def forward(self, x):
+        return self.ends(self.down(self.drop(torch.relu(self.up(x)))))
+
+
+def of_sum(y):
+    return y.square().sum()
+
+
+def of_mean(y):
+    return y.square().mean()
+
+
+def of_places(y):
+    """Rows count by their places in the batch."""
+    return (y.square().mean(1) * torch.arange(len(y), device=y.device)).mean()
+
+
+def as_it_is(y):
+    return y
+
+
+def beside_one(rank, ends, how, made=None, broken=(), scale=1.0, looks=4):
+    """What gradients of so many parameters are, beside a single device; `broken` ranks scale those that they make."""
+    torch.manual_seed(0)
+    how = {"mesh": (4,), "parallel": "dp", "cluster": eager_links(), "strict": False} | how
+    net = Rows(ends, **(made or {}))
+    x = X.to(net.up.weight.dtype)
+    model = autopar.autoparallelize(net, (x,), **how)
+    mine = x[2 * rank : 2 * rank + 2] if how.get("inputs") == "local" else x
+    (program,) = model._own.programs
+    sound, factor = program.runner.gradients, scale if rank in broken else 1.0
+    program.runner.gradients = lambda *given: [g if g is None else g * factor for g in sound(*given)]
+    watch = autopar.watch(model, every=1)
+    for _ in range(looks):
+        watch.look(mine)
+    return str(watch), [found.parameter for found in watch.gradients]
+
+
+HOWS = {
+    "a mean, cut by rows": (of_mean, {}, {}),
+    "a sum": (of_sum, {"parallel": "zero3"}, {}),
+    "outputs without a loss": (as_it_is, {"outputs": "full"}, {}),
+    "outputs that leave in parts": (as_it_is, {"parallel": "megatron", "outputs": "sharded"}, {}),
+    "loss=": (as_it_is, {"loss": lambda outputs, inputs: (outputs - inputs[0]).square().mean()}, {}),
+    "rows of each rank": (of_sum, {"inputs": "local"}, {}),
+    "a loss on rows of each rank": (as_it_is, {"inputs": "local", "outputs": "local"}, {}),
+    "micro-batches": (of_mean, {"microbatches": 2}, {}),
+    "a precision": (of_mean, {"parallel": "zero3", "precision": autopar.Precision()}, {}),
+    "bfloat16": (of_mean, {"parallel": "megatron"}, {"dtype": torch.bfloat16}),
+    "float64": (of_mean, {"parallel": "megatron"}, {"dtype": torch.float64}),
+}
+
+
+@pytest.mark.parametrize("name", HOWS)
+def test_gradients_are_those_of_a_single_device(name):
+    ends, how, made = HOWS[name]
+    for said, parameters in on_threads(4, beside_one, ends, how, made):
+        assert "4 gradients beside a single device's" in said and "not compared" not in said, said
+        assert len(set(parameters)) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "scale", "said"),
+    [
+        ("outputs that leave in parts", [2], 1.001, "on rank 2 is not that of a single device"),
+        ("a mean, cut by rows", [0, 1, 2, 3], 4.0, "on ranks 0, 1, 2, 3 is not that"),  # a mean that is none
+        ("a sum", [0, 1, 2, 3], 2.0, "on ranks 0, 1, 2, 3 is not that"),
+        ("a loss on rows of each rank", [0, 1], 0.999, "on ranks 0, 1 is not that"),
+        ("bfloat16", [1], 2.0, "on rank 1 is not that"),
+        ("float64", [3], 1 + 1e-6, "on rank 3 is not that"),
+        ("a mean, cut by rows", [1], float("nan"), "on rank 1 is not that"),
+    ],
+)
+def test_a_gradient_that_no_single_device_has_is_named(name, broken, scale, said):
+    ends, how, made = HOWS[name]
+    with pytest.raises(Diverged, match=f"the gradient of .* {said}"):
+        on_threads(4, beside_one, ends, how, made, broken, scale)
+
+
+@pytest.mark.parametrize(
+    ("ends", "made", "said"),
+    [
+        (of_places, {}, "does not treat rows alike"),
+        (of_mean, {"drops": 0.1}, "dropout draws random numbers, at "),
+    ],
+)
+def test_what_cannot_be_compared_is_said(ends, made, said):
+    for found, _ in on_threads(4, beside_one, ends, {}, made):
+        assert f"4 gradients not compared: {said}" in found or f"not compared: the model {said}" in found, found
+
+
+def test_a_model_that_does_not_fit_on_one_device_is_not_gathered(monkeypatch):
+    monkeypatch.setattr("autopar.module.single_device._memory_of_host", lambda: 1000.0)
+    for found, _ in on_threads(4, beside_one, of_mean, {}):
+        assert "4 gradients not compared: the whole model takes" in found and "rank 0 has" in found, found
+
+
+def between(rank, watched):
+    """Two calls whose gradients wait, with a look between them, and one that reduces all; a batch norm and a hook."""
+    model = autopar.autoparallelize(copy.deepcopy(MODEL), (X,), mesh=(2,), cluster=eager_links(), parallel="dp")
+    calls = []
+    model.up.weight.register_hook(lambda g: calls.append(1))
+    watch = autopar.watch(model, every=1) if watched else None
+    with model.no_sync():
+        for _ in range(2):
+            model(X).backward()
+    model(X).backward()
+    full = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    found = full | dict(model.named_buffers()), len(calls), torch.get_rng_state()
+    if watched:
+        for _ in range(12):
+            watch.look(X)
+    return *found, watch and {compared.parameter for compared in watch.gradients}
+
+
+def test_a_look_leaves_waiting_gradients_statistics_and_hooks_alone():
+    plain, watched = on_threads(2, between, False), on_threads(2, between, True)
+    for (left, calls, state, _), (other, more, after, names) in zip(plain, watched, strict=True):
+        assert left.keys() == other.keys() and all(torch.equal(left[n], other[n]) for n in left)
+        assert calls == more and torch.equal(state, after)
+        assert len(names) > 3 and "up.weight" not in names  # its hook might change its gradient
+
+
+# -- nightly: models as they are
+
+
+def undropped(model):
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
+                setattr(module, name, 0.0)
+    return model
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in MODELS if "timm" not in name])
+def test_no_gradient_of_a_sound_model_is_named(name, dtype):
+    whole, batch, _ = made(name)
+    batch = {n: t.to(dtype) if torch.is_tensor(t) and t.is_floating_point() else t for n, t in batch.items()}
+    for how in ({}, {"parallel": "megatron"}, {"parallel": "zero3"}):
+        everyone = on_processes(4, looks_at, whole, dtype, batch, how, timeout_s=150)
+        assert everyone[0] == everyone[-1]
+        why_not = [why for _, why in everyone[0] if why and "rounding" not in why and "zero" not in why]
+        assert not why_not, why_not
+
+
+def looks_at(rank, whole, dtype, batch, how):
+    """What six looks at gradients of a model say, whose dropout is off."""
+    how = {"mesh": (2, 2), "cluster": eager_links(), "strict": False} | how
+    model = autopar.autoparallelize(undropped(copy.deepcopy(whole).to(dtype)), batch, **how)
+    watch = autopar.watch(model, every=1)
+    for _ in range(6):
+        watch.look(**batch)
+    return [(found.parameter, found.why_not) for found in watch.gradients]
