@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from autopar.ops import inverses
 from autopar.ops.entry import OPS, T, each, op, spell, translates
+from autopar.ops.local import OpCall
 from autopar.ops.spelling import letters_of, parse
 from autopar.runtime.private import TO_COPY
 from autopar.sharding.notation import Rule
@@ -76,6 +78,14 @@ def numbered(name: str) -> dict[str, Any]:
         return f"{name} number" if isinstance(arguments.get("other"), (int, float)) else name
 
     return {"timed": timed, "spreads": True}
+
+
+def work_of_product(call: OpCall, held: Sequence[tuple[int, ...]], kind: str) -> tuple[int, int]:
+    """Temporary bytes of a product's backward: the gradient of an operand that is broadcast, before it is summed."""
+    types = [given for given in call.arguments.values() if hasattr(given, "requires_grad")]
+    made = math.prod(torch.broadcast_shapes(*held))
+    is_summed = any(t.requires_grad and math.prod(shape) < made for t, shape in zip(types, held, strict=True))
+    return 0, made * call.outputs[0].itemsize if is_summed else 0
 
 
 def timed_power(arguments: Mapping[str, Any]) -> str:
@@ -154,6 +164,7 @@ op(
     linear="x, y",
     keeps="input:other other:input",
     last="input",
+    part_work=work_of_product,
     **numbered("mul"),
 )
 op(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import TensorType, info, type_of
+from autopar.graph.graph import TensorType, info, op_name, type_of
 from autopar.space.gradient_buckets import GradientBuckets, is_always
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import EdgeBytes, LocalBytes
@@ -107,16 +107,24 @@ class EdgePieces:
         if info(passage.taker).chunks > 1:  # backward of a chunk follows its forward: the copy is there for all of them
             again = ()
         begins = schedule.gathered(parameter, now)
-        if any(again):
-            edge = passage.edge
-            stays, dropped = self.bytes.once(("again", again), (made,), lambda: _divided(made, edge.marked(again)))
-            self._put("gathered parameters", passage, stays, begins, needed)
-            self._put("gathered parameters", passage, dropped, begins, now)
-            self._gathered_again(passage, dropped)
-        else:
-            self._put("gathered parameters", passage, made, begins, needed)
+        arrived, copied = self.bytes.once("arrived", (made, sent), lambda: _divided_by(sent > 0, made))
+        self._copies(passage, arrived, begins, needed, again, is_ahead=True)
+        self._copies(passage, copied, now, needed, again, is_ahead=False)  # in memory order, where it is read
         if schedule.together(parameter, now, again=False):
-            self._message(passage, sent, made, begins, schedule.taken(parameter, now))
+            self._message(passage, sent, arrived, begins, schedule.taken(parameter, now))
+
+    def _copies(
+        self, passage: _Passage, made: np.ndarray, begins: int, needed: int, again: tuple[bool, ...], is_ahead: bool
+    ) -> None:
+        """Add copies of a parameter, made ahead of their use or at it, and those that backward makes again."""
+        if not any(again):
+            self._put("gathered parameters", passage, made, begins, needed)
+            return
+        edge = passage.edge
+        stays, dropped = self.bytes.once(("again", again), (made,), lambda: _divided(made, edge.marked(again)))
+        self._put("gathered parameters", passage, stays, begins, needed)
+        self._put("gathered parameters", passage, dropped, begins, passage.now)
+        self._gathered_again(passage, dropped, is_ahead)
 
     def _regathered(self, passage: _Passage, parameter: fx.Node) -> tuple[bool, ...]:
         """By choice of what gives the value: is the copy dropped after its use, and made again for backward?
@@ -129,15 +137,16 @@ class EdgePieces:
             return (True,) * len(source.choices)
         return source.regathered
 
-    def _gathered_again(self, passage: _Passage, dropped: np.ndarray) -> None:
+    def _gathered_again(self, passage: _Passage, dropped: np.ndarray, is_ahead: bool) -> None:
         """Add the copy that is gathered again in backward, if that reads it; an embedding's does not."""
         schedule, parameter, now = self.schedule, self.owners[passage.value], passage.now
         needs = self.lifetimes.needs(passage.value, passage.taker)
         if needs < self.clock.n:
             return
-        begins = max(now + 1, schedule.gathered_again(parameter, now))
-        self._put("gathered parameters", passage, dropped, begins, min(passage.back, needs))
-        if schedule.together(parameter, now, again=True):
+        last = min(passage.back, needs)
+        begins = max(now + 1, schedule.gathered_again(parameter, now)) if is_ahead else last
+        self._put("gathered parameters", passage, dropped, begins, last)
+        if is_ahead and schedule.together(parameter, now, again=True):
             whole = passage.bytes.sent
             sent = self.bytes.once("sent", (dropped, whole), lambda: np.where(dropped > 0, whole, 0.0))
             self._message(passage, sent, dropped, begins, schedule.taken_again(parameter, now))
@@ -171,9 +180,18 @@ class EdgePieces:
             whole = self.bytes.once(("grows", width), (tables,), lambda: _growing(tables, width))
         self._put("gradients", passage, cut, back, back)
         if owner not in self.buckets.wait:
+            if self._is_turned(passage):
+                sums, whole = self.bytes.once("apart", (whole, tables), lambda: _divided_by(tables.is_sum, whole))
+                self._put("gradients", passage, sums, back, back)
+                full_of_sums = back  # its reduction waits for no bucket
+            else:
+                full_of_sums = full
+                if not self._enters(passage):
+                    cuts = self.bytes.once(("cuts", width), (tables,), lambda: _cut_parts(tables, stored))
+                    self._put("gradients", passage, cuts, back + 1, full - 1)
             self._put("gradients", passage, whole, back, full - 1)
-            self._put("gradients", passage, packed, max(back, full), max(back, full))
-            self._put("gradients", passage, scattered, full, max(full, reduced))
+            self._put("gradients", passage, packed, max(back, full_of_sums), max(back, full_of_sums))
+            self._put("gradients", passage, scattered, full_of_sums, max(full_of_sums, reduced))
             return
         settled = self.clock.settled
         # reduced in each micro-batch; else it waits as it comes
@@ -188,6 +206,18 @@ class EdgePieces:
         self._put("gradients", passage, np.where(in_each, scattered, 0.0), full, max(full, reduced))
         self._put("gradients", passage, np.where(in_each, waits, 0.0), full, settled - 1)
         self._put("gradients", passage, np.where(in_each, 0.0, waits), back, settled - 1)
+
+    def _is_turned(self, passage: _Passage) -> bool:
+        """Does the gradient go on through an op, when it has been reduced here? A cast that is there for that does not.
+
+        Then it is not the last that is done with it, and it shares no message.
+        """
+        value = passage.value
+        while value is not self.owners[value]:
+            if op_name(value) not in ("to", "identity"):
+                return True
+            value = next(a for a in value._input_nodes if a in self.owners)
+        return False
 
     def _enters(self, passage: _Passage) -> bool:
         """Does the gradient of a parameter enter here what hands the parameter on?
@@ -205,6 +235,16 @@ class EdgePieces:
 def _divided(made: np.ndarray, is_again: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of gathered copies that stay, and of those that are dropped and gathered again."""
     return np.where(is_again[:, None], 0.0, made), np.where(is_again[:, None], made, 0.0)
+
+
+def _divided_by(is_sum: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of gradients that a conversion reduces, and of those that go on as they come."""
+    return np.where(is_sum, whole, 0.0), np.where(is_sum, 0.0, whole)
+
+
+def _cut_parts(tables: EdgeBytes, stored: np.ndarray) -> np.ndarray:
+    """Bytes of gradients that were reduced before, and are cut as the parameter lies."""
+    return np.where(~tables.is_sum & (tables.unreduced > 0), stored, 0.0)
 
 
 def _settling(tables: EdgeBytes, width: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -175,22 +175,24 @@ class Timeline:
         ran, came, times, work, now = list[int](), list[int](), list[int](), list[tuple[int, float]](), len(self.runs)
         for keeps, first, time in forward.backward:
             before = len(ran)
+            comes = set[int]()
             for value in keeps:
                 if made_by[value] in again and value not in there and not fixed[value]:
-                    for i in self._chain(value, again, there):
-                        run = self.runs[i]
-                        for v in run.makes:
-                            if not fixed[v]:
-                                lives.append((born[v], last[v], v))
-                                born[v] = last[v] = now
-                        for v in run.reads:
-                            last[v] = now
-                        if run.work:
-                            work.append((now, run.work))
-                        ran.append(i)
-                        came.append(time)
-                        times.append(time)
-                        now += 1
+                    comes.update(self._chain(value, again, there))
+            for i in sorted(comes):  # in the order of the forward, as they are emitted
+                run = self.runs[i]
+                for v in run.makes:
+                    if not fixed[v]:
+                        lives.append((born[v], last[v], v))
+                        born[v] = last[v] = now
+                for v in run.reads:
+                    last[v] = now
+                if run.work:
+                    work.append((now, run.work))
+                ran.append(i)
+                came.append(time)
+                times.append(time)
+                now += 1
             for value in keeps:
                 last[value] = now
             for value in first:

@@ -58,18 +58,16 @@ def simulated(line: Timeline, again: frozenset[int], begins=()) -> tuple[float, 
             if lies is not None and all(i in lies for i in readers):
                 have.discard(v)
 
-    def want(value):
+    def wanted(value):
         run = line.made_by[value]
         if line.fixed[value] or run not in again or value in have:
-            return
-        for operand in reversed(line.runs[run].reads):  # in the order of a stack
-            want(operand)
+            return set()
         have.update(line.runs[run].makes)
-        events.append(("again", run))
+        return {run}.union(*map(wanted, line.runs[run].reads))
 
     for i in reversed(range(len(line.runs))):
-        for value in line.runs[i].keeps:
-            want(value)
+        comes = set().union(*map(wanted, line.runs[i].keeps))
+        events += [("again", run) for run in sorted(comes)]  # in the order of the forward
         events.append(("backward", i))
         forget(i)
 

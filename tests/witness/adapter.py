@@ -223,6 +223,8 @@ class _Run:
         if (step := STEPS.get(node.target)) is not None:
             is_of_time = len(args) > 1 and args[1] == collectives.TIME
             return self.of_time(args[0], node.meta["val"]) if is_of_time else step(self, *args)
+        if node.target is collectives.part_start and args[1] == collectives.TIME:
+            return self.value(node.meta["val"], None)  # every device is in the same turn
         if node.target is aten.cat.default:
             return _cat(*args)
         args, kwargs = _unwrapped((args, kwargs))
@@ -251,6 +253,9 @@ class _Run:
         leaves = pytree.tree_leaves((args, kwargs))
         if not any(isinstance(leaf, Repeated) for leaf in leaves):
             return None
+        dim = {aten.index_select.default: 1, collectives.slice: 2}.get(node.target)
+        if dim is not None and isinstance(args[0], Repeated) and args[0].tensor.shape[args[dim]] == 1:
+            return args[0]  # some of the same rows
         is_looked_up = node.target is aten.embedding.default and isinstance(args[1], Repeated)
         if is_looked_up:
             return Repeated(self.called(node, *_unwrapped((args, kwargs))))
