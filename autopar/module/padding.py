@@ -31,7 +31,7 @@ from autopar.ops.entry import facts_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 # by the bytes of the coarsest dtype that is computed in: sums over another length are added in another order
-ROUNDING = {8: 1e-10, 4: 3e-4, 2: 0.05}
+ROUNDING = {8: 1e-10, 4: 3e-4, 2: 0.05, 1: 0.3}
 _NOISE = 1e-2  # a gradient less than this share of all is rounding, a key's bias say
 
 

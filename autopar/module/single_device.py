@@ -5,9 +5,12 @@
     alone       the plain model, gathered on rank 0, on these rows
 
 A program takes a whole batch. These rows again and again have the mean loss of the few, and a sum that is a multiple of
-theirs: the plain model on the rows twice says which of them. Where it is neither, as in a contrastive loss, nothing can
-be compared, and where the model draws random numbers neither. How far rounding moves the gradient the plain model says
-too, in a wider dtype: what rounding alone can do is no error.
+theirs: the plain model on the rows twice says which of them. Where it is neither, because rows count by their places,
+nothing can be compared, and where the model draws random numbers neither. How far rounding moves the gradient the plain
+model says too, in a wider dtype: what rounding alone can do is no error.
+
+Twice is not all of the batch: a loss over its worst rows, or half precision that loses small gradients, shows in more
+rows only. So what differs is compared once more, with the plain model on as many rows as the program has.
 """
 
 from __future__ import annotations
@@ -16,23 +19,25 @@ import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.graph.calls import Call, learn_dataclasses, output_names, without_caches
 from autopar.graph.graph import Graph, info, op_name
-from autopar.letters import NotServed
+from autopar.graph.idle import IdleHook
+from autopar.letters import BadInput, NotServed
 from autopar.module.gathered import gather
 from autopar.module.padding import ROUNDING, coarsest
 from autopar.module.parallel import ParallelModule, called, left_by
-from autopar.module.storage import Storage
+from autopar.module.state import ModelState
 from autopar.runtime.private import unwatched
 from autopar.runtime.random import RandomState
 from autopar.runtime.world import exchanged, from_rank_0
@@ -40,6 +45,7 @@ from autopar.solver.figures import size
 from autopar.tracer.precision import Precision, reference
 
 _OF_ROUNDING = 8.0  # a program adds in other orders: so many times what rounding moves the plain model by
+_OF_SHARE = 4.0  # rounding may lie in one part: so many times its share of the whole is held against it
 _MOST = 0.5  # of a gradient: where it may differ by more, it is rounding itself
 _UNIT = 10**15  # of a share, which ranks exchange as whole numbers
 
@@ -92,14 +98,17 @@ def compared(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any
     name = _sampled(model, number)
     if name is None:
         return Compared("", 0, "no parameter trains whose gradient no hook may change")
-    rows = _few_rows(model, args, kwargs, most)
+    try:
+        rows = _few_rows(model, args, kwargs, most)
+    except BadInput as e:  # a hook that comes later may bring it in order
+        return Compared(name, 0, e.what)
     if rows is None:
         return Compared(name, 0, "no input has rows")
     with torch.inference_mode(False), torch.enable_grad(), unwatched(), state.waiting.set_aside():
         call = state.caller.call(*rows.again(rows.here // rows.few))
         program, inputs, bucket = called(model, call.args, call.kwargs)
         graph = program.runner.graph
-        why_not = _drawn(graph) or from_rank_0(lambda: _lacks_memory(model))
+        why_not = _drawn(graph) or _may_index(rows) or from_rank_0(lambda: _lacks_memory(model))
         if why_not:
             return Compared(name, rows.few, why_not)
         outputs, _ = program.run(model, inputs, RandomState(0))  # buffers stay as they are
@@ -107,12 +116,19 @@ def compared(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any
         asked = [graph.output_names[i] for i in program.runner.differentiable]
         mine = _gradient([left[output] for output in asked], rows.few, model.get_parameter(name))
         del outputs, left
-        right, said = _of_plain(model, name, rows, asked, coarsest(graph))
-    if said.why_not:
-        return Compared(name, rows.few, said.why_not)
-    share = _apart(state.setup.storage[name], mine, right, said.factor)
-    everyone = exchanged([share], state.setup.device)
-    return Compared(name, rows.few, "", said.allowed, tuple(n / _UNIT for (n,) in everyone))
+        alone = _Alone(model, name, asked, rows, program.sight.idle)
+        right, said = alone.judged(lambda plain: _judged(plain, coarsest(graph)))
+        if said.why_not:
+            return Compared(name, rows.few, said.why_not)
+        off = _apart_on_all(state, name, mine / said.factor, right)
+        found = Compared(name, rows.few, "", said.allowed, off)
+        if found.wrong and rows.of_all > rows.few:
+            right, of_whole = alone.judged(_on_whole_batch)
+            if of_whole.why_not:
+                what = f"it differs by {max(off):.2g} of its norm, and the whole batch says whether that is an error: "
+                return Compared(name, rows.few, what + of_whole.why_not)
+            found = Compared(name, rows.few, "", said.allowed, _apart_on_all(state, name, mine, right))
+    return found
 
 
 def _sampled(model: nn.Module, number: int) -> str | None:
@@ -142,7 +158,7 @@ def _few_rows(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, An
     parts = state.parts
     of_all = here if parts is None else sum({parts.index(rank): n for rank, n in enumerate(everyone)}.values())
     mine = [leaf for leaf, has in zip(leaves, has_rows, strict=True) if has]
-    given = from_rank_0(lambda: [leaf[:few].detach().cpu() for leaf in mine])
+    given = from_rank_0(lambda: [leaf[:few].detach().cpu().clone() for leaf in mine])  # not all that lies behind them
     return _Rows(leaves, structure, has_rows, here, of_all, few, given)
 
 
@@ -150,6 +166,14 @@ def _drawn(graph: Graph) -> str:
     """The op that draws random numbers, in words: rows again and again would each have others."""
     drawing = next((node for node in graph.nodes if info(node).random >= 0), None)
     return "" if drawing is None else f"{op_name(drawing)} draws random numbers, at {info(drawing).source}"
+
+
+def _may_index(rows: _Rows) -> str:
+    """The input that may hold places of rows: on a GPU those that are not there end the process."""
+    for leaf, has in zip(rows.leaves, rows.has_rows, strict=True):
+        if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.dim() and not has and not leaf.is_floating_point():
+            return f"an input of {list(leaf.shape)} whole numbers may hold places of rows"
+    return ""
 
 
 def _lacks_memory(model: nn.Module) -> str:
@@ -179,6 +203,7 @@ def _gradient(outputs: Sequence[Any], few: int, parameter: Tensor) -> Tensor:
     total: Any = 0.0
     for output in outputs:
         full = output.full_tensor() if isinstance(output, DTensor) else output
+        full = torch.view_as_real(full) if full.is_complex() else full
         is_by_row = full.dim() > 0 and len(full) % few == 0
         once = full[:few] if is_by_row else full
         weights = torch.cos(torch.arange(once.numel(), device=full.device, dtype=torch.float32)).view(once.shape)
@@ -200,34 +225,48 @@ class _Said:
     allowed: float = 0.0
 
 
-def _of_plain(
-    model: ParallelModule, name: str, rows: _Rows, asked: Sequence[str], bytes_of_dtype: int
-) -> tuple[Tensor, _Said]:
-    """The gradient of the plain model on the rows, on rank 0, and what it says of it to all."""
-    parameter = model.get_parameter(name)
-    right = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    why_not = ""
-    try:
-        plain = gather(model, 0)
-    except NotServed as e:
-        plain, why_not = None, e.what
+class _Alone:
+    """The plain model on rank 0, whose gradient all ranks get, with what is said of it."""
 
-    def judged() -> _Said:
-        if plain is None:
-            return _Said(why_not)
-        run = _Plain(model, plain, name, asked, rows)
-        on_gpu = [parameter.device] if parameter.device.type == "cuda" else []
+    def __init__(
+        self, model: ParallelModule, name: str, asked: Sequence[str], rows: _Rows, idle: Sequence[IdleHook]
+    ) -> None:
+        self.model, self.name, self.asked, self.rows, self.idle = model, name, asked, rows, idle
+
+    def judged(self, judge: Callable[[_Plain], tuple[Tensor, _Said]]) -> tuple[Tensor, _Said]:
+        """What `judge` says, on every rank; the gradient is on rank 0, where nothing speaks against it."""
+        parameter = self.model.get_parameter(self.name)
+        right = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        plain, why_not = None, ""
         try:
-            with torch.random.fork_rng(on_gpu):
-                right.copy_(run.gradient(1))
-                twice = run.gradient(2) if rows.of_all > rows.few else None
-                other = run.gradient(1, torch.float64 if bytes_of_dtype == 4 else torch.float32)
+            plain = gather(self.model, 0)
+        except NotServed as e:
+            why_not = e.what
         except Exception as e:
-            first = str(e).splitlines()[0] if str(e) else ""
-            return _Said(f"the plain model raises {type(e).__name__} on {rows.few} rows: {first}")
-        return _judged(right, twice, other, rows.of_all / rows.few, bytes_of_dtype)
+            if dist.get_rank():
+                raise
+            why_not = _raised(e)
 
-    return right, from_rank_0(judged)
+        def said() -> _Said:
+            if plain is None:
+                return _Said(why_not)
+            for hook in self.idle:  # those that count calls run in these
+                getattr(plain.get_submodule(hook.path), hook.held_by).pop(hook.key, None)
+            on_gpu = [parameter.device] if parameter.device.type == "cuda" else []
+            try:
+                with torch.random.fork_rng(on_gpu):
+                    found, words = judge(_Plain(self.model, plain, self.name, self.asked, self.rows))
+            except Exception as e:
+                return _Said(f"the plain model {_raised(e)}")
+            right.copy_(found)
+            return words
+
+        return right, from_rank_0(said)
+
+
+def _raised(error: Exception) -> str:
+    first = str(error).splitlines()[0] if str(error) else ""
+    return f"raises {type(error).__name__}: {first}"
 
 
 class _Plain:
@@ -237,16 +276,20 @@ class _Plain:
         self.plain, self.name, self.asked, self.rows = plain, name, asked, rows
         self.caller, self.loss = model._own.caller, model._own.setup.how.loss
         self.precision = Precision(*model.plan.precision) if model.plan.precision else None
+        self.buffers = {n: buffer.clone() for n, buffer in plain.named_buffers()}
 
     def gradient(self, times: int, dtype: torch.dtype | None = None) -> Tensor:
         """The gradient on the rows so many times; in another dtype, from which the model does not come back."""
         call = self.caller.call(*self.rows.again(times, dtype))
+        if dtype is not None:
+            self.plain.to(dtype)
+        with torch.no_grad():
+            for name, buffer in self.plain.named_buffers():  # which the run before may have written
+                buffer.copy_(self.buffers[name])
         if dtype is None:
             outputs = self._outputs(call, self.precision)
         else:
-            self.plain.to(dtype)
-            kind = next(self.plain.parameters()).device.type
-            with torch.autocast(kind, enabled=False):
+            with torch.autocast(next(self.plain.parameters()).device.type, enabled=False):
                 outputs = self._outputs(call, None)
         return _gradient([outputs[n] for n in self.asked], self.rows.few, self.plain.get_parameter(self.name))
 
@@ -265,39 +308,48 @@ class _Plain:
         return {f"out.{name}" if name not in self.asked else name: leaf for name, leaf in found}
 
 
-def _judged(right: Tensor, twice: Tensor | None, other: Tensor, times: float, bytes_of_dtype: int) -> _Said:
-    """Is it a mean or a sum over rows, and how much of it is rounding?"""
+def _judged(plain: _Plain, bytes_of_dtype: int) -> tuple[Tensor, _Said]:
+    """The gradient on the rows: is it of a mean or of a sum over rows, and how much of it is rounding?"""
+    rows, right, factor = plain.rows, plain.gradient(1), 1.0
+    twice = plain.gradient(2) if rows.of_all > rows.few else None
+    other = plain.gradient(1, torch.float64 if bytes_of_dtype == 4 else torch.float32)
     norm = _norm(right)
     if not 0 < norm < math.inf:
-        return _Said("its gradient is zero on these rows, or not finite")
-    rounding, factor = _norm(right - other) / norm, 1.0
+        return right, _Said("its gradient is zero on these rows, or not finite")
+    rounding = _norm(right - other) / norm
     if bytes_of_dtype == 8:  # the other is of 4
         rounding *= torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     allowed = max(ROUNDING[bytes_of_dtype], _OF_ROUNDING * rounding)
     if not allowed <= _MOST:
-        return _Said("its gradient is rounding for the most part")
+        return right, _Said("its gradient is rounding for the most part")
     if twice is not None:
         of_mean, of_sum = _norm(twice - right) / norm, _norm(twice - 2 * right) / norm
         if min(of_mean, of_sum) > allowed:
             said = f"differs by {of_mean:.2g} from that on the rows once, and by {of_sum:.2g} from twice that"
-            return _Said(f"the model does not treat rows alike: its gradient on the same rows twice {said}")
-        factor = 1.0 if of_mean < of_sum else times
-    return _Said("", factor, allowed)
+            return right, _Said(f"the model does not treat rows alike: its gradient on the same rows twice {said}")
+        factor = 1.0 if of_mean < of_sum else rows.of_all / rows.few
+    return right, _Said("", factor, allowed)
+
+
+def _on_whole_batch(plain: _Plain) -> tuple[Tensor, _Said]:
+    """The gradient on as many rows as the program has."""
+    return plain.gradient(plain.rows.of_all // plain.rows.few), _Said()
 
 
 def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
-def _apart(storage: Storage, mine: Tensor, right: Tensor, factor: float) -> int:
-    """The share of its norm, in units, by which this rank's part of a gradient differs from that of rank 0's.
+def _apart_on_all(state: ModelState, name: str, mine: Tensor, right: Tensor) -> tuple[float, ...]:
+    """The share of its norm by which the part of each rank differs from that of rank 0's gradient.
 
     A part that is nearly nothing is held against its share of the whole.
     """
-    due = storage.take(right, sync=True)
-    part = due.to_local().to(torch.float64)
-    here = (mine.to_local() if isinstance(mine, DTensor) else mine).to(torch.float64) / factor
+    storage = state.setup.storage[name]
+    part = storage.take(right, sync=True).to_local().to(torch.float64)
+    here = (mine.to_local() if isinstance(mine, DTensor) else mine).to(torch.float64)
     whole = storage.spread(torch.tensor(_norm(right), device=part.device, dtype=torch.float64), sync=True)
-    least = float(whole) * math.sqrt(part.numel() / max(1, right.numel()))
+    least = float(whole) * min(1.0, _OF_SHARE * math.sqrt(part.numel() / max(1, right.numel())))
     share = _norm(here - part) / max(_norm(part), least, torch.finfo(torch.float64).tiny)
-    return round(_UNIT * min(share, 1e3)) if math.isfinite(share) else 1000 * _UNIT
+    mine_in_units = round(_UNIT * min(share, 1e3)) if math.isfinite(share) else 1000 * _UNIT
+    return tuple(n / _UNIT for (n,) in exchanged([mine_in_units], state.setup.device))

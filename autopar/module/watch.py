@@ -42,6 +42,7 @@ class Watch:
         self.model, self.every, self.optimizer, self.rows = model, every, optimizer, rows
         self.calls = 0  # of the model in training
         self.looks = 0
+        self._due = 0  # of those that came by themselves
         self.gradients: list[Compared] = []  # what was compared with a single device, and what could not be
         self._hook = model.register_forward_pre_hook(self._before_call, with_kwargs=True)
 
@@ -54,24 +55,29 @@ class Watch:
         return "; ".join([text, *(f"{n} gradients not compared: {why}" for why, n in reasons.items())])
 
     def _before_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if model.training and torch.is_grad_enabled():
+        if model is self.model and model.training and torch.is_grad_enabled():
             if self.calls and self.calls % self.every == 0:
-                is_turn = self.rows and self.looks % _LOOKS_A_GRADIENT == 0
+                is_turn = self.rows and self._due % _LOOKS_A_GRADIENT == 0
+                self._due += 1
                 self.look(*args, **kwargs) if is_turn else self.look()
             self.calls += 1
+
+    def __deepcopy__(self, memo: Any) -> Watch:
+        return self  # a copy of the model is not watched
 
     def look(self, *args: Any, **kwargs: Any) -> None:
         """Compare now, on all ranks; a letter on each of them names what differs and where.
 
         With the arguments of a call, also the gradient of one parameter on a few rows of it.
         """
-        held = list(self._held())
-        agree(tuple(name for name, _ in held), "compares its copies", is_call=False)
-        self.looks += 1
-        if held:
-            self._compare_copies(held)
-        if args or kwargs:
-            self._compare_gradient(args, kwargs)
+        with torch.inference_mode(False):
+            held = list(self._held())
+            agree(tuple(name for name, _ in held), "compares its copies", is_call=False)
+            self.looks += 1
+            if held:
+                self._compare_copies(held)
+            if args or kwargs:
+                self._compare_gradient(args, kwargs)
 
     def _compare_copies(self, held: Sequence[tuple[str, Tensor]]) -> None:
         device = self.model._own.setup.device
@@ -116,7 +122,7 @@ class Watch:
         states = {} if self.optimizer is None else self.optimizer.state
         for name, parameter in parameters.items():
             for key, value in sorted(states.get(parameter, {}).items()):
-                if isinstance(value, Tensor) and (isinstance(value, DTensor) or value.numel() == 1):
+                if isinstance(value, DTensor) or (isinstance(value, Tensor) and not value.dim()):  # or a count of steps
                     yield f"{key} of {name}", value
 
     def _letter(self, differ: Sequence[tuple[str, Tensor, list[int], list[int]]]) -> Diverged:

@@ -163,7 +163,12 @@ class Rows(nn.Module):
         self.up, self.drop, self.down = nn.Linear(8, 16, dtype=dtype), nn.Dropout(drops), nn.Linear(16, 8, dtype=dtype)
         self.ends = ends
 
+        self.register_buffer("calls", torch.zeros((), dtype=dtype))
+
     def forward(self, x):
+        if self.ends is of_calls:  # a loss that grows from call to call
+            self.calls += 1
+            return self.calls * of_calls(self.down(torch.relu(self.up(x))))
         return self.ends(self.down(self.drop(torch.relu(self.up(x)))))
 
 
@@ -180,11 +185,20 @@ def of_places(y):
     return (y.square().mean(1) * torch.arange(len(y), device=y.device)).mean()
 
 
+def of_the_first(y):
+    """A sum of some rows: that on two is twice that on one, and that on eight is not eight times."""
+    return y[:4].square().sum()
+
+
 def as_it_is(y):
     return y
 
 
-def beside_one(rank, ends, how, made=None, broken=(), scale=1.0, looks=4):
+def of_calls(y):
+    return y.square().mean()
+
+
+def beside_one(rank, ends, how, made=None, broken=(), scale=1.0, looks=4, rows=4, stashes=False):
     """What gradients of so many parameters are, beside a single device; `broken` ranks scale those that they make."""
     torch.manual_seed(0)
     how = {"mesh": (4,), "parallel": "dp", "cluster": eager_links(), "strict": False} | how
@@ -195,7 +209,9 @@ def beside_one(rank, ends, how, made=None, broken=(), scale=1.0, looks=4):
     (program,) = model._own.programs
     sound, factor = program.runner.gradients, scale if rank in broken else 1.0
     program.runner.gradients = lambda *given: [g if g is None else g * factor for g in sound(*given)]
-    watch = autopar.watch(model, every=1)
+    watch = autopar.watch(model, every=1, rows=rows)
+    if stashes:
+        model.left = model(mine)  # with its graph, of which there is no copy
     for _ in range(looks):
         watch.look(mine)
     return str(watch), [found.parameter for found in watch.gradients]
@@ -204,6 +220,7 @@ def beside_one(rank, ends, how, made=None, broken=(), scale=1.0, looks=4):
 HOWS = {
     "a mean, cut by rows": (of_mean, {}, {}),
     "a sum": (of_sum, {"parallel": "zero3"}, {}),
+    "a loss that counts calls": (of_calls, {}, {}),
     "outputs without a loss": (as_it_is, {"outputs": "full"}, {}),
     "outputs that leave in parts": (as_it_is, {"parallel": "megatron", "outputs": "sharded"}, {}),
     "loss=": (as_it_is, {"loss": lambda outputs, inputs: (outputs - inputs[0]).square().mean()}, {}),
@@ -233,6 +250,7 @@ def test_gradients_are_those_of_a_single_device(name):
         ("a loss on rows of each rank", [0, 1], 0.999, "on ranks 0, 1 is not that"),
         ("bfloat16", [1], 2.0, "on rank 1 is not that"),
         ("float64", [3], 1 + 1e-6, "on rank 3 is not that"),
+        ("a loss that counts calls", [0, 1, 2, 3], 1.1, "on ranks 0, 1, 2, 3 is not that"),
         ("a mean, cut by rows", [1], float("nan"), "on rank 1 is not that"),
     ],
 )
@@ -252,6 +270,18 @@ def test_a_gradient_that_no_single_device_has_is_named(name, broken, scale, said
 def test_what_cannot_be_compared_is_said(ends, made, said):
     for found, _ in on_threads(4, beside_one, ends, {}, made):
         assert f"4 gradients not compared: {said}" in found or f"not compared: the model {said}" in found, found
+
+
+def test_what_differs_is_compared_on_as_many_rows_as_the_program_has():
+    for found, _ in on_threads(4, beside_one, of_the_first, {}, {}, (), 1.0, 4, 1):
+        assert "4 gradients beside a single device's" in found and "not compared" not in found, found
+    with pytest.raises(Diverged, match="on ranks 0, 1, 2, 3 is not that"):
+        on_threads(4, beside_one, of_the_first, {}, {}, (0, 1, 2, 3), 3.0, 4, 1)
+
+
+def test_a_model_that_cannot_be_copied_is_said_on_every_rank():
+    for found, _ in on_threads(4, beside_one, of_mean, {}, {}, (), 1.0, 4, 4, True):
+        assert "4 gradients not compared: raises RuntimeError" in found, found
 
 
 def test_a_model_that_does_not_fit_on_one_device_is_not_gathered(monkeypatch):
