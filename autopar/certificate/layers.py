@@ -68,7 +68,7 @@ def _batch_norm_back(call: Call) -> list[Type]:
 def _embedding(call: Call) -> Type:
     table, rows = call.args[:2]
     cut = frozenset(axes_of([table.dims[0]]))
-    own = cut & rows.open  # a device looks up the rows that are its own: a part of the sum of all
+    own = cut & rows.places  # a device looks up the rows that are its own: a part of the sum of all
     lost = table.open | (rows.open | cut) - own
     dims = (*(without(d, lost) for d in rows.dims), without(table.dims[1], lost))
     return Type(dims, sums=(table.sums | own) - lost, open=lost)
@@ -77,12 +77,12 @@ def _embedding(call: Call) -> Type:
 @rule("embedding_dense_backward.default")
 def _embedding_back(call: Call) -> Type:
     gradient, rows = call.args[:2]
-    if both := gradient.sums & rows.open:
+    if both := gradient.sums & rows.places:
         raise Refused(
             f"the gradient of a table's own rows is a part of a sum over {', '.join(both)}",
             "it has to be summed before",
         )
-    own = gradient.open & rows.open  # of its own rows a device has the gradient
+    own = gradient.places & rows.places  # of its own rows a device has the gradient
     lost = (gradient.open | rows.open) - own
     gradient, rows = replace(gradient, open=lost), replace(rows, open=lost)
     dims = [met([gradient, replace(rows, dims=(*rows.dims, ()))], d, len(gradient.dims), n, lost)
@@ -172,7 +172,7 @@ def _attention_back(call: Call) -> list[Type]:
 def _gathered(call: Call) -> Type:
     x, d, places = call.args[:3]
     cut = frozenset(axes_of([x.dims[d]]))
-    own = cut & places.open  # of its own columns: a part of the sum of all
+    own = cut & places.places  # of its own columns: a part of the sum of all
     lost = x.open | (places.open | cut) - own
     places = replace(places, open=places.open - own)
     others = replace(x, dims=tuple(() if i == d % len(x.dims) else dim for i, dim in enumerate(x.dims)))
@@ -184,7 +184,7 @@ def _gathered(call: Call) -> Type:
 def _scattered(call: Call) -> Type:
     """Into zeros, one a row: of what goes to its own columns a device has those columns."""
     into, d, places, given = call.args[:4]
-    own = places.open & given.open
+    own = places.places & given.places
     is_one_a_row = len(into.dims) == 2 and size(places.dims[d]) == 1
     if not (into.is_zero and own and is_one_a_row) or places.sums | given.sums | given.most:
         return unknown(call)

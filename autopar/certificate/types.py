@@ -36,6 +36,7 @@ class Type:
     sums: frozenset[str] = _NONE  # axes along which it is a part of a sum,
     most: frozenset[str] = _NONE  # or one of those whose maximum is meant,
     open: frozenset[str] = _NONE  # or along which nothing is known
+    places: frozenset[str] = _NONE  # of those: where a part begins is all that differs, and nothing else is unknown
     is_zero: bool = False
     is_start: bool = False  # where the part of a device begins: a number that goes with constants
 

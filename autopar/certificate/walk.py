@@ -232,7 +232,8 @@ class _Walk:
         if target in _BEGUN:
             return args[0]
         if target is part_start:
-            return Type((), open=frozenset({args[1]}) & self.axes, is_start=True)
+            axes = frozenset({args[1]}) & self.axes
+            return Type((), open=axes, places=axes, is_start=True)
         call = Call(args, fx.map_arg(node.kwargs, self.types.__getitem__), _shapes(node), self.axes)
         if "kept_at" in str(target):  # a draw by position: a part of it is that of the whole
             return Type(free(call.shapes[0]))
@@ -261,7 +262,7 @@ class _Walk:
         if key not in self.found._known:
             if wholes:
                 call = replace(call, wholes=Wholes(wholes, call.args[0].open, self.interface.axes))
-            self.found._known[key] = _consistent(typed(target, call))
+            self.found._known[key] = _placed(_consistent(typed(target, call)), call)
         return self.found._known[key]
 
     def _step(self, node: fx.Node, name: str, args: Any) -> Any:
@@ -305,6 +306,16 @@ def _consistent(made: Any) -> Any:
     if isinstance(made, (list, tuple)):
         return [_consistent(one) for one in made]
     return made.consistent() if isinstance(made, Type) else made
+
+
+def _placed(made: Any, call: Call) -> Any:
+    """The same, with the axes along which it differs by the place of a device alone, as what it is made of does."""
+    if isinstance(made, (list, tuple)):
+        return [_placed(one, call) for one in made]
+    if not isinstance(made, Type) or not made.open:
+        return made
+    places = frozenset(a for t in call.types for a in t.places) & made.open
+    return replace(made, places=places.difference(*(t.open - t.places for t in call.types)))
 
 
 def _shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ from autopar.certificate import VARIABLE
 from autopar.certificate.calls import Call
 from autopar.certificate.readings import Wholes, regrouped
 from autopar.certificate.rules import typed
-from autopar.certificate.types import FREE, Refused, Type, joined, plain
+from autopar.certificate.types import FREE, Refused, Type, axes_of, joined, plain
 from autopar.codegen import joint, joint_passes
 from autopar.codegen.lower import lower
 from autopar.letters import NotCertified, NotServed
@@ -199,3 +199,15 @@ def test_a_part_of_a_sum_passes_ops_that_are_linear(op, more, refused):
             typed(op, call)
     else:
         assert typed(op, call).sums == {"tp"}
+
+
+@pytest.mark.parametrize("places", [("tp",), ()])
+def test_a_table_has_own_rows_where_their_places_alone_are_open(places):
+    """Rows of which nothing is known are not those of a device, whose gradient would need no sum."""
+    tp = frozenset({"tp"})
+    gradient = Type((((8, ()),), ((4, ()),)), open=tp, places=frozenset(places))
+    rows = Type((((8, ()),),), open=tp, places=frozenset(places))
+    made = typed(
+        torch.ops.aten.embedding_dense_backward.default, Call((gradient, rows, 16, -1, False), {}, ((16, 4),), tp)
+    )
+    assert tuple(axes_of([made.dims[0]])) == places and made.open == tp.difference(places)
