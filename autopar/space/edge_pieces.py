@@ -180,18 +180,17 @@ class EdgePieces:
             whole = self.bytes.once(("grows", width), (tables,), lambda: _growing(tables, width))
         self._put("gradients", passage, cut, back, back)
         if owner not in self.buckets.wait:
-            if self._is_turned(passage):
+            closes = full
+            if self._is_turned(passage):  # its reduction waits for no bucket
+                closes = back
                 sums, whole = self.bytes.once("apart", (whole, tables), lambda: _divided_by(tables.is_sum, whole))
                 self._put("gradients", passage, sums, back, back)
-                full_of_sums = back  # its reduction waits for no bucket
-            else:
-                full_of_sums = full
-                if not self._enters(passage):
-                    cuts = self.bytes.once(("cuts", width), (tables,), lambda: _cut_parts(tables, stored))
-                    self._put("gradients", passage, cuts, back + 1, full - 1)
+            elif not self._enters(passage):
+                cuts = self.bytes.once(("cuts", width), (tables,), lambda: _cut_parts(tables, stored))
+                self._put("gradients", passage, cuts, back + 1, full - 1)
             self._put("gradients", passage, whole, back, full - 1)
-            self._put("gradients", passage, packed, max(back, full_of_sums), max(back, full_of_sums))
-            self._put("gradients", passage, scattered, full_of_sums, max(full_of_sums, reduced))
+            self._put("gradients", passage, packed, max(back, closes), max(back, closes))
+            self._put("gradients", passage, scattered, closes, max(closes, reduced))
             return
         settled = self.clock.settled
         # reduced in each micro-batch; else it waits as it comes
@@ -208,9 +207,9 @@ class EdgePieces:
         self._put("gradients", passage, np.where(in_each, 0.0, waits), back, settled - 1)
 
     def _is_turned(self, passage: _Passage) -> bool:
-        """Does the gradient go on through an op, when it has been reduced here? A cast that is there for that does not.
+        """Does an op, such as a turn, stand between the parameter and what is read here? Casts do not count.
 
-        Then it is not the last that is done with it, and it shares no message.
+        A gradient that is reduced before that op shares no message: its reduction is not the last of its steps.
         """
         value = passage.value
         while value is not self.owners[value]:
