@@ -12,11 +12,10 @@ device has it, for `save_pretrained` and the like.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from autopar.letters import BadWeights, NotServed
-from autopar.runtime.patches import answer_checkpoints
+from autopar.runtime.patches import answer_checkpoints, logged_from
 from autopar.runtime.private import StridedShard, local_part
 from autopar.sharding.placement import part
 
@@ -108,7 +107,8 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     if not is_cut_by_blocks(tensor):
-        with _not_told_how():
+        # torch warns that a dim which several axes cut is gathered in several steps
+        with logged_from("torch.distributed.tensor", logging.ERROR):
             return tensor.detach().full_tensor()
     parts: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(parts, (rectangles(tensor), tensor.to_local().detach().cpu()))
@@ -117,18 +117,6 @@ def whole(tensor: Tensor) -> Tensor:
         for offsets, sizes, where in held:
             made[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] = local[where]
     return made.to(tensor.device)
-
-
-@contextlib.contextmanager
-def _not_told_how() -> Iterator[None]:
-    """Leave out torch's warning that a dim which several axes cut is gathered in several steps."""
-    logger = logging.getLogger("torch.distributed.tensor")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from autopar.graph.calls import Call, learn_dataclasses, output_names, without_caches
 from autopar.graph.graph import Graph, info, op_name
 from autopar.graph.idle import IdleHook
-from autopar.letters import BadInput, NotServed
+from autopar.letters import BadInput, Letter, NotServed
 from autopar.module.gathered import gather
 from autopar.module.padding import ROUNDING, coarsest
 from autopar.module.parallel import ParallelModule, called, left_by
@@ -242,8 +242,8 @@ class _Alone:
             plain = gather(self.model, 0)
         except NotServed as e:
             why_not = e.what
-        except Exception as e:
-            if dist.get_rank():
+        except Exception as e:  # the copy is made on rank 0 alone; what all ranks raise is a letter
+            if dist.get_rank() or isinstance(e, Letter):
                 raise
             why_not = _raised(e)
 
@@ -256,7 +256,7 @@ class _Alone:
             try:
                 with torch.random.fork_rng(on_gpu):
                     found, words = judge(_Plain(self.model, plain, self.name, self.asked, self.rows))
-            except Exception as e:
+            except Exception as e:  # of the user's model, on rows that it may not be made for: nothing to compare
                 return _Said(f"the plain model {_raised(e)}")
             right.copy_(found)
             return words

@@ -476,19 +476,24 @@ def without_override_checks(is_wanted: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def fake_errors_told_once() -> Iterator[None]:
+def fake_errors_told_once() -> contextlib.AbstractContextManager[None]:
     """Silence the log of fake tensors: torch logs an op's error with its whole stack, and then raises it.
 
     Private: the logger's name, `torch._subclasses.fake_tensor`.
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+    return logged_from("torch._subclasses.fake_tensor", logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def logged_from(name: str, level: int) -> Iterator[None]:
+    """Leave out what a logger says below a level."""
+    log = logging.getLogger(name)
+    before = log.level
+    log.setLevel(level)
     try:
         yield
     finally:
-        log.setLevel(level)
+        log.setLevel(before)
 
 
 def _patched_if_imported(module: str, name: str, value: Any) -> contextlib.AbstractContextManager[None]:

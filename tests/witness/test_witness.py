@@ -39,11 +39,10 @@ def programs():
 @pytest.mark.filterwarnings("ignore")
 def test_a_program_is_taken(name, plan, how):
     found = witness(lowered(name, plan, **how))
-    assert (
-        found.typed
-        > (0.98 if name == "vit" and "microbatches" in how and plan in ("free", "dp") else 0.1) * found.values
-    )
-    if (name, plan) in WHOLE and not (name == "vit" and "microbatches" in how):  # whose class token has one row
+    is_vit_in_turns = name == "vit" and "microbatches" in how  # the gradient of its class token has no type
+    least = 0.98 if is_vit_in_turns and plan in ("free", "dp") else 0.1
+    assert found.typed > least * found.values
+    if (name, plan) in WHOLE and not is_vit_in_turns:
         assert (found.typed, found.ends_typed) == (found.values, found.ends) and not found.unsaid
     else:
         assert found.unsaid
