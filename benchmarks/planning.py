@@ -9,6 +9,7 @@ python -m benchmarks.planning            each call in a process of its own; fail
 from __future__ import annotations
 
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def call(name: str, layers: int, mesh: list[int], budget: float | None, dtype: s
         model,
         batch,
         mesh=tuple(mesh),
-        cluster="h100-8x8" if name == "llama" else "h100-8x128",
+        cluster=f"h100-8x{max(8 if name == 'llama' else 128, math.prod(mesh) // 8)}",
         assume=assume,
         memory_budget=budget or float("inf"),
         gap=0.005,
@@ -104,8 +105,8 @@ def main() -> None:
 
     print(
         f"torch {torch.__version__}; LLaMA: batch 16, sequence 8192, cluster h100-8x8, no padding assumed; GPT-3: "
-        "batch 64, sequence 2048, cluster h100-8x128, dropout on; weights on meta; one process a call; median of "
-        "3\n"
+        "batch 64, sequence 2048, cluster h100-8x128 or what the devices need, dropout on; weights on meta; one "
+        "process a call; median of 3\n"
     )
     print(
         "| call | dtype | wall s | CPU s | of that, tracing alone | peak of the process | planned step | gap | "

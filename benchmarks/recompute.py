@@ -35,7 +35,7 @@ from benchmarks.recompute_rivals import by_segments, by_table, by_torch, greedy,
 from benchmarks.step_graph import Step, step_of
 
 SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15)
-TOLERANCE = 0.1  # percentage points: a chain's slots of memory decide about that much
+TOLERANCE = 0.01  # percentage points
 
 
 # -- models
@@ -185,11 +185,11 @@ def line_of(step: Step) -> Any:
 def order_of(step: Step, line: Any, states: Any) -> list[int]:
     """The schedule in which these runs come again, each just before what first reads it.
 
-    What was made in passing for a later segment (`Segments` in `space/timeline.py`) is forgotten behind what wanted it.
+    What was made in passing (`Passing` in `space/timeline.py`) is forgotten behind what wanted it.
     """
     order, there = list(step.forward), set[int]()
     node = {step.ops[i].node: i for i in (*step.forward, *step.backward)}
-    reach = {v: run.time for run in line.runs for v in (*run.makes, *run.reads)}  # runs stand in the order of times
+    until = dict(states.passing)
 
     def want(value: int, made: list[int]) -> None:
         run = line.made_by[value]
@@ -208,10 +208,8 @@ def order_of(step: Step, line: Any, states: Any) -> list[int]:
             want(value, made)
         order.append(node[run.name])
         for i in made:
-            between = [(level, t) for t, level in states.segments if line.runs[i].time < t <= run.time]
-            if between:
-                end = min(between)[1]
-                there.difference_update(v for v in line.runs[i].makes if reach[v] < end)
+            if run.time > until.get(i, run.time):
+                there.difference_update(line.runs[i].makes)
     return order
 
 

@@ -34,14 +34,14 @@ def random_plan_of(graph: Graph, mesh: DeviceMesh, rng: np.random.Generator) -> 
 
 
 def with_random_states(plan: Plan, rng: np.random.Generator) -> Plan:
-    """The plan where backward recomputes some of its values, all of them, or none; now and then in segments."""
+    """The plan where backward recomputes some of its values, all or none of them; now and then some in passing."""
     ops = [name for name, d in plan.decisions.items() if d.kind == "op"]
     share = rng.choice([0.0, 0.2, 0.5, 1.0])
     recomputed = frozenset(v for v in [*ops, *(c.name for c in plan.conversions)] if rng.random() < share)
     if not recomputed or rng.random() < 0.5:
         return replace(plan, recomputed=recomputed)
-    begins = sorted(rng.choice(len(ops), size=min(len(ops), 4), replace=False).tolist())
-    return replace(plan, recomputed=recomputed, segments=tuple((ops[i], int(rng.integers(2))) for i in begins))
+    passing = {name: str(rng.choice(ops)) for name in sorted(recomputed) if rng.random() < 0.5}
+    return replace(plan, recomputed=recomputed, passing=passing)
 
 
 def random_plan_with(cut: tuple[str, int, str], model: nn.Module, batch: dict, mesh: DeviceMesh, seed: int) -> Plan:

@@ -17,7 +17,6 @@ from autopar.graph import walks
 from autopar.graph.graph import Graph, info
 from autopar.solver.plan import Plan
 from autopar.space.saved import kept_by, memories
-from autopar.space.timeline import Segments, left_at
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +59,7 @@ def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) 
             found[node] = None
     # a kernel remakes what stands between its ends, from its operands
     keeps = _keeps(graph, device) | {n.name: {a.name for a in n.all_input_nodes} for n in nodes if is_kernel(n)}
-    demands = _Demands(nodes, found, keeps, _Passing.of(graph, nodes, views, plan.segments))
+    demands = _Demands(nodes, found, keeps, _Passing.of(graph, nodes, found, views, plan.passing))
     wanted = demands.places()
     exchanged = frozenset(n.name for n in wanted if info(n).kind == "conversion")
     return Recomputed(places, {n.name: tuple(wanted.get(n, [places[n.name]])) for n in found}, exchanged)
@@ -68,18 +67,21 @@ def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Passing:
-    """The segments of a plan, in the times of ops: conversions and parts have those of their ops."""
+    """What comes in passing, in the times of ops: conversions and parts have those of their ops."""
 
-    segments: Segments
     times: Mapping[fx.Node, int]
-    reach: Mapping[fx.Node, int]  # of each node the time of the last that reads it, through views and parts too
+    until: Mapping[fx.Node, int]  # of each such node: it is made in passing for the backward of later ops
 
     @staticmethod
     def of(
-        graph: Graph, nodes: Sequence[fx.Node], views: Collection[str], segments: Sequence[tuple[str, int]]
+        graph: Graph,
+        nodes: Sequence[fx.Node],
+        found: Collection[fx.Node],
+        views: Collection[str],
+        passing: Mapping[str, str],
     ) -> _Passing:
-        if not segments:
-            return _Passing((), {}, {})
+        if not passing:
+            return _Passing({}, {})
         at = {info(n).key: time for time, n in enumerate(n for n in graph.nodes if info(n).kind == "op")}
         times, time = dict[fx.Node, int](), len(at)
         for node in reversed(nodes):  # what is no op of the graph, as a conversion, has the time of the next
@@ -87,18 +89,20 @@ class _Passing:
             time = next((at[name] for name in (about.key, *about.names) if name in at), time)
             times[node] = time
         times |= {node: times[node.all_input_nodes[0]] for node in nodes if info(node).kind == "part"}
-        reach = dict[fx.Node, int]()
-        for node in reversed(nodes):
-            readers = [u for u in node.users if u in times]
-            shown = [reach[u] for u in readers if info(u).kind == "part" or info(u).key in views]
-            reach[node] = max([times[node], *(times[u] for u in readers), *shown])
-        return _Passing(tuple(sorted((at[name], level) for name, level in segments)), times, reach)
+        until = dict[fx.Node, int]()
+        for node in found:
+            about = info(node)
+            named = [at[passing[name]] for name in (about.key, *about.names) if name in passing]
+            if not named and (about.kind == "part" or about.key in views):  # it goes with what it shows
+                named = [until[operand] for operand in node.all_input_nodes if operand in until]
+            if named:
+                until[node] = min(named)
+        return _Passing(times, until)
 
     def among(self, made: Iterable[fx.Node], op: fx.Node) -> Iterator[fx.Node]:
         """Those of the nodes that were made in passing for the backward of an op."""
-        for node in made if self.segments else ():
-            end = left_at(self.times[node], self.times[op], self.segments)
-            if end is not None and self.reach[node] < end:
+        for node in made if self.until else ():
+            if self.times[op] > self.until.get(node, self.times[op]):
                 yield node
 
 

@@ -95,7 +95,7 @@ def written(plan: Plan) -> dict[str, Any]:
         **({"kernels": list(plan.kernels)} if plan.kernels else {}),
         **({"microbatches": plan.microbatches} if plan.microbatches > 1 else {}),
         **({"needed": needed} if needed else {}),
-        **({"segments": [list(pair) for pair in plan.segments]} if plan.segments else {}),
+        **({"passing": [list(pair) for pair in sorted(plan.passing.items())]} if plan.passing else {}),
     }
 
 
@@ -174,7 +174,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "scattered": _names(data["scattered"]),
         "recompute_s": 0.0 if data["version"] < VERSION else _number(data["recompute_s"]),
         "recomputed": frozenset() if data["version"] < VERSION else _names(data["recomputed"]),
-        "segments": _each(data.get("segments", []), _name_and_level),
+        "passing": dict(_each(_without_segments(data).get("passing", []), lambda pair: _pair(pair, _text))),
         "needed": {_text(name): _bytes_and_seconds(figures) for name, figures in data.get("needed", {}).items()},
         "first_peak_bytes": _whole(data.get("first_peak_bytes", 0)),
         "suspected": _each(data.get("suspected", []), lambda pair: _pair(pair, _text)),
@@ -194,9 +194,11 @@ def _truth(value: Any) -> bool:
     return value
 
 
-def _name_and_level(pair: Any) -> tuple[str, int]:
-    name, level = _list(pair)
-    return _text(name), _whole(level)
+def _without_segments(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The data; a letter where they name segments, as plans once did, for what backward makes again in passing."""
+    if "segments" in data:
+        raise BadPlan("the plan recomputes in segments, as another autopar did", advice="plan again")
+    return data
 
 
 def _bytes_and_seconds(figures: Any) -> tuple[int, float]:
@@ -340,9 +342,11 @@ def refuse_contradictions(plan: Plan) -> None:
     for value in sorted(plan.recomputed):
         if value not in conversions and (value not in plan.decisions or plan.decisions[value].kind != "op"):
             raise BadPlan(f"the plan recomputes {value}, which is neither an op nor a conversion of it")
-    for name, _ in plan.segments:
-        if name not in plan.decisions or plan.decisions[name].kind != "op":
-            raise BadPlan(f"the plan begins a segment at {name}, which is no op of it")
+    for name, op in plan.passing.items():
+        if name not in plan.recomputed:
+            raise BadPlan(f"the plan makes {name} in passing, which it does not recompute")
+        if op not in plan.decisions or plan.decisions[op].kind != "op":
+            raise BadPlan(f"the plan makes {name} in passing for what is behind {op}, which is no op of it")
     for c in plan.conversions:
         if c.source not in plan.decisions or c.target not in plan.decisions:
             raise BadPlan(

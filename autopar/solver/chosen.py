@@ -60,7 +60,7 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         first_peak_bytes=round(space.memory.first(picked, space.edges, point.held)) if space.memory else 0,
         recomputed=point.recomputed,
         recompute_s=point.recompute_s,
-        segments=point.segments,
+        passing=point.passing,
         needed=_needed(space, point) if point.recomputed else {},
         suspected=tuple(sorted({(s.op, s.suspected) for s in space.sites if s.suspected})),
     )

@@ -41,7 +41,7 @@ def fold(data: Mapping[str, Any]) -> dict[str, Any]:
     ]
     conversions = [((c["source"], c["target"]), _without(c, "source", "target")) for c in data["conversions"]]
     sizes = [((name,), {"bytes": n}) for name, n in data["parameter_bytes"].items()]
-    needed = [((name,), {"bytes": n, "seconds": s}) for name, (n, s) in data.get("needed", {}).items()]
+    needed: list[_Record] = [((name,), {"bytes": n, "seconds": s}) for name, (n, s) in data.get("needed", {}).items()]
     folded = {
         **data,
         "version": VERSION,
@@ -51,7 +51,9 @@ def fold(data: Mapping[str, Any]) -> dict[str, Any]:
         "parameter_bytes": _folded(sizes),
         **{key: _folded([((name,), {}) for name in data[key]]) for key in _LISTS},
     }
-    return {**folded, "needed": _folded(needed)} if needed else folded
+    passing: list[_Record] = [((str(pair[0]), str(pair[1])), {}) for pair in data.get("passing", ())]
+    given: dict[str, list[_Record]] = {"needed": needed, "passing": passing}
+    return {**folded, **{key: _folded(records) for key, records in given.items() if records}}
 
 
 def unfold(data: Mapping[str, Any], version: int) -> dict[str, Any]:
@@ -73,6 +75,8 @@ def unfold(data: Mapping[str, Any], version: int) -> dict[str, Any]:
     if "needed" in data:
         needed = _unfolded(data["needed"])
         found["needed"] = _each_once((name, [said["bytes"], said["seconds"]]) for (name,), said in needed)
+    if "passing" in data:
+        found["passing"] = [list(pair) for pair, _ in _unfolded(data["passing"])]
     return found
 
 

@@ -154,9 +154,7 @@ class _Writer:
         if not point.recomputed or space.memory is None:
             return {}
         line = Timeline.of(space, point.picked, point.held, point.momentary)
-        times = {run.name: run.time for run in line.runs if run.is_op}
-        segments = tuple(sorted((times[name], level) for name, level in point.segments))
-        through = line.under(line.again(point.recomputed), segments)
+        through = line.under(line.again(point.recomputed), line.passing(point.passing))
         found: dict[int, list[tuple[str, float]]] = {}
         for i, time in zip(through.ran, through.times, strict=True):
             if i not in line.forced:  # a copy of a parameter, whose gathering is a movement

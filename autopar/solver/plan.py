@@ -121,9 +121,9 @@ class Plan:
     # values that are not saved for backward, which recomputes them: those of ops, and of conversions by their names
     recomputed: frozenset[str] = frozenset()
     recompute_s: float = 0.0  # and the part of the step that this takes
-    # ops at which segments of the forward begin, in order, with levels: what backward makes again of a segment before
-    # it comes there, and nothing behind the segment reads, it makes twice (see `space/timeline.py`)
-    segments: tuple[tuple[str, int], ...] = ()
+    # values of `recomputed` that are made more than once, each with an op: for the backward of what is behind that it
+    # is made in passing, and dropped again (see `space/timeline.py`)
+    passing: Mapping[str, str] = field(default_factory=dict, repr=False)
     # of a plan that recomputes: what backward needs, by the names of `recomputed`, with its bytes on a device and the
     # seconds of making it
     needed: Mapping[str, tuple[int, float]] = field(default_factory=dict, repr=False)

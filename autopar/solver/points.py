@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ class Point:
     over: tuple[float, ...] = ()  # of each kind of window: communication less compute
     recomputed: frozenset[str] = frozenset()  # values that backward makes again (see `space/timeline.py`),
     recompute_s: float = 0.0  # and the part of its seconds that this takes
-    segments: tuple[tuple[str, int], ...] = ()  # ops at which segments begin, with their levels
+    passing: Mapping[str, str] = field(default_factory=dict)  # what it makes more than once, each with an op
 
     @property
     def peak(self) -> float:

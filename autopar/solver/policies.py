@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.graph.layers import innermost_block
 from autopar.letters import Letter, NotServed
-from autopar.solver.segments import in_groups
+from autopar.solver.groups import in_groups
 from autopar.solver.state_program import by_program
 from autopar.solver.states import StateSearch, StepStates
 from autopar.space.timeline import Run, Timeline
@@ -31,10 +31,10 @@ from autopar.space.timeline import Run, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """The runs that backward repeats, by their names, and the ops at which segments begin, with their levels."""
+    """The runs that backward repeats, by their names, and those of them that come in passing for ops behind one."""
 
     names: frozenset[str]
-    segments: tuple[tuple[str, int], ...] = ()
+    passing: Mapping[str, str] = field(default_factory=dict)
 
 
 Policy = Callable[[Timeline, float], Iterable[str] | Repeated]
@@ -85,7 +85,7 @@ IN_ONE_LOOK: dict[str, Policy] = {
 
 def rotor(line: Timeline, budget: float) -> Repeated:
     """The best of stages that are saved, not saved, or in groups; nothing where no such schedule fits."""
-    found = in_groups(StateSearch(line), budget, prices=0)
+    found = in_groups(StateSearch(line), budget, is_all_or_none=True)
     return Repeated(frozenset()) if found is None else repeated(line, found)
 
 
@@ -98,7 +98,7 @@ def ilp(line: Timeline, budget: float) -> Repeated:
 def repeated(line: Timeline, states: StepStates) -> Repeated:
     """States by the names of runs and ops."""
     names = frozenset(line.runs[i].name for i in states.again - line.forced)
-    return Repeated(names, tuple((line.runs[line.run_of[time]].name, level) for time, level in states.segments))
+    return Repeated(names, {line.runs[i].name: line.runs[line.run_of[time]].name for i, time in states.passing})
 
 
 POLICIES: dict[str, Policy] = {**IN_ONE_LOOK, "rotor": rotor, "ilp": ilp}
@@ -126,12 +126,12 @@ def named(policy: str | Policy, line: Timeline, budget: float) -> Repeated:
     if not isinstance(returned, (Repeated, Iterable)) or isinstance(returned, str):
         raise NotServed(f"recompute= returned {returned!r}", advice="names of line.runs, or a Repeated")
     answer = returned if isinstance(returned, Repeated) else Repeated(frozenset(returned))
-    names, segments = set(answer.names), answer.segments
+    names = set(answer.names)
     ops = {run.name for run in line.runs if run.is_op}
-    if wrong := [pair for pair in segments if pair[0] not in ops or pair[1] < 0]:
+    if wrong := [pair for pair in answer.passing.items() if pair[0] not in names or pair[1] not in ops]:
         raise NotServed(
-            f"recompute= begins a segment at {wrong[0][0]!r}, level {wrong[0][1]}",
-            advice="the name of an op of line.runs, and a level from 0 on",
+            f"recompute= makes {wrong[0][0]!r} in passing for what is behind {wrong[0][1]!r}",
+            advice="one of the names that it returns, and the name of an op of line.runs",
         )
     if unknown := sorted(map(str, names - {run.name for run in line.runs})):
         raise NotServed(
@@ -139,7 +139,8 @@ def named(policy: str | Policy, line: Timeline, budget: float) -> Repeated:
             seen=", ".join(line.names[:8]),
             advice="names of line.runs",
         )
-    return Repeated(frozenset(names & set(line.names)), segments)
+    names &= set(line.names)
+    return Repeated(frozenset(names), {name: op for name, op in answer.passing.items() if name in names})
 
 
 def _all_but_entries(line: Timeline, regions: Sequence[object]) -> list[str]:

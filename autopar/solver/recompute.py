@@ -68,15 +68,13 @@ class Lined:
             held=states.held,
             recomputed=what.names,
             recompute_s=states.seconds,
-            segments=what.segments,
+            passing=what.passing,
         )
 
     def named(self, policy: str | Policy, budget: float) -> StepStates:
         """The states that a policy names."""
         what, line = named(policy, self.line, budget), self.line
-        times = {run.name: run.time for run in line.runs if run.is_op}
-        segments = tuple(sorted((times[name], level) for name, level in what.segments))
-        return self.states.of(line.again(what.names), segments)
+        return self.states.of(line.again(what.names), line.passing(what.passing))
 
     def within(self, budget: float, price: float = 0.0) -> Point | None:
         """The fastest plan found within a budget, from a price that may be near."""

@@ -3,7 +3,7 @@
 parts        of what is repeated as the price rises, those that lower the peak enough in fewest seconds: a knapsack
 filled       runs that need not be repeated after all, and a faster run in the place of another
 lowered      where nothing fits: states next to those of the lowest peak, as long as one lowers it
-groups       where nothing fits still, or much is repeated: stages that are run twice more (`segments.py`)
+groups       where nothing fits still, or much is repeated: stages that are run twice more (`groups.py`)
 program      where much is repeated of a short line: an integer program (`state_program.py`)
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autopar.solver.segments import in_groups
+from autopar.solver.groups import in_groups
 from autopar.solver.state_program import by_program
 from autopar.solver.states import Again, StateSearch, StepStates
 
@@ -26,7 +26,7 @@ _TRIED = 256  # runs that are tried to be left out, those that take longest firs
 _EXCHANGED, _PAIRED = 16, 32  # exchanges of two runs, and how many are tried for each
 _LOWERED, _NEXT = 24, 16  # steps to a lower peak, and states that are tried for each
 _WORK = 1 << 16  # runs that are gone through for either, in all: long lines are looked at less
-_MUCH = 0.5  # of all seconds of forward: where so much is repeated, some of it may better be repeated twice
+_MUCH = 0.4  # of all seconds of forward: where so much is repeated, some of it may better be repeated twice
 _FEW = 600  # runs that could be repeated, up to which an integer program is asked too
 _ROUNDING = 1e-12
 
@@ -180,7 +180,7 @@ def _filled(search: StateSearch, best: StepStates, budget: float) -> StepStates:
 
 
 def _faster(search: StateSearch, best: StepStates, again: Again, budget: float) -> StepStates:
-    states = search.of(again, best.segments)
+    states = search.of(again, best.passing)
     return states if states.peak <= budget and states.seconds < best.seconds else best
 
 

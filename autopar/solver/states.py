@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.flow import Network
-from autopar.space.timeline import Segments, Timeline
+from autopar.space.timeline import Passing, Timeline
 
 Again = frozenset[int]
 _STEP, _RAISED = 2.0, 12  # of a price: by which it is raised, and how often
@@ -39,11 +39,11 @@ class StepStates:
     again: Again
     seconds: float
     held: np.ndarray
-    segments: Segments = ()  # in which some of them come more than once
+    passing: Passing = ()  # those of them that come more than once
 
     @property
-    def key(self) -> tuple[Again, Segments]:
-        return self.again, self.segments
+    def key(self) -> tuple[Again, Passing]:
+        return self.again, self.passing
 
     @property
     def peak(self) -> float:
@@ -55,23 +55,23 @@ class StateSearch:
 
     def __init__(self, line: Timeline) -> None:
         self.line = line
-        self.known: dict[tuple[Again, Segments], StepStates] = {}
+        self.known: dict[tuple[Again, Passing], StepStates] = {}
         self.none = self.of(line.forced)
         self.fullest = int(self.none.held.argmax())
         self.priced: dict[float, StepStates] = {0.0: self.none}  # by the price of a byte at that time
         self.windows = _windows(line)
 
-    def of(self, again: Again, segments: Segments = ()) -> StepStates:
+    def of(self, again: Again, passing: Passing = ()) -> StepStates:
         """The states in which these runs are repeated, where anything asks for it."""
         again = again | self.line.forced
-        if (again, segments) not in self.known:
-            through = self.line.under(again, segments)
+        if (again, passing) not in self.known:
+            through = self.line.under(again, passing)
             ran, often = frozenset(through.ran), Counter(through.ran)
             often.subtract(self.line.forced & ran)  # once is what the sharding takes
             seconds = sum(self.line.runs[i].seconds * n for i, n in often.items())
-            states = StepStates(ran, seconds, through.held, segments)
-            self.known[again, segments] = self.known[states.key] = states
-        return self.known[again, segments]
+            states = StepStates(ran, seconds, through.held, tuple(pair for pair in passing if pair[0] in ran))
+            self.known[again, passing] = self.known[states.key] = states
+        return self.known[again, passing]
 
     def within(self, budget: float, price: float = 0.0) -> StepStates | None:
         """The fastest states within a budget that prices lead to, from one that may be near; None where none was."""
@@ -161,7 +161,7 @@ class StateSearch:
 
     def _splices(self, budget: float, pairs: int) -> Iterable[StepStates]:
         """StepStates that are one up to some run, and another from there on."""
-        all_ = sorted((s for s in self.known.values() if not s.segments), key=lambda s: s.seconds)
+        all_ = sorted((s for s in self.known.values() if not s.passing), key=lambda s: s.seconds)
         under = [s for s in all_ if s.peak <= budget][:1]
         over = [s for s in all_ if s.peak > budget and (not under or s.seconds < under[0].seconds)][-pairs:]
         for one in under:

@@ -65,9 +65,9 @@ def _what(plan: Plan) -> Iterator[_Line]:
     yield "plan", f"for {count}, mesh {plan.mesh}{dtypes}{made}, cluster {plan.cluster}", 1
     yield "does", verdict(plan), 3
     if plan.recomputed:
-        within = f" in {len(plan.segments)} segments" if plan.segments else ""
+        passing = f", {len(plan.passing)} of them in passing too" if plan.passing else ""
         values = (name.rpartition(":")[0] if name[-1:].isdigit() and ":" in name else name for name in plan.recomputed)
-        yield "recompute", f"{len(plan.recomputed)} values{within}: {_named(Counter(map(_short, values)))}", 2
+        yield "recompute", f"{len(plan.recomputed)} values{passing}: {_named(Counter(map(_short, values)))}", 2
 
 
 def _takes(plan: Plan) -> Iterator[_Line]:

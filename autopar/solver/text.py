@@ -140,8 +140,8 @@ def _differences(one: Plan, other: Plan) -> Iterator[Row]:
     for name in _SETTINGS:
         if getattr(one, name) != getattr(other, name):
             yield name, str(getattr(one, name)), str(getattr(other, name))
-    if one.segments != other.segments:
-        yield "segments", _segments(one), _segments(other)
+    if one.passing != other.passing:
+        yield "in passing", *(f"{len(plan.passing)} values" for plan in (one, other))
 
 
 def _told_apart(one: Plan, other: Plan) -> list[str]:
@@ -156,10 +156,6 @@ def _told_apart(one: Plan, other: Plan) -> list[str]:
         peaks,
         said if differ > least else f"{said}: less than the {least:.0%} from which on steps can be told apart",
     ]
-
-
-def _segments(plan: Plan) -> str:
-    return ", ".join(name for name, _ in plan.segments) or "one"
 
 
 def curve_of(curve: Curve) -> str:
@@ -244,8 +240,8 @@ def _certainty(plan: Plan) -> list[str]:
 def _recomputing(plan: Plan) -> str:
     if not plan.recomputed:
         return "no recompute"
-    segments = f" in {len(plan.segments)} segments" if plan.segments else ""
-    return f"{time(plan.recompute_s)} recompute of {len(plan.recomputed)} values{segments}"
+    passing = f", {len(plan.passing)} of them in passing too" if plan.passing else ""
+    return f"{time(plan.recompute_s)} recompute of {len(plan.recomputed)} values{passing}"
 
 
 def _parameter_rows(plan: Plan) -> Iterator[Row]:

@@ -13,15 +13,16 @@ A plan names what it recomputes; what is saved follows, for what runs again need
 through forward and backward and frees each value behind its last reader: the emitted program does the same. What else a
 step holds - parameters, gradients, messages - is in the pieces of `memory.py`, and does not change.
 
-Where one more run of each is not enough, the line is in segments (`Segments`). What backward wants of a segment before
-its own is made in passing: of it only what others read stays, and the rest is made once more when backward comes there.
+Where one more run of each is not enough, some come more than once (`Passing`): what such a run makes for the backward
+of an op behind a certain one is made in passing. It is dropped after that backward, and made once more when backward
+comes nearer.
 
 `Passage`s are how the values of a graph lie on each other, whatever is chosen; a `Timeline` is that of one plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,9 +35,8 @@ SMALL = 64 * 2**10  # bytes of a value that is saved whatever is recomputed: sta
 RESIDENT = -1  # in place of a value: parameters, buffers and inputs are there anyway
 OWN = -1  # in place of an edge: the memory is its own
 
-# the times of ops at which segments of a line begin, in order, and the level of each: a segment begins where one of its
-# level or of a lower one does, so that those of higher levels lie within those of lower
-Segments = tuple[tuple[int, int], ...]
+# runs, in order, each with the time of an op of forward: for the backward of later ops the run comes in passing
+Passing = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,6 +151,11 @@ class Timeline:
         names = frozenset(recomputed)
         return frozenset(i for i, run in enumerate(self.runs) if run.name in names) | self.forced
 
+    def passing(self, named: Mapping[str, str]) -> Passing:
+        """The runs that come in passing, by the names of runs and of ops."""
+        at = {run.name: (i, run.time) for i, run in enumerate(self.runs)}
+        return tuple(sorted((at[name][0], at[op][1]) for name, op in named.items() if at[name][0] not in self.forced))
+
     def saved(self, again: frozenset[int]) -> frozenset[int]:
         """The values that are there from forward to their last reader in backward."""
         wanted = self.needed.union(*(self.runs[i].reads for i in self.under(again).ran))
@@ -160,16 +165,16 @@ class Timeline:
         """The most bytes that a device holds at any time of a step."""
         return float(self.under(again | self.forced).held.max(initial=0.0))
 
-    def under(self, again: frozenset[int], segments: Segments = ()) -> Through:
+    def under(self, again: frozenset[int], passing: Passing = ()) -> Through:
         """The step in which these runs are repeated: what runs once more, and the bytes at every time."""
-        ran, times, most = self._step(again, self.momentary, segments)
+        ran, times, most = self._step(again, self.momentary, passing)
         return Through(ran, times, most + self.other)
 
     def _step(
-        self, again: frozenset[int], momentary: Momentary, segments: Segments = ()
+        self, again: frozenset[int], momentary: Momentary, passing: Passing = ()
     ) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
         """The runs that come once more, each as often as it does, when, and the bytes of all runs at every time."""
-        forward, made_by, fixed = self._forward, self.made_by, self._forward.fixed
+        forward, made_by, fixed, until = self._forward, self.made_by, self._forward.fixed, dict(passing)
         born, last, there = list(forward.born), list(forward.read), set[int]()
         lives = list[tuple[int, int, int]]()  # first lives of values that are made again
         ran, came, times, work, now = list[int](), list[int](), list[int](), list[tuple[int, float]](), len(self.runs)
@@ -199,16 +204,10 @@ class Timeline:
                 last[value] = now - 1
             times.append(time)
             now += 1
-            if segments and len(ran) > before:
-                there.difference_update(self._passing(ran[before:], 2 * self.ops - 1 - time, segments))
+            for i in ran[before:] if until else ():
+                if 2 * self.ops - 1 - time > until.get(i, self.ops):
+                    there.difference_update(self.runs[i].makes)
         return tuple(ran), tuple(came), self._bytes(born, last, lives, work, times, momentary)
-
-    def _passing(self, ran: Sequence[int], op: int, segments: Segments) -> Iterator[int]:
-        """The values of these runs that were made in passing, for the backward of the op at this time."""
-        for i in ran:
-            end = left_at(self.runs[i].time, op, segments)
-            if end is not None and i not in self.forced:
-                yield from (v for v in self.runs[i].makes if self._forward.reach[v] < end)
 
     def _chain(self, value: int, again: frozenset[int], there: set[int]) -> list[int]:
         """The runs that have to come again for a value, in order: before its own those of its operands."""
@@ -258,15 +257,6 @@ class Timeline:
         return most
 
 
-def left_at(time: int, op: int, segments: Segments) -> int | None:
-    """The end of the widest segment in which something of this time lies, and a later op does not.
-
-    None where both lie in one segment. What nothing from there on reads is made in passing for that op.
-    """
-    between = [(level, begins) for begins, level in segments if time < begins <= op]
-    return min(between)[1] if between else None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Through:
     """A step under some states: the runs that come once more, in order, and the bytes at every time."""
@@ -282,7 +272,6 @@ class _Forward:
 
     born: tuple[int, ...]  # of each value the run that makes it,
     read: tuple[int, ...]  # and the last that reads it
-    reach: tuple[int, ...]  # and the time of that
     times: tuple[int, ...]  # of each run
     # of each op, the last first: values that it keeps, those that it frees first, and its time
     backward: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
@@ -290,15 +279,14 @@ class _Forward:
 
     @staticmethod
     def of(line: Timeline) -> _Forward:
-        read, reach = list(line.made_by), [line.runs[i].time for i in line.made_by]
+        read = list(line.made_by)
         for t, run in enumerate(line.runs):
             for v in run.reads:
                 read[v] = t
-                reach[v] = max(reach[v], run.time)
         last = 2 * line.ops - 1
         backward = tuple((run.keeps, run.first, last - run.time) for run in reversed(line.runs) if run.is_op)
         times = tuple(run.time for run in line.runs)
-        return _Forward(tuple(line.made_by), tuple(read), tuple(reach), times, backward, tuple(line.fixed.tolist()))
+        return _Forward(tuple(line.made_by), tuple(read), times, backward, tuple(line.fixed.tolist()))
 
 
 class _Writer:

@@ -40,7 +40,7 @@ class Chain(nn.Module):
 SECOND = {"sigmoid": torch.sigmoid, "softmax": lambda x: x.softmax(-1), "norm": lambda x: F.layer_norm(x, (16,))}
 
 
-def every(space, counted, slowest, in_segments=False):
+def every(space, counted, slowest, in_passing=False):
     """All shardings that take no longer than the slowest, each with its seconds and all of its states."""
     finite = [[i for i, s in enumerate(site.seconds) if math.isfinite(s)] for site in space.sites]
     for picked in itertools.product(*finite):
@@ -51,9 +51,20 @@ def every(space, counted, slowest, in_segments=False):
         search, runs = StateSearch(of), [i for i, run in enumerate(of.runs) if run.name in of.names]
         for n in range(len(runs) + 1):
             for again in itertools.combinations(runs, n):
-                for begins in subsets(range(1, of.ops)) if in_segments and len(runs) <= 5 else ((),):
-                    states = search.of(frozenset(again), tuple((t, 0) for t in begins))
+                for begins in subsets(range(1, of.ops)) if in_passing and len(runs) <= 5 else ((),):
+                    states = search.of(frozenset(again), behind(of, again, begins))
                     yield point.seconds + states.seconds, states.peak
+
+
+def behind(line, again, begins):
+    """What comes in passing where forward is in segments: all that is not read behind its own."""
+    reach = {v: run.time for run in line.runs for v in (*run.makes, *run.reads)}
+    found = {}
+    for i in again:
+        until = min((t for t in begins if t > line.runs[i].time), default=line.ops) - 1
+        if all(reach[v] <= until for v in line.runs[i].makes):
+            found[i] = until
+    return tuple(sorted(found.items()))
 
 
 def subsets(things):
@@ -109,7 +120,7 @@ class Drawn(nn.Module):
 
 @pytest.mark.nightly
 def test_of_three_hundred_drawn_spaces_nearly_all_have_their_best_plan(monkeypatch):
-    """Bound <= best of all shardings with all schedules, in segments too <= plan; equal in 95 of 100."""
+    """Bound <= best of all shardings with all schedules, some in passing too <= plan; equal in 95 of 100."""
     for module in (timeline, joint):
         monkeypatch.setattr(module, "SMALL", 0)
     asked = equal = 0
@@ -124,7 +135,7 @@ def test_of_three_hundred_drawn_spaces_nearly_all_have_their_best_plan(monkeypat
         if math.prod(len(site.choices) for site in space.sites) > 3_000:
             continue
         free = solve(space, recompute="auto")
-        plans = np.array(list(every(space, Budgeted(space), 1.3 * free.step_time_s, in_segments=True)))
+        plans = np.array(list(every(space, Budgeted(space), 1.3 * free.step_time_s, in_passing=True)))
         lowest = plans[:, 1].min()
         for share in rng.random(3):
             budget = lowest + share * (free.peak_bytes - lowest)
@@ -135,7 +146,7 @@ def test_of_three_hundred_drawn_spaces_nearly_all_have_their_best_plan(monkeypat
             except Infeasible:
                 continue
             assert plan.lower_bound_s <= truth * (1 + 1e-9) and plan.peak_bytes <= budget, seed
-            assert plan.segments or plan.step_time_s >= truth * (1 - 1e-9), seed  # longer lines have untried segments
+            assert plan.passing or plan.step_time_s >= truth * (1 - 1e-9), seed  # longer lines have untried ones
             equal += plan.step_time_s <= truth * (1 + 1e-9)
     assert equal >= 0.95 * asked, (equal, asked)
 

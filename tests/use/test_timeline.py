@@ -25,7 +25,7 @@ HOW = {
     "hsdp where links hinder compute": {"mesh": (2, 4), "cluster": "a100-8x1", "parallel": "hsdp"},
     "two micro-batches": {"mesh": (2,), "microbatches": 2},
     "recompute": {"mesh": (2,), "recompute": "full", "memory_budget": "64GiB"},
-    "recompute in segments": {"mesh": (1,), "recompute": "rotor", "memory_budget": "4MiB"},
+    "recompute in passing": {"mesh": (1,), "recompute": "rotor", "memory_budget": "3.9MiB"},
 }
 
 
@@ -52,7 +52,7 @@ def test_events_make_up_the_step(how):
     moved = sum(e.seconds for e in events if e.lane == COMMUNICATION and " to " in e.place)
     assert moved == pytest.approx(sum(c.seconds for c in plan.conversions), rel=1e-6)
     assert sum(e.seconds for e in events if e.part == "recompute") == pytest.approx(plan.recompute_s)
-    assert bool(plan.segments) == (how == "recompute in segments")
+    assert bool(plan.passing) == (how == "recompute in passing")
     assert bool(plan.recompute_s) == how.startswith("recompute")
 
 

@@ -1,0 +1,398 @@
+"""States in which runs come more than once: groups of stages of a line, for budgets under what one more run of each
+reaches.
+
+A stage is a stretch of forward between two times at which few bytes are alive. What backward has of stages, where it
+comes to the last of them with nothing but what enters the first, in so many bytes of room:
+
+    again[s, t]   the least seconds for the stages from s to t, of
+                  a way for the first of them, kept in passing, and again[behind it, t] in the room that is left
+                  through the stages up to u, of which what enters u is kept; again[u, t] beside that; again[s, u]
+    first[s]      the same for those that forward has just gone through, up to the end: a way that saves something and
+                  first[behind it], or a group of stages of which nothing is saved, again[s, u] and first[u]
+
+A way saves some values of one stage or of two, and repeats the rest when backward comes there. Such tables are those
+of checkpoints in a chain (Griewank and Walther; rotor), with a choice of values in each stage.
+
+What the tables lead to is counted on the line; where it is over the budget, less room is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.solver.states import Again, StateSearch, StepStates
+from autopar.space.timeline import Momentary, Passing, Timeline
+
+_SLOTS = 512  # of room
+_SPARE = 1.25  # times the budget: the most room that is asked for
+_JOINED = (1, 2)  # stages of one way
+_LARGEST = 6  # values of a stage, any of which are saved
+_PRICES = tuple(4.0**k for k in range(-4, 6))  # times the usual one, for the other values
+_LONGEST = 24  # stages in a group
+_NEAR = 3  # ops on either side of a stage's beginning, where no fewer bytes are alive
+_TRIED = 12  # rooms
+_FINER, _BESIDE = 256, 6  # values that are made in passing besides, and how many are tried where the step is fullest
+_WIDE = 2.0  # times the bytes that are alive at both neighbours: no stage begins there
+_WORK = 1 << 16  # runs that are gone through for that, in all
+
+
+def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) -> StepStates | None:
+    """The fastest states within a budget that groups of stages lead to; None where none was found.
+
+    A stage saves any of its values, or all or none of them.
+    """
+    if search.none.peak <= budget or budget <= 0:
+        return search.none if budget > 0 else None
+    stages = _Stages(search.line)
+    tables = _Tables(stages, _ways_of(stages, is_all_or_none), budget * _SPARE / _SLOTS)
+    found = list[StepStates]()
+    under, over = -math.inf, math.inf  # rooms that lead under the budget, or to nothing; and over it
+    room, step = budget, 1.0
+    for _ in range(_TRIED):
+        chosen = tables.chosen(room)
+        away = budget
+        if chosen is not None:
+            found.append(search.of(*chosen))
+            away = budget - found[-1].peak
+        under, over = (max(under, room), over) if away >= 0 else (under, min(over, room))
+        is_between = math.isfinite(under) and math.isfinite(over)
+        room, step = (under + over) / 2 if is_between else room + step * away, 2 * step
+        if room <= 0 or over - under < tables.unit or under >= _SPARE * budget:
+            break
+    fits = [states for states in found if states.peak <= budget]
+    if fits:
+        return min(fits, key=lambda s: s.seconds)
+    everything = search.of(frozenset(range(len(search.line.runs))))
+    lowest = min((*found, everything, *search.known.values()), key=lambda s: (s.peak, s.seconds))
+    return _with_more(search, stages, lowest, budget) or _with_more(search, stages, everything, budget)
+
+
+def _with_more(search: StateSearch, stages: _Stages, states: StepStates, budget: float) -> StepStates | None:
+    """The states with more that is made in passing, one after the other where the step is fullest, until they fit.
+
+    Where the backward of an op is fullest, that is a value that nothing reads between its last reader and this op, or
+    with it what lies before that reader in its stage.
+    """
+    last = 2 * search.line.ops - 1
+    for _ in range(min(_FINER, _WORK // (_BESIDE * len(search.line.runs)))):
+        time = int(states.held.argmax())
+        more = itertools.islice(stages.before(min(time, last - time), states), _BESIDE)
+        tried = (search.of(states.again, passing) for passing in more)
+        best = min(tried, key=lambda s: (s.peak, s.seconds), default=states)
+        if best.peak >= states.peak:
+            return None
+        states = best
+        if states.peak <= budget:
+            return states
+    return None
+
+
+def with_passing(passing: Passing, until: Mapping[int, int]) -> Passing:
+    """The runs that come in passing, and these with them: each from the earlier of its times on."""
+    known = dict(passing)
+    return tuple(sorted({**known, **{i: min(time, known.get(i, time)) for i, time in until.items()}}.items()))
+
+
+class _Stages:
+    """The times at which the stages of a line begin, and what lies between them."""
+
+    def __init__(self, line: Timeline) -> None:
+        self.line = line
+        self.last = max((run.time for run in line.runs if run.reads or run.makes), default=0)
+        self.reach = [line.runs[i].time for i in line.made_by]
+        for run in line.runs:
+            for v in run.reads:
+                self.reach[v] = max(self.reach[v], run.time)
+        alive = np.zeros(self.last + 2)
+        for v, until in enumerate(self.reach):
+            if not line.fixed[v]:
+                alive[line.runs[line.made_by[v]].time + 1] += line.bytes[v]
+                alive[until + 1] -= line.bytes[v]
+        self.alive = np.cumsum(alive)  # bytes that are alive as the op of a time begins
+        narrow = [0, *(t for t in range(1, self.last + 1) if self._is_narrow(t)), self.last + 1]
+        wide = [
+            t
+            for before, t, behind in zip(narrow, narrow[1:], narrow[2:], strict=False)
+            if self.alive[t] > _WIDE * max(self.alive[before], self.alive[behind])
+        ]
+        self.begins = [t for t in narrow if t not in wide]
+        self.other = line.other + self._fixed()  # bytes of what is in no run or not dropped, by time
+
+    def __len__(self) -> int:
+        return len(self.begins) - 1
+
+    def _is_narrow(self, time: int) -> bool:
+        """Are no fewer bytes alive anywhere near, and none before it as few?"""
+        near = self.alive[max(1, time - _NEAR) : time + _NEAR + 1]
+        before = self.alive[max(1, time - _NEAR) : time]
+        here = self.alive[time]
+        return 0 < here <= near.min() and here < near.max() and (not len(before) or here < before.min())
+
+    def _fixed(self) -> np.ndarray:
+        """Bytes of values that are not dropped, by time."""
+        line, last = self.line, 2 * self.line.ops - 1
+        ends = list(self.reach)
+        for run in line.runs:
+            for v in run.keeps:
+                ends[v] = max(ends[v], last - run.time)
+        held = np.zeros(len(line.held) + 1)
+        for v in np.flatnonzero(line.fixed).tolist():
+            end = last if line.leaves[v] else ends[v]
+            held[line.runs[line.made_by[v]].time] += line.bytes[v]
+            held[end + 1] -= line.bytes[v]
+        return np.cumsum(held)[:-1]
+
+    def runs(self, first: int, end: int) -> list[int]:
+        """The runs of the stages from one to another."""
+        begin, behind = self.begins[first], self.begins[end]
+        return [i for i, run in enumerate(self.line.runs) if begin <= run.time < behind and run.makes]
+
+    def before(self, op: int, states: StepStates) -> Iterator[Passing]:
+        """What comes in passing, with more that an op's backward need not have yet, the largest values first."""
+        line, begin = self.line, max(t for t in self.begins if t <= op)
+        lie = {
+            v: line.runs[line.made_by[v]].time
+            for v in self.made(states.again)
+            if begin <= line.runs[line.made_by[v]].time <= self.reach[v] < op and not line.fixed[v]
+        }
+        for v in sorted(lie, key=lambda v: (-line.bytes[v], v)):
+            until = self.reach[v]
+            for more in ([line.made_by[v]], {line.made_by[w] for w in lie if self.reach[w] <= until}):
+                passing = with_passing(states.passing, dict.fromkeys(more, until))
+                if passing != states.passing:
+                    yield passing
+
+    def leaving(self, runs: Sequence[int], end: int) -> list[int]:
+        """Those of the runs that make what anything from the beginning of a stage on reads."""
+        behind = self.begins[end]
+        return [i for i in runs if any(self.reach[v] >= behind for v in self.line.runs[i].makes)]
+
+    def made(self, runs: Iterable[int]) -> set[int]:
+        """The values that these runs make."""
+        return {v for i in runs for v in self.line.runs[i].makes}
+
+    def bytes_of(self, values: Iterable[int]) -> float:
+        """Bytes of those of the values that could be dropped."""
+        return sum(float(self.line.bytes[v]) for v in values if not self.line.fixed[v])
+
+    def seconds_of(self, values: Iterable[int], again: Again) -> float:
+        """Seconds of having these values once more, where these runs are repeated."""
+        line, ran = self.line, set[int]()
+        pending = [v for v in values if not line.fixed[v]]
+        while pending:
+            i = line.made_by[pending.pop()]
+            if i in again and i not in ran:
+                ran.add(i)
+                pending += (v for v in line.runs[i].reads if not line.fixed[v])
+        return sum(line.runs[i].seconds for i in ran)
+
+    def part(self, first: int, end: int) -> Timeline:
+        """Stages as a line of their own, on which what enters them, leaves them or is not dropped counts nothing."""
+        line, begin, behind = self.line, self.begins[first], self.begins[end]
+        here = [i for i, run in enumerate(line.runs) if begin <= run.time < behind]
+        number = {v: k for k, v in enumerate(v for i in here for v in line.runs[i].makes)}
+
+        def own(values: Iterable[int]) -> tuple[int, ...]:
+            return tuple(number[v] for v in values if v in number)
+
+        runs = [line.runs[i] for i in here]
+        ours = tuple(
+            replace(
+                run,
+                reads=own(run.reads),
+                makes=own(run.makes),
+                keeps=own(run.keeps),
+                first=own(run.first),
+                time=run.time - begin,
+            )
+            for run in runs
+        )
+        stays = [bool(line.fixed[v]) or self.reach[v] >= behind for v in number]
+        size, ops = np.where(stays, 0.0, line.bytes[list(number)]), behind - begin
+        made_by = tuple(k for k, run in enumerate(ours) for _ in run.makes)
+        leaves: np.ndarray = np.zeros(len(number), bool)
+        held: np.ndarray = np.zeros(2 * ops)
+        return Timeline(ours, size, leaves, made_by, ops, held, Momentary.nothing(2 * ops), (), {})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Way:
+    """What stages save, and what that takes."""
+
+    stages: int  # so many
+    again: Again  # runs whose values are not saved
+    seconds: float  # of repeating them when backward comes there
+    passing: float  # of going through the stages once more, with what is saved
+    saved: float  # bytes of that, and of what leaves the stages
+    peak: float  # bytes of their own backward
+
+
+def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
+    """The ways for the stages from each one on. Stages that are alike share the sets of runs to choose among."""
+    alike: dict[Any, list[tuple[frozenset[int], np.ndarray]]] = {}  # with bytes of their backward by time
+    found = []
+    for first in range(len(stages)):
+        ways = list[_Way]()
+        for end in (first + n for n in _JOINED if first + n <= len(stages)):
+            part = stages.part(first, end)
+            key = (tuple(replace(run, name="", region="") for run in part.runs), *part.bytes.tolist())
+            if key not in alike:
+                sets = _sets(part, is_all_or_none)
+                alike[key] = [(s, part._step(s, part.momentary)[2][part.ops :]) for s in sets]
+            ways += _best(_way(stages, first, end, again, held) for again, held in alike[key])
+        found.append(ways)
+    return found
+
+
+def _sets(part: Timeline, is_all_or_none: bool) -> list[frozenset[int]]:
+    """Sets of runs of some stages that may be repeated: what prices lead to, and all without some of the largest."""
+    droppable = frozenset(part.made_by[v] for v in range(len(part.bytes)) if not part.fixed[v])
+    if is_all_or_none:
+        return [frozenset(), droppable]
+    search = StateSearch(part)
+    usual = search.usual_price(search.fullest)
+    for times in _PRICES:
+        search.at_price(times * usual)
+    found = [states.again & droppable for states in search.known.values()]
+    needed = {part.made_by[v] for v in part.needed if not part.fixed[v]}
+    largest = sorted(needed, key=lambda i: (-sum(part.bytes[list(part.runs[i].makes)]), i))[:_LARGEST]
+    for n in range(len(largest) + 1):
+        found += (droppable.difference(kept) for kept in itertools.combinations(largest, n))
+    return list(dict.fromkeys(found))
+
+
+def _way(stages: _Stages, first: int, end: int, again: frozenset[int], held: np.ndarray) -> _Way:
+    """The way that repeats some runs of stages, by their places, with bytes of their backward by time."""
+    line, begin, behind = stages.line, stages.begins[first], stages.begins[end]
+    here = [i for i, run in enumerate(line.runs) if begin <= run.time < behind]
+    own, dropped = frozenset(here), frozenset(here[k] for k in again)
+    dropped = dropped.difference(stages.leaving(here, end))
+    made = stages.made(here)
+    kept = {v for v in made if line.made_by[v] not in dropped and (v in line.needed or stages.reach[v] >= behind)}
+    backward = slice(2 * line.ops - behind, 2 * line.ops - begin)
+    return _Way(
+        end - first,
+        dropped,
+        stages.seconds_of(made & line.needed, dropped),
+        stages.seconds_of(kept, own),
+        stages.bytes_of(kept),
+        float((held + stages.other[backward]).max()),
+    )
+
+
+def _best(ways: Iterable[_Way]) -> list[_Way]:
+    """The ways that no other one beats in everything."""
+    found = list[tuple[tuple[float, ...], _Way]]()
+    for way in sorted(ways, key=lambda way: (way.saved, way.seconds, way.peak, way.passing)):
+        figures = way.saved, way.seconds, way.peak, way.passing
+        if not any(all(a <= b for a, b in zip(known, figures, strict=True)) for known, _ in found):
+            found.append((figures, way))
+    return [way for _, way in found]
+
+
+class _Tables:
+    """The least seconds of stages, by slots of room, and how they come about."""
+
+    def __init__(self, stages: _Stages, ways: Sequence[Sequence[_Way]], unit: float) -> None:
+        self.stages, self.ways, self.unit = stages, ways, unit
+        count = len(stages)
+        entering = [list[int]()] + [stages.leaving(stages.runs(s, s + 1), s + 1) for s in range(count)]
+        self.entry = [self._slots(stages.bytes_of(stages.made(runs))) for runs in entering]
+        through = [
+            stages.seconds_of(stages.made(entering[s + 1]), frozenset(stages.runs(s, s + 1))) for s in range(count)
+        ]
+        # of each pick the place of a way, or minus the stage before which the rest is kept
+        self.again: dict[tuple[int, int], np.ndarray] = {}
+        self.picked: dict[tuple[int, int], np.ndarray] = {}
+        for s in range(count - 1, -1, -1):
+            for t in range(s + 1, min(count, s + _LONGEST) + 1):
+                least, picks = self._nothing()
+                for k, way in enumerate(ways[s]):
+                    if s + way.stages <= t:
+                        rest = self.again[s + way.stages, t] if s + way.stages < t else np.zeros(_SLOTS + 1)
+                        self._take(least, picks, k, way, self._behind(rest, way.saved) + way.passing)
+                seconds = 0.0
+                for u in range(s + 1, t):
+                    seconds += through[u - 1]
+                    value = seconds + self._later(self.again[u, t], self.entry[u]) + self.again[s, u]
+                    self._less(least, picks, value, -u)
+                self.again[s, t], self.picked[s, t] = least, picks
+        self.first = [*(self._nothing()[0] for _ in range(count)), np.zeros(_SLOTS + 1)]
+        self.chose = [self._nothing()[1] for _ in range(count)]
+        for s in range(count - 1, -1, -1):
+            least, picks = self.first[s], self.chose[s]
+            for k, way in enumerate(ways[s]):
+                self._take(least, picks, k, way, self._behind(self.first[s + way.stages], way.saved))
+            for u in range(s + 1, min(count, s + _LONGEST) + 1):
+                self._less(least, picks, self._later(self.first[u], self.entry[u]) + self.again[s, u], -u)
+
+    def _slots(self, nbytes: float) -> int:
+        return math.ceil(nbytes / self.unit - 1e-9)
+
+    def _nothing(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.full(_SLOTS + 1, math.inf), np.zeros(_SLOTS + 1, int)
+
+    def _behind(self, table: np.ndarray, saved: float) -> np.ndarray:
+        return self._later(table, self._slots(saved))
+
+    def _later(self, table: np.ndarray, slots: int) -> np.ndarray:
+        """A table by the room that there is before so many slots are taken."""
+        return np.concatenate([np.full(min(slots, _SLOTS + 1), math.inf), table])[: _SLOTS + 1]
+
+    def _take(self, least: np.ndarray, picks: np.ndarray, k: int, way: _Way, rest: np.ndarray) -> None:
+        value = rest + way.seconds
+        value[: min(self._slots(way.peak), _SLOTS + 1)] = math.inf
+        self._less(least, picks, value, k)
+
+    def _less(self, least: np.ndarray, picks: np.ndarray, value: np.ndarray, pick: int) -> None:
+        is_less = value < least
+        least[is_less], picks[is_less] = value[is_less], pick
+
+    def chosen(self, room: float) -> tuple[Again, Passing] | None:
+        """The runs that are repeated, and those of them that come in passing; None where nothing fits in the room."""
+        left = min(_SLOTS, int(room / self.unit))
+        if left < 0 or not math.isfinite(self.first[0][left]):
+            return None
+        stages, again, until = self.stages, set[int](), dict[int, int]()
+        s = 0
+        while s < len(stages):
+            pick = int(self.chose[s][left])
+            if pick >= 0:
+                way = self.ways[s][pick]
+                again |= way.again
+                left, s = left - self._slots(way.saved), s + way.stages
+            else:
+                own = stages.runs(s, -pick)
+                again |= set(own).difference(stages.leaving(own, -pick))
+                self._go_through(s, -pick, left, until)
+                left, s = left - self.entry[-pick], -pick
+        return frozenset(again), with_passing((), until)
+
+    def _go_through(self, s: int, t: int, left: int, until: dict[int, int]) -> None:
+        """Note what comes in passing where the stages from one to another are made again in so many slots."""
+        stages, pick = self.stages, int(self.picked[s, t][left])
+        if pick < 0:
+            self._note(until, stages.runs(s, -pick), stages.begins[-pick] - 1)
+            self._go_through(-pick, t, left - self.entry[-pick], until)
+            self._go_through(s, -pick, left, until)
+            return
+        way = self.ways[s][pick]
+        end = s + way.stages
+        if end < t:
+            self._note(until, way.again, stages.begins[end] - 1)
+            self._go_through(end, t, left - self._slots(way.saved), until)
+        else:  # backward is here already: each goes behind its last reader
+            for i in way.again:
+                self._note(until, [i], max(stages.reach[v] for v in stages.line.runs[i].makes))
+
+    def _note(self, until: dict[int, int], runs: Iterable[int], time: int) -> None:
+        """What of these runs nothing behind an op reads comes in passing for the backward of what is behind it."""
+        for i in runs:
+            if all(self.stages.reach[v] <= time for v in self.stages.line.runs[i].makes):
+                until[i] = min(time, until.get(i, time))
