@@ -2,7 +2,7 @@
 
 Each pass has a before and an after; none changes what is computed.
 
-    repeat_in_segments  what is recomputed in passing comes once for each place that wants it
+    repeat_in_passing   what is recomputed in passing comes once for each place that wants it
     recompute_late      what is recomputed stands where it is first read
     fetch_late          what is made of a parameter alone stands where it is first read
     gather_ahead        the gathers of a window travel together, and begin where the window beside which they move
@@ -77,7 +77,7 @@ def fetched(graph: fx.Graph, reads: Mapping[str, Read]) -> dict[fx.Node, fx.Node
     return walks.made_of_one(graph.nodes, is_parameter, hands_on)
 
 
-def repeat_in_segments(half: Half) -> None:
+def repeat_in_passing(half: Half) -> None:
     """Let what is recomputed in passing come once for each place that wants it.
 
     before    a = gelu(x);  b = mm(a, w);  e = mm(g, b);  f = mm(g, a)              # a is wanted at 8, by b, and at 3
@@ -390,7 +390,7 @@ def _leads_only_to(nodes: list[fx.Node], end: fx.Node) -> bool:
 
 
 PASSES: tuple[Callable[[Half], None], ...] = (
-    repeat_in_segments,
+    repeat_in_passing,
     recompute_late,
     fetch_late,
     gather_ahead,
