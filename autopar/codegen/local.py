@@ -45,6 +45,7 @@ class LocalProgram:
     is_random: bool = False  # a last placeholder takes the random key of the step
     notes: dict[str, str] = field(default_factory=dict)  # remarks for who reads it, by the names of nodes
     kernels: tuple[str, ...] = ()  # families of kernels that may take the place of ops
+    recomputed: frozenset[str] = frozenset()  # values that are not saved for backward
 
     def __str__(self) -> str:
         return print_program(self)
@@ -124,6 +125,7 @@ class Localiser:
             self.graph.is_random,
             {node.name: note for node in self.fx.nodes if (note := self._note(node))},
             self.plan.kernels,
+            self.plan.recomputed,
         )
 
     def _note(self, node: fx.Node) -> str:

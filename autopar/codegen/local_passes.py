@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch.fx as fx
 
@@ -10,7 +13,7 @@ from autopar import kernels
 from autopar.codegen.local import LocalProgram
 from autopar.graph.graph import info
 from autopar.kernels import groups
-from autopar.kernels.patterns import called
+from autopar.kernels.patterns import Found, called
 
 
 def drop_unread_ops(program: LocalProgram) -> None:
@@ -28,16 +31,38 @@ def drop_unread_ops(program: LocalProgram) -> None:
 def use_kernels(program: LocalProgram) -> None:
     """Put one call in the place of ops that a kernel stands for, where no conversion and no local form is among them.
 
-    before    a = silu(g);  y = mul(a, u)
-    after     y = gated(g, u, 0)
+    before    a = silu(g);  y = mul(a, u)                         s = add(x, r);  y = rms_norm(s, w)
+    after     y = gated(g, u, 0)                                  f = add_rms_norm(x, r, w);  s = f[0];  y = f[1]
     """
-    for family, found, arguments in list(groups(program.fx.nodes, program.kernels)):
-        node = found.result
+    for family, found, arguments in list(
+        groups(program.fx.nodes, program.kernels, functools.partial(_saves_alike, program))
+    ):
+        node, results = found.result, found.results
         said = f"one kernel, in the place of {', '.join(map(called, found.nodes))}"
         program.notes[node.name] = "; ".join(filter(None, (said, program.notes.get(node.name, ""))))
-        node.target, node.args, node.kwargs = family.call, (), dict(arguments)
-        for op in reversed(found.nodes[:-1]):
+        if len(results) == 1:
+            node.target, node.args, node.kwargs = family.call, (), dict(arguments)
+        else:
+            with program.fx.inserting_before(node):
+                made = program.fx.create_node("call_function", family.call, (), dict(arguments))
+            about = [info(result) for result in results]
+            types = tuple(t for one in about for t in one.outputs)
+            names = tuple(name for one in about for name in (one.key, *one.names))
+            made.meta["info"] = replace(about[-1], outputs=types, names=names)
+            program.notes[made.name] = program.notes.pop(node.name)
+            for place, result in enumerate(results):
+                if result is not node:
+                    node.prepend(result)
+                result.target, result.args, result.kwargs = operator.getitem, (made, place), {}
+                result.meta["info"] = replace(about[place], kind="part", module=about[-1].module)
+        for op in reversed([n for n in found.nodes if n not in results]):
             program.fx.erase_node(op)
+
+
+def _saves_alike(program: LocalProgram, found: Found) -> bool:
+    """Are all results of a group saved, or all recomputed?"""
+    about = [info(result) for result in found.results]
+    return len({program.recomputed.isdisjoint((one.key, *one.names)) for one in about}) == 1
 
 
 def is_kernel(node: fx.Node) -> bool:

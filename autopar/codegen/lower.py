@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx as fx
@@ -22,6 +22,7 @@ from autopar.codegen.schedule import Read
 from autopar.codegen.turns import Ending, in_two, lowered_ending
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, type_of
+from autopar.kernels import backend
 from autopar.letters import NotServed
 from autopar.passes import run_passes
 from autopar.runtime.collectives import convert
@@ -82,6 +83,8 @@ def _lowered(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str, g
             advice="pip install autopar[kernels], or kernels=False",
         )
     program = local_program(graph, plan, coordinate, rows)
+    if not backend.is_traced(device):
+        program = replace(program, kernels=kernels.of_one_result(program.kernels))
     run_passes("local graph", local_passes.PASSES, program, local_passes.verify)
     reads = reads_of_parameters(graph, plan.window_bytes)
     if changed := [name for kind, name in graph.updates if kind == "input"]:

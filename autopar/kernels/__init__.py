@@ -4,7 +4,9 @@ A family is one file: the ops that it stands for, as patterns of a local program
 the Triton kernels; a custom op for forward and one for backward. `codegen/local_passes.py` puts it in their place after
 sharding and before differentiation, where no conversion stands between them.
 
+    add_rms_norm  a sum, and its normalisation by the root of the mean square: both are results
     rms_norm      a normalisation by the root of the mean square, with a weight
+    add_layer_norm  the same by mean and variance
     layer_norm    one by mean and variance, with weight and bias
     gated         silu(gate) * up, or a gelu of the gate
     gelu_tanh     a gelu that is written out with a tanh
@@ -23,7 +25,7 @@ sharding and before differentiation, where no conversion stands between them.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,7 +35,17 @@ if TYPE_CHECKING:
     from autopar.kernels.patterns import Found
 
 # a larger group before what is a part of it
-NAMES = ("rms_norm", "layer_norm", "gated", "gelu_tanh", "rotary", "cross_entropy", "cross_entropy_part")
+NAMES = (
+    "add_rms_norm",
+    "rms_norm",
+    "add_layer_norm",
+    "layer_norm",
+    "gated",
+    "gelu_tanh",
+    "rotary",
+    "cross_entropy",
+    "cross_entropy_part",
+)
 
 
 def can_run() -> bool:
@@ -41,18 +53,28 @@ def can_run() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def groups(nodes: Iterable[fx.Node], names: Collection[str]) -> Iterator[tuple[Family, Found, Mapping[str, Any]]]:
+def groups(
+    nodes: Iterable[fx.Node], names: Collection[str], accepts: Callable[[Found], bool] = lambda found: True
+) -> Iterator[tuple[Family, Found, Mapping[str, Any]]]:
     """The groups of ops of a program for which kernels of these names stand, with the arguments of each call.
 
-    No op is in two of them.
+    No op is in two of them. A group that is not accepted leaves its ops to smaller ones.
     """
     nodes, taken = list(nodes), set[Any]()
     for family in families(names):
         for node in reversed(nodes):
             place = family.find(node) if node.op == "call_function" and node not in taken else None
-            if place is not None and taken.isdisjoint(place[0].nodes):
+            if place is not None and taken.isdisjoint(place[0].nodes) and accepts(place[0]):
                 taken.update(place[0].nodes)
                 yield family, *place
+
+
+def of_one_result(names: Collection[str]) -> tuple[str, ...]:
+    """Those of the families whose groups have one result each.
+
+    The ops of others are reordered, and with them the sums of gradients.
+    """
+    return tuple(family.name for family in families(names) if len(family.patterns[0].results) == 1)
 
 
 def families(names: Collection[str]) -> Iterable[Family]:

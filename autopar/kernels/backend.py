@@ -15,12 +15,11 @@ _IS_THERE = importlib.util.find_spec("triton") is not None  # on Linux alone
 triton: Any = importlib.import_module("triton") if _IS_THERE else None
 tl: Any = importlib.import_module("triton.language") if _IS_THERE else None
 
-__all__ = ["MOST_COLUMNS", "VARIABLE", "as_rows", "block_of", "is_traced", "jit", "programs_of", "runs", "tl"]
+__all__ = ["VARIABLE", "as_rows", "block_of", "is_traced", "jit", "programs_of", "runs", "tl"]
 
 # for tests on a CPU: "interpret" runs the kernels themselves, by Triton's interpreter; "ops" the custom ops, which run
 # their references
 VARIABLE = "AUTOPAR_KERNELS"
-MOST_COLUMNS = 4096  # of a row that one program holds in registers, with what its backward adds up
 jit: Callable[[Any], Any] = triton.jit if triton is not None else lambda function: function
 
 
@@ -29,18 +28,18 @@ def runs(x: Tensor) -> bool:
     return triton is not None and (x.is_cuda or os.environ.get(VARIABLE) == "interpret")
 
 
-def is_traced(x: Tensor) -> bool:
-    """Is it the custom op that stands in a program, and not the ops of its reference one by one?
+def is_traced(device: str) -> bool:
+    """Are they custom ops that stand in a program of a device, and not the ops of their references one by one?
 
     On a CPU these are what a program without kernels runs, in the same order.
     """
-    return x.is_cuda or bool(os.environ.get(VARIABLE))
+    return device != "cpu" or bool(os.environ.get(VARIABLE))
 
 
 def block_of(columns: int) -> tuple[int, int]:
     """Elements that a program holds of a row of so many, and its warps: as many as leave registers for a backward."""
     block = 1 << max(4, (columns - 1).bit_length())
-    return block, min(32, max(1, block // 512))
+    return block, min(16, max(1 if block < 1024 else 4, block // 512))
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

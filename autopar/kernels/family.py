@@ -22,12 +22,12 @@ class Family:
 
     name: str
     patterns: tuple[Pattern, ...]  # one of more ops before what is a part of it
-    call: Callable[..., Tensor]  # what stands in the place of a group
-    reference: Callable[..., Tensor]  # the ops of a group, of the same arguments
+    call: Callable[..., Any]  # what stands in the place of a group; it gives a tuple where there are several results
+    reference: Callable[..., Any]  # the ops of a group, of the same arguments
     arguments: Callable[[Found], Mapping[str, Any] | None]  # of the call; None where the kernel does not serve a group
 
     def find(self, node: fx.Node) -> tuple[Found, Mapping[str, Any]] | None:
-        """The group whose result is this node, and the arguments of the call in its place."""
+        """The group whose last result is this node, and the arguments of the call in its place."""
         for pattern in self.patterns:
             found = find(pattern, node)
             if found is not None and (arguments := self.arguments(found)) is not None:
@@ -41,7 +41,27 @@ def are_alike(nodes: Sequence[fx.Node]) -> bool:
     return len(dtypes) == 1 and dtypes <= set(FLOATS)
 
 
-def through(reference: Callable[..., Tensor], gradient: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+def summed(found: Found, arguments: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The arguments of a call on `x`, where `x` is the sum of two operands that are as it is; None of others."""
+    if arguments is None:
+        return None
+    operands = {"first": found["first"], "second": found["second"]}
+    types = [type_of(n) for n in (*operands.values(), found["x"])]
+    is_served = len({(t.shape, t.dtype) for t in types}) == 1
+    rest = {name: value for name, value in arguments.items() if name != "x"}
+    return {**operands, **rest} if is_served else None
+
+
+def through(reference: Callable[..., Any], gradient: Any, *operands: Tensor) -> tuple[Tensor, ...]:
     """The gradients of the reference's operands: those that autograd gives for its ops, in memory order."""
     _, back = torch.func.vjp(reference, *operands)
     return tuple(g.clone(memory_format=torch.contiguous_format) for g in back(gradient))
+
+
+def through_sum(
+    reference: Callable[..., Tensor], beside: Tensor | None, gradient: Tensor, sum_: Tensor, *operands: Tensor
+) -> tuple[Tensor, ...]:
+    """The same where the first operand is a sum that is a result too, with a gradient `beside` by its other readers."""
+    if beside is None:
+        return through(reference, gradient, sum_, *operands)
+    return through(lambda x, *rest: (x, reference(x, *rest)), (beside, gradient), sum_, *operands)

@@ -116,7 +116,7 @@ product.register_autograd(_gradients, setup_context=_remember)
 
 def gated(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     """One kernel in the place of the ops of the group."""
-    return product(gate, up, kind) if backend.is_traced(gate) else reference(gate, up, kind)
+    return product(gate, up, kind) if backend.is_traced(gate.device.type) else reference(gate, up, kind)
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:

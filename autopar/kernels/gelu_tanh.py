@@ -78,7 +78,7 @@ activation.register_autograd(lambda ctx, dy: activation_backward(dy, *ctx.saved_
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """One kernel in the place of the ops of the group."""
-    return activation(x) if backend.is_traced(x) else reference(x)
+    return activation(x) if backend.is_traced(x.device.type) else reference(x)
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:

@@ -13,7 +13,7 @@ from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Found, Pattern
-from autopar.kernels.rows import back_on_rows, on_rows
+from autopar.kernels.rows import MOST_COLUMNS, back_on_rows, on_rows
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -22,12 +22,17 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 @jit
-def forward_kernel(X, W, B, Y, columns, eps, BLOCK: tl.constexpr):
-    """One row a program; the variance is of what is left when the mean is gone."""
+def forward_kernel(X, R, W, B, S, Y, columns, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    """One row a program; the variance is of what is left when the mean is gone, a sum is rounded before."""
     row = tl.program_id(0).to(tl.int64) * columns
     at = tl.arange(0, BLOCK)
     inside = at < columns
     x = tl.load(X + row + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(R + row + at, mask=inside, other=0.0).to(tl.float32)
+        sum_ = x.to(S.dtype.element_ty)
+        tl.store(S + row + at, sum_, mask=inside)
+        x = sum_.to(tl.float32)
     x = tl.where(inside, x - tl.sum(x) / columns, 0.0)
     even = x * tl.rsqrt(tl.sum(x * x) / columns + eps)
     w = tl.load(W + at, mask=inside, other=0.0).to(tl.float32)
@@ -36,28 +41,36 @@ def forward_kernel(X, W, B, Y, columns, eps, BLOCK: tl.constexpr):
 
 
 @jit
-def backward_kernel(DY, X, W, DX, DW, DB, rows, columns, eps, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Every PROGRAMS-th row, and what these give to the gradients of weight and bias."""
+def backward_kernel(DY, DS, X, W, DX, DW, DB, MEAN, ROOT, rows, columns, eps, programs,
+                    ADDS: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Some of the rows, and what these give to the gradients of weight and bias, or mean and root of each row."""
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     inside = at < columns
     dw = tl.zeros((BLOCK,), tl.float32)
     db = tl.zeros((BLOCK,), tl.float32)
-    start = program.to(tl.int64) * columns
-    for _ in range(program, rows, PROGRAMS):
+    for row in range(program, rows, programs):
+        start = tl.cast(row, tl.int64) * columns
         x = tl.load(X + start + at, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(DY + start + at, mask=inside, other=0.0).to(tl.float32)
-        x = tl.where(inside, x - tl.sum(x) / columns, 0.0)
+        mean = tl.sum(x) / columns
+        x = tl.where(inside, x - mean, 0.0)
         root = tl.rsqrt(tl.sum(x * x) / columns + eps)
         even = x * root
-        dw += dy * even
-        db += dy
+        if SUMS:
+            dw += dy * even
+            db += dy
+        else:
+            tl.store(MEAN + row, mean)
+            tl.store(ROOT + row, root)
         dy *= tl.load(W + at, mask=inside, other=0.0).to(tl.float32)  # not held from row to row: registers
         dx = (dy - tl.sum(dy) / columns - even * (tl.sum(dy * even) / columns)) * root
+        if ADDS:
+            dx += tl.load(DS + start + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(DX + start + at, dx.to(DX.dtype.element_ty), mask=inside)
-        start += PROGRAMS * columns
-    tl.store(DW + program * columns + at, dw, mask=inside)
-    tl.store(DB + program * columns + at, db, mask=inside)
+    if SUMS:
+        tl.store(DW + program * columns + at, dw, mask=inside)
+        tl.store(DB + program * columns + at, db, mask=inside)
 
 
 @torch.library.custom_op("autopar::layer_norm", mutates_args=())
@@ -65,7 +78,7 @@ def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Rows by their mean and variance."""
     if not backend.runs(x):
         return reference(x, weight, bias, eps).contiguous()
-    return on_rows(forward_kernel, x, (weight, bias), eps)
+    return on_rows(forward_kernel, None, x, (weight, bias), eps)[1]
 
 
 @normalised.register_fake
@@ -81,7 +94,7 @@ def normalised_backward(
     if not backend.runs(x):
         dx, dw, db = through(lambda x, w, b: reference(x, w, b, eps), dy, x, weight, bias)
         return dx, dw, db
-    dx, (dw, db) = back_on_rows(backward_kernel, dy, x, weight, eps, sums=2)
+    dx, (dw, db) = back_on_rows(backward_kernel, None, dy, x, weight, eps, sums=2)
     return dx, dw, db
 
 
@@ -104,19 +117,18 @@ normalised.register_autograd(_gradients, setup_context=_remember)
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """One kernel in the place of the op."""
-    return normalised(x, weight, bias, eps) if backend.is_traced(x) else reference(x, weight, bias, eps)
+    return normalised(x, weight, bias, eps) if backend.is_traced(x.device.type) else reference(x, weight, bias, eps)
 
 
-def _arguments(found: Found) -> Mapping[str, Any] | None:
+def arguments(found: Found) -> Mapping[str, Any] | None:
     """Those of the call, where rows are along the last dim alone."""
     x, weight, bias = found["x"], found["weight"], found["bias"]
     width = type_of(x).shape[-1]
-    is_row = tuple(found["SHAPE"]) == (width,) and width <= backend.MOST_COLUMNS
+    is_row = tuple(found["SHAPE"]) == (width,) and width <= MOST_COLUMNS
     eps = found["EPS"] if "EPS" in found.bound else 1e-5
     return {"x": x, "weight": weight, "bias": bias, "eps": eps} if is_row and are_alike([x, weight, bias]) else None
 
 
 _CALL = "y = layer_norm(input=x, normalized_shape=SHAPE, weight=weight, bias=bias"
-FAMILY = Family(
-    "layer_norm", (Pattern.of(f"{_CALL}, eps=EPS)"), Pattern.of(f"{_CALL})")), layer_norm, reference, _arguments
-)
+WRITTEN = (f"{_CALL}, eps=EPS)", f"{_CALL})")  # of rows x
+FAMILY = Family("layer_norm", tuple(map(Pattern.of, WRITTEN)), layer_norm, reference, arguments)

@@ -6,7 +6,8 @@ result; other names are operands, capitals are constants that may be any.
     wide = to(input=x, dtype=torch.float32)
     square = pow(input=wide, exponent=2)
 
-Sums and products match either way round. Only the result may be read from outside.
+Sums and products match either way round. Only the result may be read from outside; of several results, a last line
+names them all.
 """
 
 from __future__ import annotations
@@ -44,22 +45,28 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Steps by the names of their values, in order; the last is the result."""
+    """Steps by the names of their values, in order."""
 
     steps: Mapping[str, Step]
-    result: str
+    results: tuple[str, ...]  # the last of them is that of the last step
     variant: Mapping[str, Any]  # what a family is told where this one is found
 
     @staticmethod
     def of(text: str, **variant: Any) -> Pattern:
         """Read a pattern as it is written."""
         steps = dict[str, Step]()
+        results: tuple[str, ...] = ()
         for line in ast.parse(text).body:
+            if isinstance(line, ast.Expr) and isinstance(line.value, ast.Tuple):
+                results = tuple(e.id for e in line.value.elts if isinstance(e, ast.Name))
+                continue
             assert isinstance(line, ast.Assign) and isinstance(line.value, ast.Call), "name = op(argument=value, ...)"
             assert isinstance(line.targets[0], ast.Name) and isinstance(line.value.func, ast.Name)
             arguments = {str(k.arg): _argument(k.value) for k in line.value.keywords}
             steps[line.targets[0].id] = Step(line.value.func.id, arguments)
-        return Pattern(steps, next(reversed(steps)), variant)
+        results = results or (next(reversed(steps)),)
+        assert results[-1] == next(reversed(steps)), "the last step makes the last result"
+        return Pattern(steps, results, variant)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,27 +83,35 @@ class Found:
 
     @property
     def result(self) -> fx.Node:
-        return self.bound[self.pattern.result]
+        return self.results[-1]
+
+    @property
+    def results(self) -> list[fx.Node]:
+        """The values that may be read from outside."""
+        return [self.bound[name] for name in self.pattern.results]
 
     def __getitem__(self, name: str) -> Any:
         return self.bound[name]
 
 
 def find(pattern: Pattern, node: fx.Node) -> Found | None:
-    """The place of a pattern whose result is this node."""
-    for bound in _value(pattern, pattern.result, node, {}):
+    """The place of a pattern whose last result is this node."""
+    for bound in _value(pattern, pattern.results[-1], node, {}):
         found = Found(pattern, bound)
-        inner = set(found.nodes) - {node}
-        if all(set(_readers(n)) <= {*inner, node} for n in inner) and len(inner) == len(pattern.steps) - 1:
+        nodes, results = set(found.nodes), found.results
+        others = {user for result in results[:-1] for user in readers(result)} - nodes
+        is_late = all(user > node for user in others)  # all results are made where the last is
+        is_whole = len(nodes) == len(pattern.steps)
+        if is_late and is_whole and all(nodes.issuperset(readers(n)) for n in nodes.difference(results)):
             return found
     return None
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
+def readers(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that read a value, through the identity by which a graph says that several do."""
     for user in node.users:
         if _is_identity(user):
-            yield from _readers(user)
+            yield from readers(user)
         else:
             yield user
 

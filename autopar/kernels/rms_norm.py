@@ -13,7 +13,7 @@ from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Found, Pattern
-from autopar.kernels.rows import back_on_rows, on_rows
+from autopar.kernels.rows import MOST_COLUMNS, back_on_rows, on_rows
 
 _ROOT = """
 square = pow(input=wide, exponent=2)
@@ -35,12 +35,17 @@ def reference(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
 
 
 @jit
-def forward_kernel(X, W, Y, columns, eps, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
-    """One row a program."""
+def forward_kernel(X, R, W, S, Y, columns, eps, ROUNDS: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    """One row a program; a sum is rounded before it is normalised."""
     row = tl.program_id(0).to(tl.int64) * columns
     at = tl.arange(0, BLOCK)
     inside = at < columns
     x = tl.load(X + row + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(R + row + at, mask=inside, other=0.0).to(tl.float32)
+        sum_ = x.to(S.dtype.element_ty)
+        tl.store(S + row + at, sum_, mask=inside)
+        x = sum_.to(tl.float32)
     w = tl.load(W + at, mask=inside, other=0.0).to(tl.float32)
     even = x * tl.rsqrt(tl.sum(x * x) / columns + eps)
     if ROUNDS:
@@ -49,24 +54,30 @@ def forward_kernel(X, W, Y, columns, eps, ROUNDS: tl.constexpr, BLOCK: tl.conste
 
 
 @jit
-def backward_kernel(DY, X, W, DX, DW, rows, columns, eps, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Every PROGRAMS-th row, and what these give to the gradient of the weight."""
+def backward_kernel(DY, DS, X, W, DX, DW, DB, MEAN, ROOT, rows, columns, eps, programs,
+                    ADDS: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Some of the rows, and what these give to the gradient of the weight, or the root of each row."""
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     inside = at < columns
     dw = tl.zeros((BLOCK,), tl.float32)
-    start = program.to(tl.int64) * columns
-    for _ in range(program, rows, PROGRAMS):
+    for row in range(program, rows, programs):
+        start = tl.cast(row, tl.int64) * columns
         x = tl.load(X + start + at, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(DY + start + at, mask=inside, other=0.0).to(tl.float32)
         root = tl.rsqrt(tl.sum(x * x) / columns + eps)
         even = x * root
-        dw += dy * even
+        if SUMS:
+            dw += dy * even
+        else:
+            tl.store(ROOT + row, root)
         dy *= tl.load(W + at, mask=inside, other=0.0).to(tl.float32)  # not held from row to row: registers
         dx = (dy - even * (tl.sum(dy * even) / columns)) * root
+        if ADDS:
+            dx += tl.load(DS + start + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(DX + start + at, dx.to(DX.dtype.element_ty), mask=inside)
-        start += PROGRAMS * columns
-    tl.store(DW + program * columns + at, dw, mask=inside)
+    if SUMS:
+        tl.store(DW + program * columns + at, dw, mask=inside)
 
 
 @torch.library.custom_op("autopar::rms_norm", mutates_args=())
@@ -74,7 +85,7 @@ def normalised(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
     """Rows by the root of their mean square; `rounds`: to the dtype of `x` before the weight."""
     if not backend.runs(x):
         return reference(x, weight, eps, rounds).contiguous()
-    return on_rows(forward_kernel, x, (weight,), eps, ROUNDS=rounds)
+    return on_rows(forward_kernel, None, x, (weight,), eps, ROUNDS=rounds)[1]
 
 
 @normalised.register_fake
@@ -88,7 +99,7 @@ def normalised_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, round
     if not backend.runs(x):
         dx, dw = through(lambda x, w: reference(x, w, eps, rounds), dy, x, weight)
         return dx, dw
-    dx, (dw,) = back_on_rows(backward_kernel, dy, x, weight, eps, sums=1)
+    dx, (dw,) = back_on_rows(backward_kernel, None, dy, x, weight, eps, sums=1)
     return dx, dw
 
 
@@ -111,17 +122,17 @@ normalised.register_autograd(_gradients, setup_context=_remember)
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
     """One kernel in the place of the ops of the group."""
-    return normalised(x, weight, eps, rounds) if backend.is_traced(x) else reference(x, weight, eps, rounds)
+    return normalised(x, weight, eps, rounds) if backend.is_traced(x.device.type) else reference(x, weight, eps, rounds)
 
 
-def _arguments(found: Found) -> Mapping[str, Any] | None:
+def arguments(found: Found) -> Mapping[str, Any] | None:
     """Those of the call: where rows are along the last dim, and what is rounded is rounded to the input's dtype."""
     x, weight, eps = found["x"], found["weight"], found["EPS"]
     variant = found.pattern.variant
     if not type_of(x).shape:
         return None
     width = type_of(x).shape[-1]
-    is_served = are_alike([x, weight]) and type_of(weight).shape == (width,) and width <= backend.MOST_COLUMNS
+    is_served = are_alike([x, weight]) and type_of(weight).shape == (width,) and width <= MOST_COLUMNS
     if variant["wide"]:
         is_served &= type_of(found.result).dtype == type_of(x).dtype and found["DTYPE"] is type_of(x).torch_dtype
     elif variant["rounds"]:
@@ -133,27 +144,15 @@ def _arguments(found: Found) -> Mapping[str, Any] | None:
     return {"x": x, "weight": weight, "eps": eps, "rounds": variant["rounds"]} if is_served else None
 
 
-FAMILY = Family(
-    "rms_norm",
+_WEIGHED = "round = to(input=even, dtype=DTYPE)\nscaled = mul(input=weight, other=round)"
+WRITTEN: tuple[tuple[str, dict[str, bool]], ...] = (  # of rows x
+    (f"wide = to(input=x, dtype=torch.float32){_ROOT}{_WEIGHED}", {"wide": True, "rounds": True}),
+    (f"{_ROOT.replace('wide', 'x')}scaled = mul(input=weight, other=even)", {"wide": False, "rounds": True}),
     (
-        Pattern.of(
-            f"wide = to(input=x, dtype=torch.float32){_ROOT}"
-            "round = to(input=even, dtype=DTYPE)\nscaled = mul(input=weight, other=round)",
-            wide=True,
-            rounds=True,
-        ),
-        Pattern.of(
-            f"{_ROOT.replace('wide', 'x')}scaled = mul(input=weight, other=even)",
-            wide=False,
-            rounds=True,
-        ),
-        Pattern.of(
-            "y = rms_norm(input=x, normalized_shape=SHAPE, weight=weight, eps=EPS)",
-            wide=False,
-            rounds=False,
-        ),
+        "scaled = rms_norm(input=x, normalized_shape=SHAPE, weight=weight, eps=EPS)",
+        {"wide": False, "rounds": False},
     ),
-    rms_norm,
-    reference,
-    _arguments,
+)
+FAMILY = Family(
+    "rms_norm", tuple(Pattern.of(text, **variant) for text, variant in WRITTEN), rms_norm, reference, arguments
 )

@@ -155,7 +155,7 @@ rotated.register_autograd(_gradients, setup_context=_remember)
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """One kernel in the place of the ops of the group."""
-    return rotated(x, cos, sin) if backend.is_traced(x) else reference(x, cos, sin)
+    return rotated(x, cos, sin) if backend.is_traced(x.device.type) else reference(x, cos, sin)
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:

@@ -20,6 +20,8 @@ from autopar.kernels.family import Family
 
 _SHAPES: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {  # of the operands
     "rms_norm": [((rows, d), (d,)) for rows, d in ((2048, 4096), (8192, 4096), (32768, 2048))],
+    "add_rms_norm": [((rows, d), (rows, d), (d,)) for rows, d in ((2048, 4096), (8192, 4096), (4096, 8192))],
+    "add_layer_norm": [((rows, d), (rows, d), (d,), (d,)) for rows, d in ((2048, 4096), (8192, 4096), (32768, 768))],
     "layer_norm": [((rows, d), (d,), (d,)) for rows, d in ((2048, 4096), (8192, 4096), (32768, 768))],
     "gated": [((rows, f), (rows, f)) for rows, f in ((2048, 14336), (8192, 14336), (8192, 1792))],
     "gelu_tanh": [((rows, f),) for rows, f in ((8192, 3072), (8192, 16384))],
@@ -30,6 +32,8 @@ _SHAPES: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {  # of the operands
 _SMALL: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {
     "rms_norm": [((4, 64), (64,))],
     "layer_norm": [((4, 64), (64,), (64,))],
+    "add_rms_norm": [((4, 64), (4, 64), (64,))],
+    "add_layer_norm": [((4, 64), (4, 64), (64,), (64,))],
     "gated": [((4, 64), (4, 64))],
     "gelu_tanh": [((4, 64),)],
     "rotary": [((2, 2, 4, 16), (1, 1, 4, 16), (1, 1, 4, 16))],
@@ -39,6 +43,8 @@ _SMALL: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {
 _NUMBERS: dict[str, tuple[Any, ...]] = {
     "rms_norm": (1e-6, True),
     "layer_norm": (1e-5,),
+    "add_rms_norm": (1e-6, True),
+    "add_layer_norm": (1e-5,),
     "gated": (0,),
     "cross_entropy": (-100, 0.0),
     "cross_entropy_part": (-100, 0.0, (), 128256),  # what is exchanged is not timed
@@ -101,21 +107,21 @@ def _row(
     operands = _operands(family.name, getattr(torch, dtype), shapes, device)
     numbers = _NUMBERS.get(family.name, ())
     wanted = [x for x in operands if x.requires_grad]
-    y = family.reference(*operands, *numbers)
-    gradient = torch.ones_like(y)
+    made = _several(family.reference(*operands, *numbers))
+    gradients = [torch.ones_like(y) for y in made]
 
-    def step(function: Callable[..., Tensor]) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(function(*operands, *numbers), wanted, gradient)
+    def step(function: Callable[..., Any]) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(_several(function(*operands, *numbers)), wanted, gradients)
 
     is_right = all(
         _is_near(one, other) for one, other in zip(step(family.call)(), step(family.reference)(), strict=True)
     )
-    is_right &= _is_near(family.call(*operands, *numbers), y)
+    is_right &= all(map(_is_near, _several(family.call(*operands, *numbers)), made))
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     kernel = _times(step(family.call), device)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0  # before the others run
-    moved = [*operands, y, gradient, *operands, *wanted]
+    moved = [*operands, *made, *gradients, *operands, *wanted]
     return Row(
         family.name,
         dtype,
@@ -129,6 +135,11 @@ def _row(
         peak,
         is_right,
     )
+
+
+def _several(made: Any) -> tuple[Tensor, ...]:
+    """The results of a call, of which there may be one."""
+    return made if isinstance(made, tuple) else (made,)
 
 
 def _is_near(found: Tensor, right: Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.kernels import groups
-from autopar.kernels.patterns import Found
+from autopar.kernels.patterns import Found, readers
 from autopar.ops.entry import Line, facts_of
 from autopar.space.saved import kept_by
 
@@ -88,16 +88,18 @@ class Group:
 
     enters: frozenset[fx.Node]  # what the kernel reads, and this op is the first to read
     needed: frozenset[fx.Node]  # of that, what its backward reads once more
-    is_result: bool
+    written: frozenset[fx.Node]  # and what gets a gradient of its own
+    leaves: tuple[float, float]  # how often its result moves in forward, and that or its gradient in backward
+    is_last: bool
 
     def traffic(self, given: Sequence[fx.Node]) -> Traffic:
         sources = [_source(n) for n in given]
         first = [k for k, n in enumerate(sources) if n in self.enters and n not in sources[:k]]
-        leaves = [(len(given), 1.0)] if self.is_result else []
-        forward = [(k, 1.0) for k in first] + leaves
-        back = [(k, 1.0) for k in first if type_of(given[k]).requires_grad]
-        back += [(k, 1.0) for k in first if sources[k] in self.needed] + leaves
-        return Traffic(tuple(forward), tuple(back), 1, self.is_result, self.is_result)
+        written, read = self.leaves
+        forward = [(k, 1.0) for k in first] + [(len(given), written)]
+        back = [(k, 1.0) for k in first if sources[k] in self.written]
+        back += [(k, 1.0) for k in first if sources[k] in self.needed] + [(len(given), read)]
+        return Traffic(tuple(forward), tuple(back), 1, self.is_last, self.is_last)
 
 
 def groups_of(graph: Graph, names: Collection[str], kernels: str) -> dict[fx.Node, Group]:
@@ -106,20 +108,25 @@ def groups_of(graph: Graph, names: Collection[str], kernels: str) -> dict[fx.Nod
 
 
 def _shares(found: Found, kernels: str) -> Iterator[tuple[fx.Node, Group]]:
-    inside = set(found.nodes)
-    needed, seen = _needed(found.nodes, kernels), set[fx.Node]()
+    inside, results = set(found.nodes), set(found.results)
+    needed, seen = _needed(found, kernels), set[fx.Node]()
     for op in sorted(inside):
         enters = {_source(n) for n in op.all_input_nodes} - inside - seen
         seen |= enters
-        yield op, Group(frozenset(enters), frozenset(enters & needed), op is found.result)
+        written = {n for n in enters if type_of(n).requires_grad}
+        if op_name(op) == "add" and len({type_of(n).shape for n in written}) == 1:  # one gradient serves both
+            written = {min(written)}
+        has_gradient = op is found.result or not inside.issuperset(readers(op))
+        leaves = (1.0, float(has_gradient) + float(op in needed)) if op in results else (0.0, 0.0)
+        yield op, Group(frozenset(enters), frozenset(enters & needed), frozenset(written), leaves, op is found.result)
 
 
-def _needed(ops: Sequence[fx.Node], kernels: str) -> set[fx.Node]:
+def _needed(found: Found, kernels: str) -> set[fx.Node]:
     """The values that the backward of ops in one kernel reads: kept ones, and those that these are made of."""
     needed = set[fx.Node]()
-    for op in sorted(ops, reverse=True):
+    for op in sorted(found.nodes, reverse=True):
         values, makes = kept_by(op, kernels)
-        if makes or op in needed:
+        if makes or (op in needed and op not in found.results[:-1]):
             values = [*values, *op.all_input_nodes]
         needed.update(map(_source, values))
     return needed

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autopar.kernels import backend, cross_entropy, gated, gelu_tanh, layer_norm, rms_norm, rotary
+from autopar.kernels import backend, cross_entropy, gated, gelu_tanh, layer_norm, rms_norm, rotary, rows
 
 CAPABILITIES = (80, 90)
 POINTERS = {"bfloat16": "*bf16", "float32": "*fp32"}
@@ -26,13 +26,17 @@ PTXAS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bi
 
 def variants():
     """Kernels with their constants, warps, and the arguments that are pointers to float32 whatever the dtype."""
-    for columns in (768, 2048, backend.MOST_COLUMNS):
+    wide = "DW", "DB", "MEAN", "ROOT"
+    for columns, adds in itertools.product((768, 2048, rows.ONE_PASS, rows.MOST_COLUMNS), (False, True)):
         block, warps = backend.block_of(columns)
         for rounds in (True, False):
-            yield rms_norm.forward_kernel, {"ROUNDS": rounds, "BLOCK": block}, warps, ()
-        yield rms_norm.backward_kernel, {"PROGRAMS": 528, "BLOCK": block}, warps, ("DW",)
-        yield layer_norm.forward_kernel, {"BLOCK": block}, warps, ()
-        yield layer_norm.backward_kernel, {"PROGRAMS": 528, "BLOCK": block}, warps, ("DW", "DB")
+            yield rms_norm.forward_kernel, {"ROUNDS": rounds, "ADDS": adds, "BLOCK": block}, warps, ()
+        yield layer_norm.forward_kernel, {"ADDS": adds, "BLOCK": block}, warps, ()
+        for kernel in (rms_norm.backward_kernel, layer_norm.backward_kernel):
+            yield kernel, {"ADDS": adds, "SUMS": columns <= rows.ONE_PASS, "BLOCK": block}, warps, wide
+    for biased in (False, True):
+        constants = {"BIASED": biased, "ROWS": rows.ROWS, "COLUMNS": rows.COLUMNS}
+        yield rows.weights_kernel, constants, rows.WARPS, wide
     for kind in range(len(gated.KINDS)):
         yield gated.forward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, 4, ()
         yield gated.backward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, 4, ()

@@ -8,7 +8,17 @@ from typing import Any
 
 import torch
 
-from autopar.kernels import cross_entropy, cross_entropy_part, gated, gelu_tanh, layer_norm, rms_norm, rotary
+from autopar.kernels import (
+    add_layer_norm,
+    add_rms_norm,
+    cross_entropy,
+    cross_entropy_part,
+    gated,
+    gelu_tanh,
+    layer_norm,
+    rms_norm,
+    rotary,
+)
 from autopar.kernels.family import Family
 
 
@@ -66,12 +76,20 @@ def _exact_turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     )
 
 
+def _by_root(x: torch.Tensor, w: torch.Tensor, eps: float, rounds: bool) -> torch.Tensor:
+    return x * w / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def _by_variance(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, eps: float) -> torch.Tensor:
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + eps).sqrt() * w + b
+
+
 # in the words of torch, not in those of the families
-_EXACT: dict[str, Callable[..., torch.Tensor]] = {
-    "rms_norm": lambda x, w, eps, rounds: x * w / (x.square().mean(-1, keepdim=True) + eps).sqrt(),
-    "layer_norm": lambda x, w, b, eps: (
-        (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + eps).sqrt() * w + b
-    ),
+_EXACT: dict[str, Callable[..., Any]] = {
+    "rms_norm": _by_root,
+    "add_rms_norm": lambda x, r, *given: (x + r, _by_root(x + r, *given)),
+    "layer_norm": _by_variance,
+    "add_layer_norm": lambda x, r, *given: (x + r, _by_variance(x + r, *given)),
     "gated": _exact_gate,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "rotary": _exact_turn,
@@ -96,6 +114,14 @@ CASES = {
     "rms_norm of torch": Case(rms_norm, ((2, 9, 100), (100,)), (1e-5, False)),
     "rms_norm, no rows": Case(rms_norm, ((0, 32), (32,)), (1e-5, True)),
     "rms_norm, every other column": Case(rms_norm, ((6, 40), (40,)), (1e-5, True), lies=_halves),
+    "rms_norm, more columns than one pass": Case(rms_norm, ((67, 4100), (4100,)), (1e-5, True)),
+    "layer_norm, more columns than one pass": Case(layer_norm, ((3, 4500), (4500,), (4500,)), (1e-5,)),
+    "add_rms_norm": Case(add_rms_norm, ((3, 5, 57), (3, 5, 57), (57,)), (1e-5, True)),
+    "add_rms_norm of torch, more columns than one pass": Case(
+        add_rms_norm, ((2, 4097), (2, 4097), (4097,)), (1e-5, False)
+    ),
+    "add_rms_norm, no rows": Case(add_rms_norm, ((0, 16), (0, 16), (16,)), (1e-5, True)),
+    "add_layer_norm": Case(add_layer_norm, ((37, 48), (37, 48), (48,), (48,)), (1e-5,), lies=_halves),
     "layer_norm, one row": Case(layer_norm, ((1, 48), (48,), (48,)), (1e-5,)),
     "layer_norm, odd columns": Case(layer_norm, ((4, 7, 99), (99,), (99,)), (1e-5,)),
     "layer_norm, no rows": Case(layer_norm, ((0, 3, 16), (16,), (16,)), (1e-5,)),
@@ -142,9 +168,11 @@ def _transposed(x: torch.Tensor) -> torch.Tensor:
 
 def results(function, operands, dtype=torch.float32):
     """A call's value, and the gradients of its operands for one that is drawn in a dtype."""
-    y = function(*operands)
-    gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(y.dtype)
-    return [y.detach(), *torch.autograd.grad(y, [x for x in operands if x.requires_grad], gradient)]
+    made = function(*operands)
+    made, dice = made if isinstance(made, tuple) else (made,), torch.Generator().manual_seed(1)
+    gradients = [torch.randn(y.shape, generator=dice).to(dtype).to(y.dtype) for y in made]
+    given = torch.autograd.grad(made, [x for x in operands if x.requires_grad], gradients)
+    return [*(y.detach() for y in made), *given]
 
 
 def is_near(case, dtype):

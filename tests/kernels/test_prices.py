@@ -69,7 +69,9 @@ def predicted(graph):
 def test_bytes_are_those_that_are_counted(name, as_ops, monkeypatch):
     for family in families(NAMES):  # no mode sees what autograd of functions does: bytes are those of any numbers
         module = sys.modules[family.call.__module__]
-        monkeypatch.setattr(module, "through", lambda reference, dy, *given: tuple(map(torch.zeros_like, given)))
+        for helper, count in (("through", 2), ("through_sum", 3)):  # these stand before the operands
+            if hasattr(module, helper):
+                monkeypatch.setattr(module, helper, lambda *given, n=count: tuple(map(torch.zeros_like, given[n:])))
     build, config = SITES[name]
     model, batch = build(config).train(), drawn(4, 64, 128)
     said = predicted(ColoTracer().trace(model, batch, assume=ASSUMED))

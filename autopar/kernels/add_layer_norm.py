@@ -1,0 +1,93 @@
+"""A sum, and its normalisation by mean and variance: a residual and what the next block reads of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.kernels import backend, layer_norm
+from autopar.kernels.family import Family, summed, through_sum
+from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.rows import back_on_rows, on_rows
+
+
+def reference(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The ops of the group: the sum, and its rows normalised."""
+    sum_ = first + second
+    return sum_, layer_norm.reference(sum_, weight, bias, eps)
+
+
+@torch.library.custom_op("autopar::add_layer_norm", mutates_args=())
+def normalised(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum, and its rows by their mean and variance."""
+    if not backend.runs(first):
+        sum_, y = reference(first, second, weight, bias, eps)
+        return sum_.contiguous(), y.contiguous()
+    return on_rows(layer_norm.forward_kernel, second, first, (weight, bias), eps)
+
+
+@normalised.register_fake
+def _(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return first.new_empty(first.shape), first.new_empty(first.shape)
+
+
+@torch.library.custom_op("autopar::add_layer_norm_backward", mutates_args=())
+def normalised_backward(
+    ds: Tensor | None, dy: Tensor, sum_: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of either operand, which is one, of the weight and of the bias; `ds` is that of the sum by its
+    other readers.
+    """
+    if not backend.runs(dy):
+        dx, dw, db = through_sum(lambda x, w, b: layer_norm.reference(x, w, b, eps), ds, dy, sum_, weight, bias)
+        return dx, dw, db
+    dx, (dw, db) = back_on_rows(layer_norm.backward_kernel, ds, dy, sum_, weight, eps, sums=2)
+    return dx, dw, db
+
+
+@normalised_backward.register_fake
+def _(
+    ds: Tensor | None, dy: Tensor, sum_: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return sum_.new_empty(sum_.shape), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, weight, bias, ctx.eps = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[0], weight, bias)
+
+
+def _gradients(
+    ctx: Any, ds: Tensor | None, dy: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
+    if dy is None:
+        return ds, ds, None, None, None
+    dx, dw, db = normalised_backward(ds, dy, *ctx.saved_tensors, ctx.eps)
+    return dx, dx, dw, db, None
+
+
+normalised.register_autograd(_gradients, setup_context=_remember)
+
+
+def add_layer_norm(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """One kernel in the place of the ops of the group."""
+    function = normalised if backend.is_traced(first.device.type) else reference
+    return function(first, second, weight, bias, eps)
+
+
+def _arguments(found: Found) -> Mapping[str, Any] | None:
+    """Those of the call, where both operands are as the sum is."""
+    return summed(found, layer_norm.arguments(found))
+
+
+FAMILY = Family(
+    "add_layer_norm",
+    tuple(Pattern.of(f"x = add(input=first, other=second)\n{text}\nx, y") for text in layer_norm.WRITTEN),
+    add_layer_norm,
+    reference,
+    _arguments,
+)

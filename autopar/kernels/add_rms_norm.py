@@ -1,0 +1,92 @@
+"""A sum, and its normalisation by the root of the mean square: a residual and what the next block reads of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.kernels import backend, rms_norm
+from autopar.kernels.family import Family, summed, through_sum
+from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.rows import back_on_rows, on_rows
+
+
+def reference(first: Tensor, second: Tensor, weight: Tensor, eps: float, rounds: bool) -> tuple[Tensor, Tensor]:
+    """The ops of the group: the sum, and its rows normalised."""
+    sum_ = first + second
+    return sum_, rms_norm.reference(sum_, weight, eps, rounds)
+
+
+@torch.library.custom_op("autopar::add_rms_norm", mutates_args=())
+def normalised(first: Tensor, second: Tensor, weight: Tensor, eps: float, rounds: bool) -> tuple[Tensor, Tensor]:
+    """The sum, and its rows by the root of their mean square; `rounds`: to their dtype before the weight."""
+    if not backend.runs(first):
+        sum_, y = reference(first, second, weight, eps, rounds)
+        return sum_.contiguous(), y.contiguous()
+    return on_rows(rms_norm.forward_kernel, second, first, (weight,), eps, ROUNDS=rounds)
+
+
+@normalised.register_fake
+def _(first: Tensor, second: Tensor, weight: Tensor, eps: float, rounds: bool) -> tuple[Tensor, Tensor]:
+    return first.new_empty(first.shape), first.new_empty(first.shape)
+
+
+@torch.library.custom_op("autopar::add_rms_norm_backward", mutates_args=())
+def normalised_backward(
+    ds: Tensor | None, dy: Tensor, sum_: Tensor, weight: Tensor, eps: float, rounds: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of either operand, which is one, and of the weight; `ds` is the sum's by its other readers."""
+    if not backend.runs(dy):
+        dx, dw = through_sum(lambda x, w: rms_norm.reference(x, w, eps, rounds), ds, dy, sum_, weight)
+        return dx, dw
+    dx, (dw,) = back_on_rows(rms_norm.backward_kernel, ds, dy, sum_, weight, eps, sums=1)
+    return dx, dw
+
+
+@normalised_backward.register_fake
+def _(ds: Tensor | None, dy: Tensor, sum_: Tensor, weight: Tensor, eps: float, rounds: bool) -> tuple[Tensor, Tensor]:
+    return sum_.new_empty(sum_.shape), weight.new_empty(weight.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *_, weight, ctx.eps, ctx.rounds = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[0], weight)
+
+
+def _gradients(
+    ctx: Any, ds: Tensor | None, dy: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    if dy is None:
+        return ds, ds, None, None, None
+    dx, dw = normalised_backward(ds, dy, *ctx.saved_tensors, ctx.eps, ctx.rounds)
+    return dx, dx, dw, None, None
+
+
+normalised.register_autograd(_gradients, setup_context=_remember)
+
+
+def add_rms_norm(first: Tensor, second: Tensor, weight: Tensor, eps: float, rounds: bool) -> tuple[Tensor, Tensor]:
+    """One kernel in the place of the ops of the group."""
+    function = normalised if backend.is_traced(first.device.type) else reference
+    return function(first, second, weight, eps, rounds)
+
+
+def _arguments(found: Found) -> Mapping[str, Any] | None:
+    """Those of the call, where both operands are as the sum is."""
+    return summed(found, rms_norm.arguments(found))
+
+
+FAMILY = Family(
+    "add_rms_norm",
+    tuple(
+        Pattern.of(f"x = add(input=first, other=second)\n{text.strip()}\nx, scaled", **variant)
+        for text, variant in rms_norm.WRITTEN
+    ),
+    add_rms_norm,
+    reference,
+    _arguments,
+)
