@@ -33,10 +33,10 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Put a rule into the table, for these ops of ATen."""
+    """Put a rule into the table, for these ops of ATen, or of autopar where their names say so."""
 
     def add(made: Rule) -> Rule:
-        RULES.update(dict.fromkeys((f"aten.{name}" for name in names), made))
+        RULES.update(dict.fromkeys((name if name.startswith("autopar.") else f"aten.{name}" for name in names), made))
         return made
 
     return add

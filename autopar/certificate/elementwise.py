@@ -149,12 +149,19 @@ def _masked(call: Call) -> Type:
     return replace(made, sums=x.sums - made.open)
 
 
+@rule("copy.default")
+def _copied(call: Call) -> Type:
+    """What is written over all of another tensor of its shape."""
+    over, x = call.args[:2]
+    return x if len(x.dims) == len(over.dims) else elementwise(call)
+
+
 @rule("zeros_like.default")
 def _zeros_like(call: Call) -> Type:
     return replace(_like(call), is_zero=True)
 
 
-@rule("ones_like.default", "full_like.default", "empty_like.default")
+@rule("ones_like.default", "full_like.default", "empty_like.default", "fill.Scalar")
 def _like(call: Call) -> Type:
     x = call.args[0]
     return Type(x.dims, open=x.open)

@@ -13,6 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from autopar.certificate import steps
+from autopar.certificate.bodies import body_of, is_body_known
 from autopar.certificate.calls import Call, types_in
 from autopar.certificate.readings import Wholes
 from autopar.certificate.rules import typed
@@ -239,9 +240,22 @@ class _Walk:
             return Type(free(call.shapes[0]))
         if str(target) == "aten.sub.Tensor" and node.args[0] is node.args[1]:
             return replace(args[0], is_zero=True)
+        if is_body_known(target):
+            return self._as_its_body(node, call)
         if str(target) in VIEWS:
             return self._view(target, call, self.interface.comes_of(node))
         return self._typed(target, call, ())
+
+    def _as_its_body(self, node: fx.Node, call: Call) -> Any:
+        """What the ops of a custom op of autopar's make; calls that are alike are typed once."""
+        given = [n.meta["val"] for n in node.all_input_nodes]
+        lie = tuple((v.shape, v.stride(), v.dtype) for v in given)
+        key = _key((node.target, call.args, call.kwargs, lie))
+        if key not in self.found._known:
+            body = _Walk(body_of(node), replace(self.interface, comes_of=lambda _: ""), Certificate())
+            made = body.run([self.types[n] for n in node.all_input_nodes])
+            self.found._known[key] = made if len(made) != 1 else made[0]
+        return self.found._known[key]
 
     def _view(self, target: Any, call: Call, op: str) -> Type:
         """A view; where it may be read in several ways, and undoes one of the same op, as that one was read."""

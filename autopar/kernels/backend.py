@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.runtime.private import FakeTensor
+
 _IS_THERE = importlib.util.find_spec("triton") is not None  # on Linux alone
 triton: Any = importlib.import_module("triton") if _IS_THERE else None
 tl: Any = importlib.import_module("triton.language") if _IS_THERE else None
@@ -25,7 +27,9 @@ jit: Callable[[Any], Any] = triton.jit if triton is not None else lambda functio
 
 def runs(x: Tensor) -> bool:
     """Is it the kernel that runs on this tensor, and not its reference?"""
-    return triton is not None and (x.is_cuda or os.environ.get(VARIABLE) == "interpret")
+    if triton is None or isinstance(x, FakeTensor):
+        return False
+    return x.is_cuda or os.environ.get(VARIABLE) == "interpret"
 
 
 def is_traced(device: str) -> bool:

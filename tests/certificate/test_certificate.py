@@ -8,13 +8,15 @@ from torch import nn
 
 import autopar
 from autopar import Precision
-from autopar.certificate import VARIABLE
+from autopar.certificate import VARIABLE, Certificate, Interface
 from autopar.certificate.calls import Call
 from autopar.certificate.readings import Wholes, regrouped
 from autopar.certificate.rules import typed
 from autopar.certificate.types import FREE, Refused, Type, axes_of, joined, plain
+from autopar.certificate.walk import _Walk
 from autopar.codegen import joint, joint_passes
 from autopar.codegen.lower import lower
+from autopar.kernels import NAMES
 from autopar.letters import NotCertified, NotServed
 from autopar.request import Request
 from autopar.runtime.collectives import STEPS
@@ -33,6 +35,51 @@ def test_programs_are_typed(name, turns, preset):
     found = lowered(name, preset, microbatches=turns).certified()
     assert found.values > 400 and found.open <= (1 - KNOWN) * found.values, found
     assert found.ends > 25 and found.open_ends <= (1 - KNOWN) * found.ends, found
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    """Programs in which custom ops stand for kernels, as on a GPU."""
+    monkeypatch.setenv("AUTOPAR_KERNELS", "ops")
+    joint.LOWERED.clear()
+    yield {"kernels": NAMES}
+    joint.LOWERED.clear()
+
+
+WITH_KERNELS = (("gpt2", "zero3"), ("gpt2", BOTH), ("llama", "megatron"), ("llama", BOTH))
+
+
+@pytest.mark.parametrize(("name", "preset"), WITH_KERNELS)
+def test_programs_with_kernels_are_typed(name, preset, with_kernels):
+    """As the ops are that each kernel stands for; of a cut vocabulary the loss alone is open, no gradient."""
+    program = lowered(name, preset, **with_kernels)
+    assert "one kernel" in str(program.program)
+    found, plain = program.certified(), lowered(name, preset).certified()
+    assert found.ends == plain.ends and found.open_ends == plain.open_ends
+    wrong = [(what, one) for what, one in broken(program) if not what.startswith("forward")]
+    for what, one in wrong[::3]:
+        with pytest.raises(NotCertified):
+            one.certified()
+            pytest.fail(what)
+    assert wrong
+
+
+def test_a_kernel_that_needs_whole_rows_is_refused_others(with_kernels):
+    graph = torch.fx.Graph()
+    given = [graph.placeholder(name) for name in ("x", "weight")]
+    for node, shape in zip(given, ((4, 8), (8,)), strict=True):
+        node.meta["val"] = torch.empty(shape)
+    made = graph.call_function(torch.ops.autopar.rms_norm.default, (*given, 1e-6, True))
+    made.meta["val"] = torch.empty(4, 8)
+    graph.output((made,))
+    interface = Interface({"dp": 2}, (), (), {}, {}, lambda node: "", {})
+
+    def walked(x):
+        return _Walk(graph, interface, Certificate()).run([x, Type(plain((8,)))])[0]
+
+    assert walked(Type((((4, ("dp",)),), ((8, ()),)))).dims == (((4, ("dp",)),), ((8, ()),))
+    with pytest.raises(NotCertified):
+        walked(Type((((4, ()),), ((8, ()),)), sums=frozenset({"dp"})))
 
 
 @pytest.mark.nightly

@@ -1,0 +1,41 @@
+"""The ops that a custom op of autopar's stands for, as a graph of its own: what a kernel makes has the type that they
+give it.
+
+A custom op runs them itself wherever no kernel does. They are traced once for each call that is alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar.runtime.private import FakeTensorMode, function_of
+
+_OURS = "autopar::"
+_OF_PARTS = "autopar::cross_entropy_"  # what these tell of a device's part of a vocabulary has no type
+
+
+def is_body_known(target: Any) -> bool:
+    """Is it a custom op of autopar's?"""
+    name = str(target).replace(".", "::", 1)
+    return name.startswith(_OURS) and not name.startswith(_OF_PARTS)
+
+
+def body_of(node: fx.Node) -> fx.Graph:
+    """The graph of what a call runs, whose placeholders are its tensors in their order; it gives a list of results."""
+    function = function_of(str(node.target).rpartition(".")[0].replace(".", "::", 1))
+    places = list(node.all_input_nodes)
+
+    def run(*given: Tensor) -> list[Tensor]:
+        env = dict(zip(places, given, strict=True))
+        made = function(*fx.map_arg(node.args, env.__getitem__), **fx.map_arg(node.kwargs, env.__getitem__))
+        return list(made) if isinstance(made, tuple) else [made]
+
+    with FakeTensorMode():
+        values = [n.meta["val"] for n in places]
+        fake = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in values]
+        return make_fx(torch.func.functionalize(run, remove="mutations"))(*fake).graph  # as values alone
