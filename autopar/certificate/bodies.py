@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar.runtime.private import FakeTensorMode, function_of
 
 _OURS = "autopar::"
-_OF_PARTS = "autopar::cross_entropy_"  # what these tell of a device's part of a vocabulary has no type
+# what these tell of a device's part of a vocabulary has no type
+_OF_PARTS = "autopar::cross_entropy_rows", "autopar::cross_entropy_part"
 
 
 def is_body_known(target: Any) -> bool:

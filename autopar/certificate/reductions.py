@@ -52,6 +52,15 @@ def _largest(call: Call) -> Type:
     return Type(dims, most=(axes & frozenset(axes_of(x.dims))) | x.most, open=x.open)
 
 
+@rule("logsumexp.default")
+def _log_of_sums(call: Call) -> Type:
+    x = call.args[0]
+    if x.sums | x.most:
+        raise Refused(f"it lies as {x}", "a logarithm is of what is summed")
+    dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
+    return Type(dims, open=x.open).opened(axes & frozenset(axes_of(x.dims)))
+
+
 @rule("any.dim", "any.dims", "any.default", "all.dim", "all.dims", "all.default")
 def _any(call: Call) -> Type:
     x = call.args[0]
