@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.codegen.local_passes import groups_left_out
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, type_of
+from autopar.kernels.backend import is_traced
 from autopar.kernels.measured import taken
 from autopar.letters import BadConstraint, BadPreset, Infeasible, NotServed
 from autopar.runtime.collectives import TIME
@@ -36,6 +38,7 @@ from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_
 
 log = logging.getLogger("autopar")
 FREE = 0.02  # of a step: what chunks of the loss head may take before the whole head is also searched under a budget
+_ROUNDS = 4  # of planning again where kernels do not stand where they are counted
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
 
 
@@ -49,6 +52,7 @@ class Planning:
     why_whole: str = ""  # why the loss head does not run in chunks under a budget
     is_trial: bool = False  # is there another way to ask, if nothing fits?
     is_tight: bool = False  # is it known that the fastest plan does not fit in the budget?
+    apart: frozenset[str] = frozenset()  # results of groups of ops in whose place no kernel stands, though one could
 
     @without_collections
     def on(self, mesh: DeviceMesh, known: float = math.inf) -> Plan:
@@ -60,7 +64,7 @@ class Planning:
                 advice=f"another name than {TIME!r}, or microbatches=1",
             )
         try:
-            return self._planned(mesh, known)
+            return self._with_kernels(mesh, known)
         except BadConstraint as e:
             if asked.parallel is None or asked.constraints:
                 raise
@@ -106,6 +110,26 @@ class Planning:
         """Words about what stands on each device, if the constraints left it in parts on all of them."""
         return f"on all {mesh.size} devices in parts it takes {size(_standing(self.request, self.graph) / mesh.size)}"
 
+    def _with_kernels(self, mesh: DeviceMesh, known: float) -> Plan:
+        """The plan in which kernels hold as little as they are counted to.
+
+        A group of ops in whose place one could stand is counted as one kernel. Where a plan puts a conversion among its
+        ops, they are counted as ops, and it is planned again.
+        """
+        plan = self._planned(mesh, known)
+        if not plan.kernels or not is_traced(self.request.hardware.device.kernels):
+            return plan
+        apart = self.apart
+        for _ in range(_ROUNDS):
+            chunks = plan.chunks if self.graph.chunks == 1 else 1
+            graph = in_chunks(self.graph, chunks, self.request.keeps_outputs)
+            left = groups_left_out(graph, plan) - apart
+            if not left:
+                return replace(plan, defaults=(*plan.defaults, *_said_of_groups(apart)))
+            apart |= left
+            plan = replace(self, apart=apart)._planned(mesh, known)
+        return replace(self, request=replace(self.request, kernels=False))._planned(mesh, known)
+
     def _planned(self, mesh: DeviceMesh, known: float) -> Plan:
         """The plan on a mesh; where the fastest one does not fit in the budget, one of those that do."""
         try:
@@ -145,6 +169,7 @@ class Planning:
             compiled=asked.compile,
             kernels=taken(asked.kernels, asked.hardware.device.kernels),
             strict=asked.strict,
+            apart=self.apart,
             turns=self.graph.turns,
         )
         space_in = functools.partial(
@@ -245,6 +270,14 @@ class Planning:
         if self.graph.chunks > 1:
             return [("head", f"in {self.graph.chunks} chunks of rows, whose logits are not kept")]
         return [("head", f"whole: {self.why_whole}")] if self.why_whole else []
+
+
+def _said_of_groups(apart: frozenset[str]) -> list[tuple[str, str]]:
+    """Words about groups of ops in whose place no kernel stands, though one could."""
+    if not apart:
+        return []
+    few = ", ".join(sorted(apart)[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
+    return [("one by one", f"ops that a kernel could stand for, with a conversion among them: {few}")]
 
 
 def _standing(request: Any, graph: Graph) -> float:

@@ -13,7 +13,8 @@ import torch.fx as fx
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.runtime.private import FakeTensorMode, function_of
+from autopar.kernels import backend
+from autopar.runtime.private import TRACING, FakeTensorMode, clean_room, function_of
 
 _OURS = "autopar::"
 # what these tell of a device's part of a vocabulary has no type
@@ -36,7 +37,7 @@ def body_of(node: fx.Node) -> fx.Graph:
         made = function(*fx.map_arg(node.args, env.__getitem__), **fx.map_arg(node.kwargs, env.__getitem__))
         return list(made) if isinstance(made, tuple) else [made]
 
-    with FakeTensorMode():
+    with TRACING, clean_room(), backend.as_ops(), FakeTensorMode():
         values = [n.meta["val"] for n in places]
         fake = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in values]
         return make_fx(torch.func.functionalize(run, remove="mutations"))(*fake).graph  # as values alone

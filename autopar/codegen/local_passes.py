@@ -10,10 +10,11 @@ from dataclasses import replace
 import torch.fx as fx
 
 from autopar import kernels
-from autopar.codegen.local import LocalProgram
-from autopar.graph.graph import info
+from autopar.codegen.local import LocalProgram, local_program
+from autopar.graph.graph import Graph, info
 from autopar.kernels import groups
 from autopar.kernels.patterns import Found, called
+from autopar.solver.plan import Plan
 
 
 def drop_unread_ops(program: LocalProgram) -> None:
@@ -63,6 +64,14 @@ def _saves_alike(program: LocalProgram, found: Found) -> bool:
     """Are all results of a group saved, or all recomputed?"""
     about = [info(result) for result in found.results]
     return len({program.recomputed.isdisjoint((one.key, *one.names)) for one in about}) == 1
+
+
+def groups_left_out(graph: Graph, plan: Plan) -> frozenset[str]:
+    """The results of groups of a graph's ops in whose place kernels could stand, and do not under a plan, by name."""
+    program = local_program(graph, plan, (0,) * len(plan.mesh.shape))
+    alike = functools.partial(_saves_alike, program)
+    stand = {info(found.result).key for _, found, _ in groups(program.fx.nodes, plan.kernels, alike)}
+    return frozenset(info(found.result).key for _, found, _ in groups(graph.nodes, plan.kernels)) - stand
 
 
 def is_kernel(node: fx.Node) -> bool:

@@ -5,31 +5,41 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.runtime.private import FakeTensor
-
 _IS_THERE = importlib.util.find_spec("triton") is not None  # on Linux alone
 triton: Any = importlib.import_module("triton") if _IS_THERE else None
 tl: Any = importlib.import_module("triton.language") if _IS_THERE else None
 
-__all__ = ["VARIABLE", "as_rows", "block_of", "is_traced", "jit", "programs_of", "runs", "tl"]
+__all__ = ["VARIABLE", "as_ops", "as_rows", "block_of", "is_traced", "jit", "programs_of", "runs", "tl"]
 
 # for tests on a CPU: "interpret" runs the kernels themselves, by Triton's interpreter; "ops" the custom ops, which run
 # their references
 VARIABLE = "AUTOPAR_KERNELS"
+_TRACED = threading.local()
 jit: Callable[[Any], Any] = triton.jit if triton is not None else lambda function: function
 
 
 def runs(x: Tensor) -> bool:
     """Is it the kernel that runs on this tensor, and not its reference?"""
-    if triton is None or isinstance(x, FakeTensor):
+    if triton is None or getattr(_TRACED, "as_ops", False):
         return False
     return x.is_cuda or os.environ.get(VARIABLE) == "interpret"
+
+
+@contextlib.contextmanager
+def as_ops() -> Iterator[None]:
+    """Let custom ops run their references in this thread, whatever the device: for who traces them."""
+    _TRACED.as_ops = True
+    try:
+        yield
+    finally:
+        _TRACED.as_ops = False
 
 
 def is_traced(device: str) -> bool:

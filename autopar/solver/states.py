@@ -67,7 +67,7 @@ class StateSearch:
         if (again, passing) not in self.known:
             through = self.line.under(again, passing)
             ran, often = frozenset(through.ran), Counter(through.ran)
-            often.subtract(self.line.forced & ran)  # once is what the sharding takes
+            often.subtract(self.line.once & ran)
             seconds = sum(self.line.runs[i].seconds * n for i, n in often.items())
             states = StepStates(ran, seconds, through.held, tuple(pair for pair in passing if pair[0] in ran))
             self.known[again, passing] = self.known[states.key] = states

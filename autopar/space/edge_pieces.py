@@ -62,6 +62,8 @@ class EdgePieces:
         on it.
         """
         lifetimes, value, taker = self.lifetimes, self.wiring.values[index], self.wiring.takers[index]
+        if value in lifetimes.inner:
+            return
         edge, type_ = self.wiring.edges[index], type_of(value)
         bytes_ = self.bytes.by_flows(edge, type_)
         if value in lifetimes.turned and type_.requires_grad:

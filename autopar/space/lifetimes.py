@@ -11,6 +11,7 @@ from autopar.graph import walks
 from autopar.graph.graph import Graph, info, type_of
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.saved import freed_first, kept_by, layouts, owners
+from autopar.space.traffic import Group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +59,9 @@ class Clock:
 class Lifetimes:
     """Times at which values are read, and memories on which they lie, on one kind of device."""
 
-    def __init__(self, graph: Graph, clock: Clock, parameters: ParameterValues, kind: str) -> None:
+    def __init__(
+        self, graph: Graph, clock: Clock, parameters: ParameterValues, kind: str, groups: Mapping[fx.Node, Group]
+    ) -> None:
         self.clock = clock
         self.parameters = parameters
         self.memory, self.turned = layouts(graph)  # of each value; and those that do not lie in memory order
@@ -71,10 +74,12 @@ class Lifetimes:
         self.besides: dict[fx.Node, int] = {}  # and the bytes of what it makes besides;
         # the value of these that its backward frees before it makes as much
         self.freed_first: dict[fx.Node, fx.Node] = {}
+        self.inner = frozenset(op for op, group in groups.items() if group.is_inner)  # their values are in no memory
+        self.runs_with = {op: group.last for op, group in groups.items()}  # the ops in whose kernels these run
         for op in clock.ops:
-            kept, self.besides[op] = kept_by(op, kind, emitted=True)
+            kept, self.besides[op] = kept_by(op, kind, emitted=True) if op not in groups else (groups[op].kept(op), 0)
             self.keeps[op] = set(kept)
-            if (first := freed_first(op)) in self.keeps[op]:
+            if op not in groups and (first := freed_first(op)) in self.keeps[op]:
                 self.freed_first[op] = first
         # of each value of an op, the last time at which it is needed as it is: by an op of the forward, or by its own
         # op's backward
@@ -88,7 +93,7 @@ class Lifetimes:
     def _end(self, value: fx.Node) -> int:
         op = _producer(value)
         if value in self.keeps[op]:
-            return self.clock.back(op)
+            return self.clock.back(self.runs_with.get(op, op))
         return max([self.clock.at[op], *map(self.clock.forward, self.users[value])])
 
     def needed(self, value: fx.Node) -> int:
@@ -116,7 +121,7 @@ class Lifetimes:
         """The last time at which an op or its backward needs a value."""
         if value not in self.keeps[op]:
             return self.clock.at[op]
-        return self.clock.back(op) - (self.freed_first.get(op) is value)
+        return self.clock.back(self.runs_with.get(op, op)) - (self.freed_first.get(op) is value)
 
     def last_use(self, value: fx.Node) -> int:
         """The last op of the forward that reads a value, through views too: where its gradient begins."""
@@ -128,7 +133,8 @@ class Lifetimes:
     def _last_read(self, value: fx.Node, user: fx.Node) -> int:
         """The same by one reader. Of outputs beside a loss nobody gives a gradient."""
         if user in self.clock.at:
-            return max(map(self.last_use, self.views(user, value)), default=self.clock.at[user])
+            runs = self.runs_with.get(user, user)
+            return max(map(self.last_use, self.views(user, value)), default=self.clock.at[runs])
         return self._place(value) if self.clock.has_loss and type_of(value).shape else self.clock.n - 1
 
     def first_use(self, value: fx.Node) -> int:

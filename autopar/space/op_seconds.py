@@ -80,7 +80,7 @@ class OpSeconds:
         self.costs = CostModel(setting.cluster)
         self.copied = _copies(graph)
         self.chains = Chains.of(graph, self.cluster.device.kernels) if setting.compiled else None
-        self.groups = groups_of(graph, setting.kernels, self.cluster.device.kernels)
+        self.groups = groups_of(graph, setting)
 
     def compute(self, chosen: Chosen) -> Ways:
         """Seconds of computing."""

@@ -77,6 +77,8 @@ class _Builder:
             self._as_first_operand(op, besides) if besides else None,
             self._as_first_operand(op, work) if work else None,
             info(op).chunks > 1,
+            op in lifetimes.inner,
+            lifetimes.clock.at[lifetimes.runs_with[op]] if op in lifetimes.runs_with else OWN,
         )
 
     def _shown(self, op: fx.Node, value: fx.Node, edges: Sequence[int]) -> int:

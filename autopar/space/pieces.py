@@ -18,6 +18,7 @@ from autopar.space.passages import passages_of
 from autopar.space.schedule import Schedule
 from autopar.space.setting import Setting
 from autopar.space.site_pieces import SitePieces
+from autopar.space.traffic import held_by_kernels
 from autopar.space.wiring import Wiring
 
 
@@ -33,7 +34,8 @@ def memory_of(
     """The pieces of a graph's step."""
     trained = trained_parameters(graph)
     clock = Clock.of(graph, _updates(len(trained), setting))
-    lifetimes = Lifetimes(graph, clock, parameters, setting.cluster.device.kernels)
+    groups = held_by_kernels(graph, setting)
+    lifetimes = Lifetimes(graph, clock, parameters, setting.cluster.device.kernels, groups)
     buckets = GradientBuckets.of(trained, lifetimes, wiring, setting)
     sites = SitePieces(graph, setting, wiring, lifetimes, buckets, bytes_)
     for node in graph.nodes:

@@ -22,6 +22,7 @@ class Setting:
     regather: bool = False  # may gathered parameters be dropped and gathered again in backward?
     compiled: bool = False  # does torch.compile make the code?
     kernels: tuple[str, ...] = ()  # which of autopar's stand in the place of several ops
+    apart: frozenset[str] = frozenset()  # results of such groups in whose place none stands, by name
     strict: bool = False  # is an op without a rule an error?
     turns: int = 1  # micro-batches of a call: the graph is that of one
 

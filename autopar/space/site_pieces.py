@@ -84,6 +84,8 @@ class SitePieces:
 
     def _op(self, op: fx.Node) -> None:
         """Add the values of an op, what it keeps for its backward and what it makes for the while."""
+        if op in self.lifetimes.inner:
+            return
         now, back = self.clock.at[op], self.clock.back(op)
         for port, value in self._ports(op):
             if not self.lifetimes.is_view[value]:
@@ -94,6 +96,8 @@ class SitePieces:
             self._put("saved activations", op, self._as_first_operand(op, besides), now, back)
         if info(op).chunks > 1:
             self._sums_of_chunks(op, now, back)
+        if op in self.lifetimes.runs_with:
+            return
         gives_gradient = any(t.requires_grad for t in info(op).outputs)
         times = (now, back) if gives_gradient else (now,)
         for time, made in zip(times, work_of(op)):

@@ -62,6 +62,8 @@ class Passage:
     besides: np.ndarray | None = None  # bytes that its backward reads besides, by choice
     work: np.ndarray | None = None  # and bytes that it makes for the while
     in_chunks: bool = False  # does it run once for each chunk, forward and backward together?
+    is_inner: bool = False  # is what it makes in no memory, but in a kernel?
+    runs_at: int = OWN  # the op in whose kernel it runs, by time; OWN: in one of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +95,8 @@ class Run:
     is_op: bool = True
     region: str = ""  # the model's own checkpoint region around it
     is_core: bool = False  # is it in the core of an attention?
-    is_forced: bool = False  # is what it makes always dropped? The copy of a parameter that is gathered again
+    # is what it makes always dropped? The copy of a parameter that is gathered again, or what is inside a kernel
+    is_forced: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,6 +130,7 @@ class Timeline:
         self.needed = frozenset(v for run in self.runs for v in run.keeps)  # values that some backward reads
         # runs that come again wherever what they make is needed
         self.forced = frozenset(i for i, run in enumerate(self.runs) if run.is_forced)
+        self.once = frozenset(i for i in self.forced if not self.runs[i].is_op)  # which the sharding counts, once
         self.fixed = self.leaves | (self.bytes <= SMALL)  # of each value: it is not dropped, for it leaves, or is small
         self.fixed[list(self.of_chunks)] = True
         gathered = {v for run in self.runs if not run.is_op and not run.reads for v in run.makes if not self.fixed[v]}
@@ -304,6 +308,7 @@ class _Writer:
         self.travels: dict[int, tuple[int, int]] = {}
         self.converted: dict[tuple[int, int, int], int] = {}
         self.of_chunks: set[int] = set()
+        self.handed: dict[int, list[int]] = {}  # what ops that run in the kernel of a later one keep, by its time
         self.times = space.setting.passes  # micro-batches: what a run takes, it takes in each
 
     def line(self, held: np.ndarray, momentary: Momentary) -> Timeline:
@@ -341,6 +346,10 @@ class _Writer:
             if made.is_kept:
                 keeps.append(value)
         self.values.append(values)
+        if op.runs_at not in (OWN, time):
+            self.handed.setdefault(op.runs_at, []).extend(keeps)
+            keeps = []
+        keeps += self.handed.pop(time, [])
         if op.besides is not None:
             makes.append(self._value(float(op.besides[choice])))
             keeps.append(makes[-1])
@@ -359,6 +368,7 @@ class _Writer:
             work,
             region=op.region,
             is_core=op.is_core,
+            is_forced=op.is_inner,
         )
         if op.in_chunks:
             self.of_chunks.update(v for v in (*makes, *keeps) if v != RESIDENT)

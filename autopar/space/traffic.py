@@ -9,17 +9,18 @@ plan has any.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name, type_of
-from autopar.kernels import groups
+from autopar.kernels import backend, groups
 from autopar.kernels.patterns import Found, readers
 from autopar.ops.entry import Line, facts_of
 from autopar.space.saved import kept_by
+from autopar.space.setting import Setting
 
 
 class Traffic(NamedTuple):
@@ -90,10 +91,17 @@ class Group:
     needed: frozenset[fx.Node]  # of that, what its backward reads once more
     written: frozenset[fx.Node]  # and what gets a gradient of its own
     leaves: tuple[float, float]  # how often its result moves in forward, and that or its gradient in backward
+    last: fx.Node  # the op whose result is the last one: where the kernel runs
     is_last: bool
+    is_kept: bool  # does the kernel's backward read its result?
+    is_inner: bool  # is its result nowhere, but in the kernel?
+
+    def kept(self, op: fx.Node) -> list[fx.Node]:
+        """The values that are kept for backward where the op is: of what the kernel reads, or its result."""
+        return [n for n in op.all_input_nodes if source_of(n) in self.needed] + ([op] if self.is_kept else [])
 
     def traffic(self, given: Sequence[fx.Node]) -> Traffic:
-        sources = [_source(n) for n in given]
+        sources = [source_of(n) for n in given]
         first = [k for k, n in enumerate(sources) if n in self.enters and n not in sources[:k]]
         written, read = self.leaves
         forward = [(k, 1.0) for k in first] + [(len(given), written)]
@@ -102,23 +110,46 @@ class Group:
         return Traffic(tuple(forward), tuple(back), 1, self.is_last, self.is_last)
 
 
-def groups_of(graph: Graph, names: Collection[str], kernels: str) -> dict[fx.Node, Group]:
-    """The ops in whose place kernels of these names stand, each with its share."""
-    return {op: share for _, found, _ in groups(graph.nodes, names) for op, share in _shares(found, kernels)}
+def groups_of(graph: Graph, setting: Setting) -> dict[fx.Node, Group]:
+    """The ops in whose place kernels stand, each with its share."""
+
+    def is_taken(found: Found) -> bool:
+        return info(found.result).key not in setting.apart
+
+    kind = setting.cluster.device.kernels
+    all_ = groups(graph.nodes, setting.kernels, is_taken)
+    return {op: share for _, found, _ in all_ for op, share in _shares(found, kind)}
+
+
+def held_by_kernels(graph: Graph, setting: Setting) -> dict[fx.Node, Group]:
+    """Those of them that run in one kernel: on a CPU ops run one by one, in their order."""
+    return groups_of(graph, setting) if backend.is_traced(setting.cluster.device.kernels) else {}
 
 
 def _shares(found: Found, kernels: str) -> Iterator[tuple[fx.Node, Group]]:
     inside, results = set(found.nodes), set(found.results)
     needed, seen = _needed(found, kernels), set[fx.Node]()
     for op in sorted(inside):
-        enters = {_source(n) for n in op.all_input_nodes} - inside - seen
+        enters = {source_of(n) for n in op.all_input_nodes} - inside - seen
         seen |= enters
         written = {n for n in enters if type_of(n).requires_grad}
         if op_name(op) == "add" and len({type_of(n).shape for n in written}) == 1:  # one gradient serves both
             written = {min(written)}
         has_gradient = op is found.result or not inside.issuperset(readers(op))
         leaves = (1.0, float(has_gradient) + float(op in needed)) if op in results else (0.0, 0.0)
-        yield op, Group(frozenset(enters), frozenset(enters & needed), frozenset(written), leaves, op is found.result)
+        yield (
+            op,
+            Group(
+                frozenset(enters),
+                frozenset(enters & needed),
+                frozenset(written),
+                leaves,
+                found.result,
+                is_last=op is found.result,
+                is_kept=op in results and op in needed,
+                is_inner=op not in results,
+            ),
+        )
 
 
 def _needed(found: Found, kernels: str) -> set[fx.Node]:
@@ -128,11 +159,11 @@ def _needed(found: Found, kernels: str) -> set[fx.Node]:
         values, makes = kept_by(op, kernels)
         if makes or (op in needed and op not in found.results[:-1]):
             values = [*values, *op.all_input_nodes]
-        needed.update(map(_source, values))
+        needed.update(map(source_of, values))
     return needed
 
 
-def _source(node: fx.Node) -> fx.Node:
+def source_of(node: fx.Node) -> fx.Node:
     """The value that passes through an identity to several readers."""
     while info(node).kind == "op" and op_name(node) == "identity":
         node = node.kwargs["input"]
