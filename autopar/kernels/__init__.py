@@ -10,6 +10,7 @@ sharding and before differentiation, where no conversion stands between them.
     layer_norm    one by mean and variance, with weight and bias
     gated         silu(gate) * up, or a gelu of the gate
     gelu_tanh     a gelu that is written out with a tanh
+    rotary_pair   the same of queries and keys, by the same angles
     rotary        positions turned into a rotation of halves
     cross_entropy the sum of those of rows of logits, which are read in halves
     cross_entropy_part  the same where the vocabulary is cut
@@ -42,6 +43,7 @@ NAMES = (
     "layer_norm",
     "gated",
     "gelu_tanh",
+    "rotary_pair",
     "rotary",
     "cross_entropy",
     "cross_entropy_part",

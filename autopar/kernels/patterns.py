@@ -13,6 +13,7 @@ names them all.
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from autopar.ops.entry import Op
 from autopar.runtime import forms
 
 _EITHER_WAY = ("add", "mul")
+_NEAR = 3  # nodes of an op that are looked at for a result beside the last one
 _Bound = Mapping[str, Any]  # of a pattern's names, the nodes and constants that they stand for
 
 
@@ -96,7 +98,7 @@ class Found:
 
 def find(pattern: Pattern, node: fx.Node) -> Found | None:
     """The place of a pattern whose last result is this node."""
-    for bound in _value(pattern, pattern.results[-1], node, {}):
+    for bound in _all_results(pattern, node):
         found = Found(pattern, bound)
         nodes, results = set(found.nodes), found.results
         others = {user for result in results[:-1] for user in readers(result)} - nodes
@@ -105,6 +107,31 @@ def find(pattern: Pattern, node: fx.Node) -> Found | None:
         if is_late and is_whole and all(nodes.issuperset(readers(n)) for n in nodes.difference(results)):
             return found
     return None
+
+
+def _all_results(pattern: Pattern, last: fx.Node) -> Iterator[_Bound]:
+    """The ways in which a pattern may stand, its last result at this node.
+
+    A result that the last one is not made of is looked for among the nodes before.
+    """
+    ways = list(_value(pattern, pattern.results[-1], last, {}))
+    for name in reversed(pattern.results[:-1]):
+        further = list[_Bound]()
+        for bound in ways:
+            if name in bound:
+                further.append(bound)
+                continue
+            before = itertools.islice(_before(last, pattern.steps[name].op), _NEAR)
+            further += (way for node in before for way in _value(pattern, name, node, bound))
+        ways = further
+    yield from ways
+
+
+def _before(node: fx.Node, op: str) -> Iterator[fx.Node]:
+    """The nodes before one that call an op, the nearest first."""
+    while (node := node.prev).op != "root":
+        if node.op == "call_function" and called(node) == op:
+            yield node
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:

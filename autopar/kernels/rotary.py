@@ -16,14 +16,14 @@ from autopar.kernels.patterns import Found, Pattern
 
 WARPS = 4
 _TILE = 1024  # elements of a half that a program holds
-_TURN = """
-straight = mul(input=x, other=cos)
-first = narrow(input=x, dim=DIM, start=0, length=HALF)
-second = narrow(input=x, dim=DIM, start=HALF, length=HALF)
-back = neg(input=second)
-turned = cat(tensors=[back, first], dim=-1)
-across = mul(input=turned, other=sin)
-y = add(input=straight, other=across)
+TURN = """
+straight{n} = mul(input=x{n}, other=cos)
+first{n} = narrow(input=x{n}, dim=DIM, start=0, length=HALF)
+second{n} = narrow(input=x{n}, dim=DIM, start=HALF, length=HALF)
+back{n} = neg(input=second{n})
+turned{n} = cat(tensors=[back{n}, first{n}], dim=-1)
+across{n} = mul(input=turned{n}, other=sin)
+y{n} = add(input=straight{n}, other=across{n})
 """
 
 
@@ -35,31 +35,11 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @jit
-def kernel(
-    X,
-    C,
-    S,
-    Y,
-    heads,
-    places,
-    x_batch,
-    x_head,
-    x_place,
-    c_batch,
-    c_place,
-    y_batch,
-    y_head,
-    y_place,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    IS_BACK: tl.constexpr,
-):
-    """HEADS heads of one place a program, which share its angles. Back, the rotation is the other way round."""
-    row = tl.program_id(0).to(tl.int64)
-    place, batch = row % places, row // places
+def _turn(X, C, S, Y, part, batch, place, heads, x_batch, x_head, x_place, c_batch, c_place, y_batch, y_head, y_place,
+          HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, IS_BACK: tl.constexpr):  # fmt: skip
+    """HEADS heads of one place, which share its angles. Back, the rotation is the other way round."""
     at = tl.arange(0, BLOCK)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head = part * HEADS + tl.arange(0, HEADS)
     is_angle = at < HALF
     inside = (head < heads)[:, None] & is_angle[None, :]
     angles = batch * c_batch + place * c_place + at
@@ -81,46 +61,59 @@ def kernel(
     tl.store(Y + y + HALF, y2.to(Y.dtype.element_ty), mask=inside)
 
 
+@jit
+def kernel(X, Y, K, L, C, S, places, c_batch, c_place,
+           x_heads, x_batch, x_head, x_place, y_batch, y_head, y_place,
+           k_heads, k_batch, k_head, k_place, l_batch, l_head, l_place, parts,
+           HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, IS_BACK: tl.constexpr,
+           IS_PAIR: tl.constexpr):  # fmt: skip
+    """Some heads of one place a program: of X, in so many parts, and where there is a pair those of K behind them."""
+    row = tl.program_id(0).to(tl.int64)
+    place, batch = row % places, row // places
+    part = tl.program_id(1)
+    if IS_PAIR:
+        if part >= parts:
+            _turn(K, C, S, L, part - parts, batch, place, k_heads, k_batch, k_head, k_place, c_batch, c_place,
+                  l_batch, l_head, l_place, HALF, BLOCK, HEADS, IS_BACK)  # fmt: skip
+        else:
+            _turn(X, C, S, Y, part, batch, place, x_heads, x_batch, x_head, x_place, c_batch, c_place,
+                  y_batch, y_head, y_place, HALF, BLOCK, HEADS, IS_BACK)  # fmt: skip
+    else:
+        _turn(X, C, S, Y, part, batch, place, x_heads, x_batch, x_head, x_place, c_batch, c_place,
+              y_batch, y_head, y_place, HALF, BLOCK, HEADS, IS_BACK)  # fmt: skip
+
+
 def heads_of(half: int, heads: int) -> tuple[int, int]:
     """Elements that a program holds of half a head, and heads that it turns: as many as leave registers."""
     block = 1 << max(4, (half - 1).bit_length())
     return block, min(1 << (heads - 1).bit_length(), max(1, _TILE // block))
 
 
-def _launch(x: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> Tensor:
-    """The kernel on tensors of (batch, heads, places, width), however the first three lie."""
-    y = torch.empty_like(x)
-    batch, heads, places, width = x.shape
-    x = x if x.stride(3) == 1 else x.contiguous()
+def launch(xs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, is_back: bool) -> tuple[Tensor, ...]:
+    """The kernel on one or two tensors of (batch, heads, places, width), however the first three lie."""
+    ys = tuple(torch.empty_like(x) for x in xs)
+    batch, _, places, width = xs[0].shape
+    xs = tuple(x if x.stride(3) == 1 else x.contiguous() for x in xs)
     cos, sin = (t.expand(t.shape[0], 1, places, width).contiguous() for t in (cos, sin))
     c_batch = cos.stride(0) if cos.shape[0] > 1 else 0
-    if y.numel():
-        block, together = heads_of(width // 2, heads)
-        kernel[(batch * places, -(-heads // together))](
-            x,
-            cos,
-            sin,
-            y,
-            heads,
-            places,
-            *x.stride()[:3],
-            c_batch,
-            cos.stride(2),
-            *y.stride()[:3],
-            HALF=width // 2,
-            BLOCK=block,
-            HEADS=together,
-            IS_BACK=is_back,
-            num_warps=WARPS,
+    if batch * places and any(y.numel() for y in ys):
+        heads = [x.shape[1] for x in xs]
+        block, together = heads_of(width // 2, max(heads))
+        parts = [-(-n // together) for n in heads]
+        lies = [(n, *x.stride()[:3], *y.stride()[:3]) for n, x, y in zip(heads, xs, ys)]
+        tensors = xs[0], ys[0], xs[-1], ys[-1], cos, sin
+        how = {"HALF": width // 2, "BLOCK": block, "HEADS": together, "IS_BACK": is_back, "IS_PAIR": len(xs) > 1}
+        kernel[(batch * places, sum(parts))](
+            *tensors, places, c_batch, cos.stride(2), *lies[0], *lies[-1], parts[0], **how, num_warps=WARPS
         )
-    return y
+    return ys
 
 
 @torch.library.custom_op("autopar::rotary", mutates_args=())
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Each head of each place, turned by its angles; it lies as `x` does."""
     if backend.runs(x):
-        return _launch(x, cos, sin, is_back=False)
+        return launch((x,), cos, sin, is_back=False)[0]
     return torch.empty_like(x).copy_(reference(x, cos, sin))
 
 
@@ -133,7 +126,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotated_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The gradient of what was turned; it lies as `dy` does."""
     if backend.runs(dy):
-        return _launch(dy, cos, sin, is_back=True)
+        return launch((dy,), cos, sin, is_back=True)[0]
     return torch.empty_like(dy).copy_(through(lambda x: reference(x, cos, sin), dy, dy)[0])
 
 
@@ -158,15 +151,19 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated(x, cos, sin) if backend.is_traced(x.device.type) else reference(x, cos, sin)
 
 
-def _arguments(found: Found) -> Mapping[str, Any] | None:
-    """Those of the call, where angles are no parameters and the same for all heads."""
-    x, cos, sin = found["x"], found["cos"], found["sin"]
+def are_served(found: Found, x: Any) -> bool:
+    """Are angles no parameters, and the same for all heads of `x`?"""
+    cos, sin = found["cos"], found["sin"]
     shape, angles = type_of(x).shape, type_of(cos).shape
     is_served = are_alike([x, cos, sin]) and not type_of(cos).requires_grad and not type_of(sin).requires_grad
     is_served &= len(shape) == 4 and found["DIM"] in (3, -1) and 2 * found["HALF"] == shape[3]
     is_served &= angles == type_of(sin).shape and len(angles) == 4
-    is_served &= is_served and angles[1:] == (1, *shape[2:]) and angles[0] in (1, shape[0])
-    return {"x": x, "cos": cos, "sin": sin} if is_served else None
+    return is_served and angles[1:] == (1, *shape[2:]) and angles[0] in (1, shape[0])
 
 
-FAMILY = Family("rotary", (Pattern.of(_TURN),), rotary, reference, _arguments)
+def _arguments(found: Found) -> Mapping[str, Any] | None:
+    x = found["x"]
+    return {"x": x, "cos": found["cos"], "sin": found["sin"]} if are_served(found, x) else None
+
+
+FAMILY = Family("rotary", (Pattern.of(TURN.format(n="")),), rotary, reference, _arguments)

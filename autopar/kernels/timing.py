@@ -25,6 +25,7 @@ _SHAPES: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {  # of the operands
     "layer_norm": [((rows, d), (d,), (d,)) for rows, d in ((2048, 4096), (8192, 4096), (32768, 768))],
     "gated": [((rows, f), (rows, f)) for rows, f in ((2048, 14336), (8192, 14336), (8192, 1792))],
     "gelu_tanh": [((rows, f),) for rows, f in ((8192, 3072), (8192, 16384))],
+    "rotary_pair": [((4, 32, 2048, 128), (4, 8, 2048, 128), (1, 1, 2048, 128), (1, 1, 2048, 128))],
     "rotary": [((b, h, s, w), (1, 1, s, w), (1, 1, s, w)) for b, h, s, w in ((4, 32, 2048, 128), (1, 8, 8192, 128))],
     "cross_entropy": [((rows, words),) for rows, words in ((8192, 32000), (4096, 128256))],
     "cross_entropy_part": [((8192, words),) for words in (16032, 32064)],  # eighths and fourths of a vocabulary
@@ -36,6 +37,7 @@ _SMALL: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {
     "add_layer_norm": [((4, 64), (4, 64), (64,), (64,))],
     "gated": [((4, 64), (4, 64))],
     "gelu_tanh": [((4, 64),)],
+    "rotary_pair": [((2, 4, 4, 16), (2, 2, 4, 16), (1, 1, 4, 16), (1, 1, 4, 16))],
     "rotary": [((2, 2, 4, 16), (1, 1, 4, 16), (1, 1, 4, 16))],
     "cross_entropy": [((4, 64),)],
     "cross_entropy_part": [((4, 64),)],
@@ -49,7 +51,7 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "cross_entropy": (-100, 0.0),
     "cross_entropy_part": (-100, 0.0, (), 128256),  # what is exchanged is not timed
 }
-_STILL = {"rotary": 2}  # so many of the last operands get no gradient
+_STILL = {"rotary": 2, "rotary_pair": 2}  # so many of the last operands get no gradient
 _LEAST_S = 0.2  # of measuring one call
 
 

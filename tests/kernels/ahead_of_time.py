@@ -46,9 +46,9 @@ def variants():
         constants = {"SUMS": sums, "BLOCK": cross_entropy.BLOCK}
         yield cross_entropy.forward_kernel, constants, cross_entropy.WARPS, ("ROWS",)
     yield cross_entropy.backward_kernel, {"BLOCK": cross_entropy.BLOCK}, cross_entropy.WARPS, ("DY", "LSE")
-    for half, is_back in itertools.product((32, 64, 128), (False, True)):
+    for half, is_back, is_pair in itertools.product((32, 64, 128), (False, True), (False, True)):
         block, heads = rotary.heads_of(half, 64)
-        constants = {"HALF": half, "BLOCK": block, "HEADS": heads, "IS_BACK": is_back}
+        constants = {"HALF": half, "BLOCK": block, "HEADS": heads, "IS_BACK": is_back, "IS_PAIR": is_pair}
         yield rotary.kernel, constants, rotary.WARPS, ()
 
 

@@ -18,6 +18,7 @@ from autopar.kernels import (
     layer_norm,
     rms_norm,
     rotary,
+    rotary_pair,
 )
 from autopar.kernels.family import Family
 
@@ -93,6 +94,7 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "gated": _exact_gate,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "rotary": _exact_turn,
+    "rotary_pair": lambda q, k, *angles: (_exact_turn(q, *angles), _exact_turn(k, *angles)),
     "cross_entropy": lambda x, t, ignored, smoothing: torch.nn.functional.cross_entropy(
         x.flatten(0, -2), t, reduction="sum", ignore_index=ignored, label_smoothing=smoothing
     ),
@@ -139,6 +141,13 @@ CASES = {
     "gelu_tanh": Case(gelu_tanh, ((3, 700),)),
     "gelu_tanh, one element": Case(gelu_tanh, ((1,),)),
     "rotary": Case(rotary, ((2, 3, 5, 16), (1, 1, 5, 16), (1, 1, 5, 16)), still=2),
+    "rotary_pair, fewer keys": Case(rotary_pair, ((2, 6, 5, 16), (2, 3, 5, 16), (1, 1, 5, 16), (1, 1, 5, 16)), still=2),
+    "rotary_pair, many heads, an angle a row": Case(
+        rotary_pair,
+        ((2, 71, 2, 24), (2, 2, 2, 24), (2, 1, 2, 24), (2, 1, 2, 24)),
+        still=2,
+        lies=lambda x: _transposed(x),
+    ),
     "rotary, many heads of which some are left over": Case(
         rotary, ((1, 71, 2, 32), (1, 1, 2, 32), (1, 1, 2, 32)), still=2
     ),

@@ -26,6 +26,7 @@ WRONG = {  # a case, and what is written instead
     "cross_entropy, smoothed": ("if SUMS:", "if not SUMS:"),
     "cross_entropy, more columns than a block": ("total * tl.exp(most - above) +", "total +"),
     "rotary": ("y1 = x1 * c1 + x2 * s2", "y1 = x1 * c1 - x2 * s2"),
+    "rotary_pair, fewer keys": ("(dq, dk), cos, sin, is_back=True", "(dq, dk), cos, sin, is_back=False"),
 }
 
 

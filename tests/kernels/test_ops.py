@@ -16,6 +16,7 @@ NAMES = [
     "gated by silu",
     "gelu_tanh",
     "rotary",
+    "rotary_pair, fewer keys",
     "cross_entropy, some ignored",
     "cross_entropy, smoothed",
 ]

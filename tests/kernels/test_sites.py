@@ -21,7 +21,7 @@ from tests.kernels.sites import SITES
 from tests.language import drawn, llama
 
 ASSUMED = Assume(no_padding=True)
-LLAMA_LIKE = {"rms_norm": 1, "add_rms_norm": 4, "rotary": 4, "gated": 2}
+LLAMA_LIKE = {"rms_norm": 1, "add_rms_norm": 4, "rotary_pair": 2, "gated": 2}
 EXPECTED = {
     "gpt2": {"layer_norm": 1, "add_layer_norm": 4, "gelu_tanh": 2},
     "llama": LLAMA_LIKE,
@@ -31,7 +31,7 @@ EXPECTED = {
     "gemma2": {**LLAMA_LIKE, "rms_norm": 5},
     "phi3": LLAMA_LIKE,
     "olmo2": {**LLAMA_LIKE, "rms_norm": 8, "add_rms_norm": 1},
-    "gpt_neox": {"layer_norm": 3, "add_layer_norm": 2, "rotary": 4},
+    "gpt_neox": {"layer_norm": 3, "add_layer_norm": 2, "rotary_pair": 2},
     "bert": {"layer_norm": 2, "add_layer_norm": 4},
     "t5 1.1": {"rms_norm": 2, "add_rms_norm": 10, "gated": 4},
 }
