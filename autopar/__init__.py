@@ -33,7 +33,7 @@ _HOME = {  # public name -> the module that holds it
     "NotCaptured": "autopar.letters",
     "NotServed": "autopar.letters",
 }
-_FOLDERS = frozenset("tracer graph ops sharding space solver codegen module runtime testing letters".split())
+_FOLDERS = frozenset("tracer graph ops sharding space solver codegen module runtime testing letters optim".split())
 __all__ = sorted(_HOME)
 
 
@@ -52,6 +52,7 @@ def __getattr__(name: str) -> Any:
         "runtime",
         "testing",
         "letters",
+        "optim",
     ):
         return importlib.import_module(f"autopar.{name}")
     raise AttributeError(f"module 'autopar' has no attribute {name!r}")

@@ -97,11 +97,13 @@ def optimizer_of(given: Any) -> str | float:
         return float(given) if isinstance(given, float) else given
     kind = given if isinstance(given, type) else type(given)
     groups = getattr(given, "param_groups", [{}])
+    if kind.__module__ == "autopar.optim":
+        return "autopar-adamw"
     if kind.__module__.startswith("torch.optim") and (found := _states_of(kind.__name__, groups)) is not None:
         return found
     raise NotServed(
         f"optimizer={kind.__name__ if hasattr(given, 'param_groups') else given!r} is not known",
-        seen=among((*OPTIMIZERS, "torch.optim.AdamW and others of torch.optim"), given),
+        seen=among((*OPTIMIZERS, "autopar.optim.AdamW, torch.optim.AdamW and others of torch.optim"), given),
         advice="one of these, or the bytes of its states for each parameter: 8 for AdamW in float32",
     )
 

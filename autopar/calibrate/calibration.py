@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.calibrate.stages import Stages
 from autopar.calibrate.workloads import WORKLOADS, Workload, traced
+from autopar.optim import AdamW
 from autopar.runtime.collectives import STEPS, Axis, begin_all_reduce, bind_axes, finish, pack_all_reduce
 from autopar.sharding.cluster import Cluster, Link, Measured, Timed
 from autopar.sharding.costs import seconds
@@ -281,7 +282,7 @@ def _alone(
 
 
 def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, int, Callable[[], Any]]]:
-    """torch's own steps by the elements of a parameter on a device.
+    """Steps of optimizers by the elements of a parameter on a device.
 
     Parameters are DTensors, as in a parallel model.
     """
@@ -289,6 +290,7 @@ def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, 
         "adamw": torch.optim.AdamW,
         "sgd": torch.optim.SGD,
         "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+        "autopar-adamw": AdamW,
     }
     torch_mesh, count = mesh.to_torch(device), 8
     for name, optimizer in steps.items():

@@ -51,7 +51,11 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     "adamw": {"moved": 20, "kept": 2, "temporary": 1},
     "sgd": {"moved": 3, "kept": 0, "temporary": 0},
     "sgd-momentum": {"moved": 8, "kept": 1, "temporary": 0},
+    # autopar.optim.AdamW on single precision, each once: parameter, gradient and states are read, all but the gradient
+    # are written
+    "autopar-adamw": {"moved": 7, "kept": 2, "temporary": 0},
 }
+_SINGLE = 4  # bytes of a state of that, and of its master copy of a parameter of fewer
 
 
 def optimizer_figures(optimizer: str | float, itemsize: int) -> dict[str, float]:
@@ -59,6 +63,9 @@ def optimizer_figures(optimizer: str | float, itemsize: int) -> dict[str, float]
 
     The latter goes over its states as AdamW goes over two of them, and makes one tensor for the while.
     """
+    if optimizer == "autopar-adamw" and itemsize < _SINGLE:
+        kept = 3 * _SINGLE / itemsize
+        return {"moved": 2 * kept + 2, "kept": kept, "temporary": 0}
     if isinstance(optimizer, str):
         return OPTIMIZERS[optimizer]
     kept = optimizer / itemsize

@@ -17,9 +17,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autopar.kernels import backend, cross_entropy, gated, gelu_tanh, layer_norm, rms_norm, rotary, rows
+from autopar.kernels import adamw, backend, cross_entropy, gated, gelu_tanh, layer_norm, rms_norm, rotary, rows
 
 CAPABILITIES = (80, 90)
+NUMBERS = ("eps", "of_target", "of_all", "kept", "length", "root", "beta1", "beta2")
 POINTERS = {"bfloat16": "*bf16", "float32": "*fp32"}
 PTXAS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
 
@@ -42,6 +43,9 @@ def variants():
         yield gated.backward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, 4, ()
     yield gelu_tanh.forward_kernel, {"BLOCK": gelu_tanh.BLOCK}, 4, ()
     yield gelu_tanh.backward_kernel, {"BLOCK": gelu_tanh.BLOCK}, 4, ()
+    for scaled, master in itertools.product((False, True), (False, True)):
+        constants = {"IS_SCALED": scaled, "HAS_MASTER": master, "BLOCK": adamw.BLOCK}
+        yield adamw.kernel, constants, adamw.WARPS, ("M", "V", "W", "SCALE")
     for sums in (False, True):
         constants = {"SUMS": sums, "BLOCK": cross_entropy.BLOCK}
         yield cross_entropy.forward_kernel, constants, cross_entropy.WARPS, ("ROWS",)
@@ -88,7 +92,7 @@ def _type(name, constants, wide, dtype):
         return "*i64"
     if name.isupper():
         return POINTERS["float32" if name in wide else dtype]
-    return "fp32" if name in ("eps", "of_target", "of_all") else "i32"
+    return "fp32" if name in NUMBERS else "i32"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 from autopar.kernels import can_run
 
 if not can_run():
-    collect_ignore_glob = ["test_numerics.py", "test_mutants.py", "test_ahead_of_time.py"]
+    collect_ignore_glob = ["test_numerics.py", "test_mutants.py", "test_ahead_of_time.py", "test_adamw.py"]
 
 
 @pytest.fixture

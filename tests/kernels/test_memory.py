@@ -10,11 +10,12 @@ import torch
 import transformers as hf
 
 import autopar
+from autopar import Assume
 from autopar.codegen import joint
 from autopar.kernels import NAMES, families
 from benchmarks.memory import Live, cpu, gpt2, llama
-from tests.kernels.test_sites import ASSUMED
 
+ASSUMED = Assume(no_padding=True)
 CASES = {"llama": llama, "gpt2": lambda: gpt2(0.0)}
 
 
@@ -29,14 +30,14 @@ def of_no_temporaries(as_ops, monkeypatch):
                 monkeypatch.setattr(module, helper, lambda *given, n=count: tuple(map(torch.zeros_like, given[n:])))
         if not family.name.startswith("cross"):
             count = len(family.patterns[0].results)
-            monkeypatch.setattr(module, "reference", lambda x, *_, n=count: _several(x, n))
+            monkeypatch.setattr(module, "reference", lambda *given, n=count: _several(given[:n]))
     yield
     joint.LOWERED.clear()
 
 
-def _several(x, count):
-    made = tuple(x.new_zeros(x.shape) for _ in range(count))
-    return made if count > 1 else made[0]
+def _several(like):
+    made = tuple(x.new_zeros(x.shape) for x in like)
+    return made if len(made) > 1 else made[0]
 
 
 def held(model, batch, plan, how):

@@ -1,0 +1,122 @@
+"""`AdamW` on the shards of a parallel model: states of single precision, clipping and the step in one pass.
+
+    optimizer = autopar.optim.AdamW(model.parameters(), lr=3e-4, max_norm=1.0)
+
+It makes the step of `torch.optim.AdamW`, whose checkpoints it reads and which reads its own. On a GPU with Triton one
+kernel goes over each shard and makes nothing beside; elsewhere ops do, a piece at a time. `plan(optimizer=)` takes it,
+the class or an instance, and counts no temporaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.kernels import adamw
+from autopar.letters import NotServed
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch names them in checkpoints
+_MASTER = "master"
+_SMALL = 1e-6  # beside a norm that is divided by, as in torch's clip_grad_norm_
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW whose states are in single precision, whatever the parameters' dtype.
+
+    A parameter of sixteen bits has a master copy in single precision, of which it is the rounded one. `max_norm` is
+    the largest norm that all gradients together may have: what is over it they are scaled by in the step itself, and
+    `grad` stays as it is. `norm` is that of the last step.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_norm: float | None = None,
+    ) -> None:
+        wrong = [name for name, number in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)) if number < 0]
+        if wrong or not all(0 <= beta < 1 for beta in betas) or (max_norm is not None and not max_norm > 0):
+            raise NotServed(
+                f"AdamW cannot step by lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}, "
+                f"max_norm={max_norm}",
+                advice="rates from 0 on, betas from 0 to less than 1, and a norm over 0 or None",
+            )
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.max_norm = max_norm
+        self.norm: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step of all parameters that have a gradient; what the closure returns, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale = self._scale()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(group, parameter, parameter.grad, scale)
+        return loss
+
+    def _step(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, scale: Tensor | None) -> None:
+        if gradient.is_sparse:
+            raise NotServed("AdamW cannot step by a sparse gradient", advice="an embedding with sparse=False")
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            gradient = gradient.redistribute(placements=parameter.placements)  # nothing moves where it lies so
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        for name in _MOMENTS:
+            if name not in state:
+                state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
+        if parameter.dtype.itemsize < 4 and _MASTER not in state:
+            state[_MASTER] = parameter.detach().to(torch.float32)
+        state["step"] += 1
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        rates = adamw.Rates(lr, group["betas"], group["eps"], decay, int(state["step"]))
+        average, squares = (_local(state[name]) for name in _MOMENTS)
+        master = _local(state[_MASTER]) if _MASTER in state else None
+        adamw.step(_local(parameter), _local(gradient), average, squares, master, scale, rates)
+
+    def _scale(self) -> Tensor | None:
+        """The number that gradients are multiplied by, so that their norm is no more than `max_norm`."""
+        if self.max_norm is None:
+            return None
+        all_ = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not all_:
+            return None
+        cut = [g for g in all_ if isinstance(g, DTensor)]
+        whole = [g for g in all_ if not isinstance(g, DTensor)]
+        norms = [_whole(torch.nn.utils.get_total_norm(some)).to(torch.float32) for some in (cut, whole) if some]
+        self.norm = torch.linalg.vector_norm(torch.stack(norms))
+        return (self.max_norm / (self.norm + _SMALL)).clamp(max=1.0)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states of this optimizer or of torch's; they stay in single precision.
+
+        Without a master copy, as in torch's checkpoints, it is made of the parameter.
+        """
+        super().load_state_dict(state_dict)  # of a parameter of sixteen bits it rounds them
+        places = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for i, parameter in zip(places, parameters, strict=True):
+            for name in (*_MOMENTS, _MASTER):
+                if name in (given := state_dict["state"].get(i, {})):
+                    self.state[parameter][name] = given[name].detach().to(parameter.device, torch.float32, copy=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
