@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -82,6 +83,8 @@ def _lowered(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str, g
             f"kernels={plan.kernels}, and Triton is not installed, which runs them on a {device} device",
             advice="pip install autopar[kernels], or kernels=False",
         )
+    if graph.is_random and device != "cpu":
+        importlib.import_module("autopar.kernels.draws")  # draws are one kernel from here on, where Triton is there
     program = local_program(graph, plan, coordinate, rows)
     if not backend.is_traced(device):
         program = replace(program, kernels=kernels.of_one_result(program.kernels))

@@ -13,7 +13,9 @@ plan.
     uniform               = the upper 24 bits / 2^24, and for float64 all 32 / 2^32: from [0, 1)
     normal                = sqrt(-2 log(1 - u)) cos(2 pi v), of two uniforms u and v
 
-It costs six passes over the positions and needs no state: recomputing, another mesh, or one device give the same bits.
+It costs six passes over the positions, or one by a kernel (`kernels/draws.py`), and needs no state: recomputing,
+another mesh, or one device give the same bits.
+
 In a program a draw is one op, `autopar::bits_at` or `autopar::kept_at`; `IN_TORCH_OPS` has each as the torch ops that
 it stands for, to be fused by a compiler.
 """
@@ -80,20 +82,29 @@ def places_of(key: Tensor, cuts: Sequence[Cuts], local: Sequence[int]) -> list[T
     ]
 
 
-def _bits_at(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Tensor:
+def keys_of_rows(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The key of each row of a part, and the places of its columns; both may be spread over the part."""
     places = [p.reshape((-1,) + (1,) * (len(places) - 1 - d)) for d, p in enumerate(places)]
     op_key = mix(mix(_low(key) ^ _signed(op * 0x85EBCA77 % 2**32, 32)) ^ _low(key >> 32))
     row = torch.zeros((1,) * max(1, len(places)), dtype=torch.int64, device=key.device)
     for size, at in zip(shape[:-1], places[:-1], strict=True):
         row = row * size + at
     row_key = mix(mix(_low(row >> 32) ^ op_key) ^ _low(row))
-    return mix(row_key + _low(places[-1] if places else row) * _signed(0x9E3779B9, 32)).reshape(
-        [p.numel() for p in places]
-    )
+    return row_key, _low(places[-1] if places else row)
+
+
+def _bits_at(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Tensor:
+    row_key, column = keys_of_rows(key, op, shape, places)
+    return mix(row_key + column * _signed(0x9E3779B9, 32)).reshape([p.numel() for p in places])
+
+
+def threshold(p: float) -> int:
+    """What bits, taken as signed, are no less than where an element is kept."""
+    return int(p * 2**32) - 2**31
 
 
 def _kept_at(key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]) -> Tensor:
-    return _bits_at(key, op, shape, places) >= int(p * 2**32) - 2**31
+    return _bits_at(key, op, shape, places) >= threshold(p)
 
 
 @torch.library.custom_op("autopar::bits_at", mutates_args=())

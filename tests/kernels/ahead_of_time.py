@@ -17,9 +17,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autopar.kernels import adamw, backend, cross_entropy, gated, gelu_tanh, layer_norm, rms_norm, rotary, rows
+from autopar.kernels import adamw, backend, cross_entropy, draws, gated, gelu_tanh, layer_norm, rms_norm, rotary, rows
 
 CAPABILITIES = (80, 90)
+INTEGERS = {"T": "*i64", "KEY": "*i32", "COLUMN": "*i32"}
 NUMBERS = ("eps", "of_target", "of_all", "kept", "length", "root", "beta1", "beta2")
 POINTERS = {"bfloat16": "*bf16", "float32": "*fp32"}
 PTXAS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
@@ -43,6 +44,8 @@ def variants():
         yield gated.backward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, 4, ()
     yield gelu_tanh.forward_kernel, {"BLOCK": gelu_tanh.BLOCK}, 4, ()
     yield gelu_tanh.backward_kernel, {"BLOCK": gelu_tanh.BLOCK}, 4, ()
+    for is_mask in (False, True):
+        yield draws.kernel, {"IS_MASK": is_mask, "BLOCK": draws.BLOCK}, draws.WARPS, ()
     for scaled, master in itertools.product((False, True), (False, True)):
         constants = {"IS_SCALED": scaled, "HAS_MASTER": master, "BLOCK": adamw.BLOCK}
         yield adamw.kernel, constants, adamw.WARPS, ("M", "V", "W", "SCALE")
@@ -88,8 +91,10 @@ def compiled(kernel, constants, warps, wide, dtype, capability):
 def _type(name, constants, wide, dtype):
     if name in constants:
         return "constexpr"
-    if name == "T":
-        return "*i64"
+    if name in INTEGERS:
+        return INTEGERS[name]
+    if name == "OUT":
+        return "*i8" if constants["IS_MASK"] else "*i32"
     if name.isupper():
         return POINTERS["float32" if name in wide else dtype]
     return "fp32" if name in NUMBERS else "i32"

@@ -7,7 +7,13 @@ import pytest
 from autopar.kernels import can_run
 
 if not can_run():
-    collect_ignore_glob = ["test_numerics.py", "test_mutants.py", "test_ahead_of_time.py", "test_adamw.py"]
+    collect_ignore_glob = [
+        "test_numerics.py",
+        "test_mutants.py",
+        "test_ahead_of_time.py",
+        "test_adamw.py",
+        "test_draws.py",
+    ]
 
 
 @pytest.fixture
