@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,8 +15,9 @@ def table(rows: Sequence[Row], device: str) -> str:
     name = torch.cuda.get_device_name() if device == "cuda" else "a CPU, where the ops of each family run"
     head = (
         f"{name}, torch {torch.__version__}; us of forward and backward in the median\n\n"
-        "| family | dtype | shape | kernel | ops | torch.compile | spread | of a copy's bandwidth | gain | MiB |\n"
-        "|---|---|---|---|---|---|---|---|---|---|"
+        "| family | dtype | shape | kernel | ops | torch.compile | Liger | spread | of a copy's bandwidth | gain "
+        "| MiB |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|"
     )
     return "\n".join([head, *map(line, rows)])
 
@@ -23,6 +25,7 @@ def table(rows: Sequence[Row], device: str) -> str:
 def line(row: Row) -> str:
     """A row of the table."""
     shape = "x".join(map(str, row.shape))
-    times = " | ".join(f"{s * 1e6:.1f}" for s in (row.kernel_s, row.ops_s, row.compiled_s))
+    all_ = row.kernel_s, row.ops_s, row.compiled_s, row.liger_s
+    times = " | ".join(f"{s * 1e6:.1f}" if math.isfinite(s) else "-" for s in all_)
     found = f"{row.spread:.1%} | {row.share:.2f} | {row.gain:.2f} | {row.peak_bytes / 2**20:.0f}"
     return f"| {row.family} | {row.dtype} | {shape} | {times} | {found} |"

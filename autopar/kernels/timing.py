@@ -6,6 +6,10 @@ their gradients written, each once, at the bandwidth that a copy reaches on the 
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -52,6 +56,7 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "cross_entropy_part": (-100, 0.0, (), 128256),  # what is exchanged is not timed
 }
 _STILL = {"rotary": 2, "rotary_pair": 2}  # so many of the last operands get no gradient
+log = logging.getLogger("autopar")
 _LEAST_S = 0.2  # of measuring one call
 
 
@@ -70,14 +75,15 @@ class Row:
     copied_bytes_per_s: float  # by a copy on this device
     peak_bytes: int
     is_right: bool  # does it give what the ops give?
+    liger_s: float = math.inf  # by Liger-Kernel, where it is installed and has such a kernel
 
     @property
     def gain(self) -> float:
-        """Times as fast as the ops one by one, or as what torch.compile makes of them, if that is faster.
+        """Times as fast as the fastest of the others: the ops one by one, what torch.compile makes of them, Liger.
 
         None where it is not right.
         """
-        return min(self.ops_s, self.compiled_s) / self.kernel_s if self.is_right else 0.0
+        return min(self.ops_s, self.compiled_s, self.liger_s) / self.kernel_s if self.is_right else 0.0
 
     @property
     def share(self) -> float:
@@ -124,6 +130,7 @@ def _row(
     kernel = _times(step(family.call), device)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0  # before the others run
     moved = [*operands, *made, *gradients, *operands, *wanted]
+    theirs = None if quick or device != "cuda" else _of_liger(family.name)
     return Row(
         family.name,
         dtype,
@@ -131,11 +138,12 @@ def _row(
         statistics.median(kernel),
         _spread(kernel),
         statistics.median(_times(step(family.reference), device)),
-        float("inf") if quick or device != "cuda" else _compiled_s(step(torch.compile(family.reference)), device),
+        math.inf if quick or device != "cuda" else _compiled_s(step(torch.compile(family.reference)), device),
         sum(x.numel() * x.element_size() for x in moved),
         copied,
         peak,
         is_right,
+        math.inf if theirs is None else _seconds_of_others(step(theirs), device),
     )
 
 
@@ -152,6 +160,37 @@ def _is_near(found: Tensor, right: Tensor) -> bool:
 
 def _compiled_s(step: Callable[[], Any], device: str) -> float:
     return statistics.median(_times(step, device))
+
+
+# calls of Liger-Kernel that do what a family does, from its functions and the arguments of the family
+_LIGER: dict[str, Callable[..., Any]] = {
+    "rms_norm": lambda liger, x, w, eps, rounds: liger.liger_rms_norm(x, w, eps, in_place=False),
+    "add_rms_norm": lambda liger, x, r, w, eps, rounds: liger.liger_fused_add_rms_norm(x, r, w, eps, in_place=False),
+    "layer_norm": lambda liger, x, w, b, eps: liger.liger_layer_norm(x, w, b, eps),
+    "gated": lambda liger, gate, up, kind: liger.liger_swiglu(gate, up),
+    "rotary_pair": lambda liger, q, k, cos, sin: liger.liger_rope(q, k, cos[:, 0], sin[:, 0]),
+    "cross_entropy": lambda liger, x, target, ignored, smoothing: liger.liger_cross_entropy(
+        x, target, ignore_index=ignored, reduction="sum", label_smoothing=smoothing
+    ),
+}
+
+
+def _of_liger(name: str) -> Callable[..., Any] | None:
+    """Liger-Kernel's function for a family; None where it is not installed or has none."""
+    try:
+        liger = importlib.import_module("liger_kernel.transformers.functional")
+    except ImportError:
+        return None
+    return functools.partial(_LIGER[name], liger) if name in _LIGER else None
+
+
+def _seconds_of_others(step: Callable[[], Any], device: str) -> float:
+    """The time of a call of another project; infinite where it cannot be called so."""
+    try:
+        return statistics.median(_times(step, device))
+    except (RuntimeError, TypeError, ValueError, AttributeError) as e:
+        log.info("Liger-Kernel was not timed: %s", e)
+        return math.inf
 
 
 def _operands(name: str, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]], device: str) -> list[Tensor]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import types
 from dataclasses import replace
 
 import torch
 
 import autopar
 from autopar.bench.__main__ import main
+from autopar.bench.kernels import line
 from autopar.kernels import NAMES, gated, measured, timing
 from autopar.kernels.measured import faster, keep
 from autopar.kernels.timing import Row, measure
@@ -81,3 +83,20 @@ def test_a_kernel_that_is_wrong_gains_nothing(monkeypatch):
     monkeypatch.setattr(timing, "families", lambda names: [replace(gated.FAMILY, call=lambda g, u, kind: g + u)])
     (row, _) = measure(["gated"], "cpu", small=True)
     assert not row.is_right and row.gain == 0.0
+
+
+def test_liger_is_timed_beside_where_it_is_installed(monkeypatch):
+    """A module stands for it: what is slower gains nothing, and what cannot be called does not count."""
+    liger = types.SimpleNamespace(
+        liger_swiglu=lambda gate, up: torch.nn.functional.silu(gate) * up, liger_layer_norm=lambda x, w: x
+    )
+    assert timing._of_liger("gated") is None
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", liger)
+    gate, up = torch.randn(3, 4), torch.randn(3, 4)
+    assert torch.equal(timing._of_liger("gated")(gate, up, 0), gated.reference(gate, up, 0))
+    assert timing._of_liger("gelu_tanh") is None
+    seconds = timing._seconds_of_others(lambda: timing._of_liger("gated")(gate, up, 0), "cpu")
+    assert 0 < seconds < 1
+    assert timing._seconds_of_others(lambda: timing._of_liger("layer_norm")(gate, up, up, 1e-5), "cpu") == float("inf")
+    row = Row("gated", "", (), 2.0, 0.0, 3.0, float("inf"), 0, 1.0, 0, is_right=True, liger_s=1.0)
+    assert row.gain == 0.5 and " | 1000000.0 | " in line(row) and " | - | " in line(row)
