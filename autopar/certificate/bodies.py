@@ -13,6 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopar import kernels
 from autopar.kernels import backend
 from autopar.runtime.private import TRACING, FakeTensorMode, clean_room, function_of
 
@@ -21,15 +22,22 @@ _OURS = "autopar::"
 _OF_PARTS = "autopar::cross_entropy_rows", "autopar::cross_entropy_part"
 
 
+def _name(target: Any) -> str:
+    """The name of a custom op, as it was registered."""
+    return str(target).rpartition(".")[0].replace(".", "::", 1)
+
+
 def is_body_known(target: Any) -> bool:
-    """Is it a custom op of autopar's?"""
-    name = str(target).replace(".", "::", 1)
-    return name.startswith(_OURS) and not name.startswith(_OF_PARTS)
+    """Is it the custom op of a kernel, which runs the ops that it stands for where no kernel does?"""
+    name = _name(target)
+    if not name.startswith(_OURS) or name.startswith(_OF_PARTS):
+        return False
+    return str(getattr(function_of(name), "__module__", "")).startswith(kernels.__name__)
 
 
 def body_of(node: fx.Node) -> fx.Graph:
     """The graph of what a call runs, whose placeholders are its tensors in their order; it gives a list of results."""
-    function = function_of(str(node.target).rpartition(".")[0].replace(".", "::", 1))
+    function = function_of(_name(node.target))
     places = list(node.all_input_nodes)
 
     def run(*given: Tensor) -> list[Tensor]:

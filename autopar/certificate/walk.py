@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.certificate import steps
 from autopar.certificate.bodies import body_of, is_body_known
-from autopar.certificate.calls import Call, types_in
+from autopar.certificate.calls import Call, types_in, unknown
 from autopar.certificate.readings import Wholes
 from autopar.certificate.rules import typed
 from autopar.certificate.types import (
@@ -252,7 +252,11 @@ class _Walk:
         lie = tuple((v.shape, v.stride(), v.dtype) for v in given)
         key = _key((node.target, call.args, call.kwargs, lie))
         if key not in self.found._known:
-            body = _Walk(body_of(node), replace(self.interface, comes_of=lambda _: ""), Certificate())
+            try:
+                graph = body_of(node)
+            except Exception:  # whatever it is that cannot be traced: nothing is known then
+                return unknown(call)
+            body = _Walk(graph, replace(self.interface, comes_of=lambda _: ""), Certificate())
             made = body.run([self.types[n] for n in node.all_input_nodes])
             self.found._known[key] = made if len(made) != 1 else made[0]
         return self.found._known[key]
