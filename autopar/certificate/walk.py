@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -44,6 +45,8 @@ _ON_THE_WAY = frozenset((*_STEPS, *_PACKED, *_BEGUN, finish, operator.getitem))
 # of one value in another form
 _FORMS = frozenset(f"aten.{name}" for name in ("_to_copy.default", "clone.default", "view.default", "t.default",
                    "transpose.int", "permute.default", "detach.default", "alias.default"))  # fmt: skip
+# ops whose backward puts a value and a gradient into one matrix: linear in the gradient, which no type of it says
+_OF_BLOCKS = re.compile(r"matrix_exp(_\d+)?$")
 _UNFORESEEN = (IndexError, AttributeError, TypeError, ValueError, KeyError)
 
 
@@ -172,10 +175,11 @@ class _Walk:
                 try:
                     made = self._made(node)
                 except Refused as e:
-                    raise self._letter(node, e) from e
+                    if not _OF_BLOCKS.search(self.interface.comes_of(node)):
+                        raise self._letter(node, e) from e
+                    made = self._unknown(node)
                 except _UNFORESEEN:  # a call that no rule foresees
-                    made = [Type(plain(shape)).opened(self.axes) for shape in _shapes(node)]
-                    made = made if len(made) != 1 else made[0]
+                    made = self._unknown(node)
                 self.types[node] = made
                 self.found.values += 1
                 self.found.open += any(t.open for t in types_in(made))
@@ -213,6 +217,11 @@ class _Walk:
                 raise self._letter(node, Refused(summed, f"it has to be summed in {dtype}"))
             is_on_the_way = node.target in _ON_THE_WAY or str(node.target) in _FORMS
             node = before if is_on_the_way else None
+
+    def _unknown(self, node: fx.Node) -> Any:
+        """The type of what nothing is known of."""
+        made = [Type(plain(shape)).opened(self.axes) for shape in _shapes(node)]
+        return made if len(made) != 1 else made[0]
 
     def _result(self, place: int) -> Any:
         return self.graph.output_node().args[0][place]

@@ -16,7 +16,7 @@ from autopar.certificate.types import FREE, Refused, Type, axes_of, joined, plai
 from autopar.certificate.walk import _Walk
 from autopar.codegen import joint, joint_passes
 from autopar.codegen.lower import lower
-from autopar.kernels import NAMES
+from autopar.kernels import NAMES, rms_norm
 from autopar.letters import NotCertified, NotServed
 from autopar.request import Request
 from autopar.runtime.collectives import STEPS
@@ -69,6 +69,7 @@ def test_a_kernel_that_needs_whole_rows_is_refused_others(with_kernels):
     given = [graph.placeholder(name) for name in ("x", "weight")]
     for node, shape in zip(given, ((4, 8), (8,)), strict=True):
         node.meta["val"] = torch.empty(shape)
+    assert rms_norm.FAMILY.name == "rms_norm"  # its op is registered
     made = graph.call_function(torch.ops.autopar.rms_norm.default, (*given, 1e-6, True))
     made.meta["val"] = torch.empty(4, 8)
     graph.output((made,))

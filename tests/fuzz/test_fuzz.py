@@ -49,6 +49,12 @@ def test_two_thousand_of_all_of_torch_compute_the_same(first):
         fuzz(seed, of_all=True)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_gradient_beside_a_value_in_one_matrix_is_not_refused():
+    """The backward of matrix_exp is that of a block matrix; its gradient may be a part of a sum."""
+    fuzz(740, of_all=True)
+
+
 KILLED_BY = {  # python -m tests.fuzz mutants: the first of the hundred that notices it
     "a reduction is dropped": 0,
     "a reduce-scatter forgets to reduce": 0,
