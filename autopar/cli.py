@@ -146,7 +146,9 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", help="h100-8x4: four nodes of eight; or the path of a profile")
     parser.add_argument("--budget", help="memory of a device: 40GiB; default: the device's, less a tenth")
     parser.add_argument("--precision", help="bf16 or fp16: of compute; default: the model's own")
-    parser.add_argument("--optimizer", help="adamw, sgd, sgd-momentum, or bytes of states for each parameter")
+    parser.add_argument(
+        "--optimizer", help="adamw, sgd, sgd-momentum, autopar-adamw, or bytes of states for each parameter"
+    )
     parser.add_argument("--parallel", help="a preset: ddp, fsdp, hsdp, tp, dp, zero1 to zero3, megatron, 2d, 2.5d, 3d")
     parser.add_argument("--recompute", help="auto, none, full, selective, chen, rotor, ilp")
     parser.add_argument("--accumulation", type=int, help="calls in a step")
@@ -179,7 +181,9 @@ def _of_fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clusters", default="l4,rtx4090,a100,h100,h200", help="kinds of devices, by commas")
     parser.add_argument("--budget", help="memory of a device: 40GiB; default: each kind's own, less a tenth")
     parser.add_argument("--precision", help="bf16 or fp16: of compute; default: the model's own")
-    parser.add_argument("--optimizer", default="adamw", help="adamw, sgd, sgd-momentum, or bytes for each parameter")
+    parser.add_argument(
+        "--optimizer", default="adamw", help="adamw, sgd, sgd-momentum, autopar-adamw, or bytes for each parameter"
+    )
 
 
 def _of_verify(parser: argparse.ArgumentParser) -> None:

@@ -151,7 +151,7 @@ def _masked(call: Call) -> Type:
 
 @rule("copy.default")
 def _copied(call: Call) -> Type:
-    """What is written over all of another tensor of its shape."""
+    """A tensor that is written over all of another of its shape."""
     over, x = call.args[:2]
     return x if len(x.dims) == len(over.dims) else elementwise(call)
 

@@ -256,14 +256,14 @@ class _Walk:
         return self._typed(target, call, ())
 
     def _as_its_body(self, node: fx.Node, call: Call) -> Any:
-        """What the ops of a custom op of autopar's make; calls that are alike are typed once."""
+        """The results of a custom op, typed as those of the ops that it stands for; once for calls that are alike."""
         given = [n.meta["val"] for n in node.all_input_nodes]
         lie = tuple((v.shape, v.stride(), v.dtype) for v in given)
         key = _key((node.target, call.args, call.kwargs, lie))
         if key not in self.found._known:
             try:
                 graph = body_of(node)
-            except Exception:  # whatever it is that cannot be traced: nothing is known then
+            except (RuntimeError, *_UNFORESEEN):  # torch cannot trace it: nothing is known then
                 return unknown(call)
             body = _Walk(graph, replace(self.interface, comes_of=lambda _: ""), Certificate())
             made = body.run([self.types[n] for n in node.all_input_nodes])

@@ -35,12 +35,12 @@ class Rates:
 
     @property
     def length(self) -> float:
-        """How far a step goes, for as little as the average has seen."""
+        """The rate, corrected for the few gradients that the average has seen."""
         return self.lr / (1 - self.betas[0] ** self.step)
 
     @property
     def root(self) -> float:
-        """The same of the average of squares, of which the root is taken."""
+        """The root of the correction of the average of squares."""
         return math.sqrt(1 - self.betas[1] ** self.step)
 
 

@@ -418,6 +418,10 @@ def test_a_deep_model_fits_in_groups_where_one_more_run_of_each_is_not_enough():
     plan = autopar.plan(model, batch, memory_budget=int(0.12 * free.peak_bytes), **how)
     assert plan.passing and f"{len(plan.passing)} of them in passing too" in plan.table()
     assert Plan.from_dict(plan.to_dict()) == plan and "in passing" in plan.diff(free)
+    value, op = next(iter(plan.passing.items()))
+    for wrong in ({"segments": [[op, 0]]}, {"passing": [[value, "nowhere"]]}, {"passing": [["nowhere", op]]}):
+        with pytest.raises(BadPlan, match=r"in segments|in passing"):
+            Plan.from_dict({**plan.to_dict(), **wrong})
     found, peaks = {}, {}
     for name, one in (("free", free), ("passing", plan), ("one run more", replace(plan, passing={}))):
         joint.LOWERED.clear()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import pathlib
+import sys
 
 import pytest
 import torch
@@ -74,17 +77,31 @@ def test_the_kernel_is_as_near_to_double_as_the_ops(dtype, norm, interpret, monk
             assert _error(kernel, right) <= 2 * _error(plain, right) + unit
 
 
-def test_a_wrong_kernel_is_caught(interpret):
-    mine = torch.randn(40)
-    given = [mine.clone(), torch.ones(40), torch.zeros(40), torch.zeros(40)]
-    rates = adamw.Rates(0.1, (0.9, 0.99), 1e-8, 0.0, 1)
-    adamw.step(*given, None, None, rates)
-    right = [mine.clone(), torch.ones(40), torch.zeros(40), torch.zeros(40)]
-    adamw.by_ops(right[0], *right[1:], rates)
-    torch.testing.assert_close(given, right)
-    wrong = [mine.clone(), torch.ones(40), torch.zeros(40), torch.zeros(40)]
-    adamw.step(*wrong, None, torch.tensor(2.0), rates)
-    assert not torch.allclose(wrong[2], right[2])
+WRONG = (("(g - m) * (1 - beta1)", "g * (1 - beta1)"), ("g * g * (1 - beta2)", "g * (1 - beta2)"), ("p * kept", "p"))
+
+
+@pytest.mark.parametrize("right, wrong", WRONG)
+def test_a_wrong_kernel_is_caught(right, wrong, interpret, tmp_path):
+    source = pathlib.Path(adamw.__file__).read_text()
+    assert right in source
+    path = tmp_path / "wrong_adamw.py"
+    path.write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    rates = adamw.Rates(0.1, (0.9, 0.99), 1e-8, 0.1, 3)
+    dice = torch.Generator().manual_seed(0)
+    given = [torch.rand(40, generator=dice) for _ in range(4)]
+    found = {}
+    for how in ("ops", "kernel", "wrong"):
+        found[how] = [x.clone() for x in given]
+        if how == "ops":
+            adamw.by_ops(*found[how], rates)
+        else:
+            (adamw if how == "kernel" else module).step(*found[how], None, None, rates)
+    torch.testing.assert_close(found["kernel"], found["ops"])
+    assert any(not torch.allclose(one, other) for one, other in zip(found["wrong"], found["ops"], strict=True))
 
 
 def test_sixteen_bits_do_not_lose_small_steps():
