@@ -197,8 +197,8 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
 
     Gradients that micro-batches add up before they are reduced share no bucket with those that each of these reduces.
 
-    before    a = all_reduce(g, "dp");  b = all_reduce(h, "dp");  return loss, a, b
-    after     c = all_reduce_bucket([g, h], "dp");  return loss, c[0], c[1]
+    before    a = all_reduce(g, "dp");  b = all_reduce(h, "dp");  return loss, a, slice(b, "dp", 0, 64)
+    after     c = all_reduce_bucket([g, h], "dp");  return loss, c[0], slice(c[1], "dp", 0, 64)
     """
     waits = {g for g, held in zip(joint.gradients, joint.held, strict=True) if held is not g}
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
@@ -206,16 +206,32 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     for i, g in zip(joint.wanted, joint.gradients, strict=True):
         if g is not None and i >= joint.inputs:
             whole[g] = whole.get(g, 0) + joint.whole[joint.primals[i]]
+    left = [_since_reduction(g) for g in whole if set(g.users) == {joint.graph.output_node()}]
+    behind = {reduction: steps for reduction, *steps in filter(None, left)}  # each reduction, to its gradient
+    gradient = {reduction: [reduction, *steps][-1] for reduction, steps in behind.items()}
     waiting: dict[Any, list[list[fx.Node]]] = {}
     for node in joint.graph.nodes:
-        if node.target in _REDUCTIONS and node in whole and set(node.users) == {joint.graph.output_node()}:
+        if node in gradient:
             way = _way_to(node)
-            waiting.setdefault((node in waits, _ways_alike(way)), []).append(way)
+            waiting.setdefault((gradient[node] in waits, _ways_alike(way)), []).append(way)
     for ways in waiting.values():
-        for places in buckets([whole[way[-1]] for way in ways], BUCKET):
+        for places in buckets([whole[gradient[way[-1]]] for way in ways], BUCKET):
             bucket = [ways[k] for k in places]
-            _travel_together(joint.graph, bucket, max((way[-1] for way in bucket), key=place.__getitem__))
+            last = _travel_together(joint.graph, bucket, max((way[-1] for way in bucket), key=place.__getitem__))
+            for way in bucket if len(bucket) > 1 else ():  # what is done with a sum comes behind the bucket
+                for node in reversed(behind[way[-1]]):
+                    last.append(node)
     joint.read_output()
+
+
+def _since_reduction(gradient: fx.Node) -> list[fx.Node]:
+    """The last reduction among the steps that lead to a gradient, and the steps behind it; none where there is none."""
+    steps = [gradient]
+    while steps[0].target not in _REDUCTIONS:
+        if not _settles(steps[0]):
+            return []
+        steps.insert(0, steps[0].args[0])
+    return steps
 
 
 def _way_to(end: fx.Node) -> list[fx.Node]:
@@ -231,10 +247,10 @@ def _ways_alike(way: Sequence[fx.Node]) -> tuple[Any, ...]:
     return tuple((n.target, n.args[1], n.meta["val"].dtype) for n in way)
 
 
-def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: fx.Node) -> None:
-    """Put one bucket in the place of several ways, after the last of them."""
+def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: fx.Node) -> fx.Node:
+    """Put one bucket in the place of several ways, after the last of them; its last node is returned."""
     if len(ways) < 2:
-        return
+        return last
     parts: list[Any] = [way[0].args[0] for way in ways]
     for nodes in zip(*ways, strict=True):  # on one axis after the other
         target: Any = nodes[0].target
@@ -252,6 +268,7 @@ def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: f
         way[-1].replace_all_uses_with(part)
         for node in reversed(way):
             graph.erase_node(node)
+    return last
 
 
 def own_gradients(joint: JointGraph) -> None:

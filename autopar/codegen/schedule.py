@@ -330,6 +330,8 @@ def reduce_beside(half: Half) -> None:
     before    g = all_reduce(d, "dp");  e = mm(...);  h = all_reduce(e, "dp");  return g, h
     after     a = begin_all_reduce(pack([d]), "dp");  e = mm(...);  g = finish(a)[0];  b = begin_all_reduce(pack([e]),
               "dp");  h = finish(b)[0];  return g, h
+
+    What is done with a sum before it leaves, such as a slice, is done where it ends.
     """
     if not half.is_backward:
         return
@@ -346,27 +348,32 @@ def reduce_beside(half: Half) -> None:
         if under_way is not None:
             under_way.finish(graph, node)
         begun = _begin_reduction(graph, kind, node, results if is_bucket else None)
-        first = min(u for r in results for u in r.users)
+        readers = {user for r in results for user in walks.uses(r, _is_done_alone)}
+        steps = sorted(user for user in readers if _is_done_alone(user))
         if is_bucket:
             for r in results:  # they read what has begun, until it is finished
                 r.replace_input_with(node, begun)
             graph.erase_node(node)
-        under_way = _UnderWay(begun, results, first)
+        under_way = _UnderWay(begun, results, steps, sorted(readers.difference(steps)))
     if under_way is not None:
         under_way.finish(graph, end)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _UnderWay:
-    """A reduction that has begun: the nodes that it stands for, and the first reader of one of them."""
+    """A reduction that has begun: the nodes that it stands for, and what reads them."""
 
     begun: fx.Node
     results: list[fx.Node]
-    reader: fx.Node
+    steps: list[fx.Node]  # what is done with the results, in order, and reads nothing else
+    readers: list[fx.Node]  # of the results or of what these steps make of them
 
     def finish(self, graph: fx.Graph, place: fx.Node) -> None:
-        """End it at this place, or before its first reader."""
-        _finish_before(graph, self.begun, self.results, min(place, self.reader))
+        """End it at this place, or before its first reader, and do the steps there."""
+        place = min([place, *self.readers])
+        for node in self.steps:
+            place.prepend(node)
+        _finish_before(graph, self.begun, self.results, min([place, *self.steps]))
 
 
 def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, read: list[fx.Node] | None) -> fx.Node:
@@ -387,6 +394,11 @@ def _leads_only_to(nodes: list[fx.Node], end: fx.Node) -> bool:
     """Do they, through steps and views of their own, only reach the end?"""
     users = [user for node in nodes for user in walks.uses(node, hands_on)]
     return bool(users) and all(user is end or hands_on(user) for user in users)
+
+
+def _is_done_alone(node: fx.Node) -> bool:
+    """Is this a step, cast, copy or view of one tensor that waits for nobody?"""
+    return hands_on(node) and node.target not in COLLECTIVES
 
 
 PASSES: tuple[Callable[[Half], None], ...] = (
