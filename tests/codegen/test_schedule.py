@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -61,6 +63,26 @@ def test_zero3_gathers_a_block_at_a_time_and_a_free_plan_what_is_worth_a_message
         3,
         1,
     ]  # four blocks of 17 KB, and a head
+
+
+def test_sums_that_are_cut_and_cast_afterwards_travel_together_and_are_cut_where_they_arrive(monkeypatch):
+    """Where a reduce-scatter is slow, gradients are summed whole and cut: in as many messages as one after the other."""
+    small_buckets(monkeypatch)
+    model, batch = case()
+    links = eager_links()
+    slow = replace(links, links=tuple(replace(link, reached=(("reduce_scatter", 1.0),)) for link in links.links))
+    plan = autopar.plan(model, batch, mesh=2, cluster=slow, parallel="zero1")
+    nodes = list(lower(ColoTracer().trace(model, batch), plan, (0,)).joint.backward.nodes)
+    begun = [n for n in nodes if n.target is BEGIN["all_reduce"]]
+    assert [len(n.args[0].args[0]) for n in begun] == [10, 8, 8]
+    assert not [n for n in nodes if n.target in (STEPS["all_reduce"], STEPS["all_reduce_bucket"])]
+    at = {n: i for i, n in enumerate(nodes)}
+    for one, after in pairwise(begun):
+        (end,) = one.users
+        assert end.target is finish and at[one] + 2 < at[end] < at[after]  # it runs beside what computes
+        for part in end.users:
+            (cut,) = part.users
+            assert cut.target is STEPS["slice"] and at[end] < at[cut] < at[after.args[0]]
 
 
 @pytest.mark.parametrize("half, ahead", [("forward", -1), ("backward", 1)])
