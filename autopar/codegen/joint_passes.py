@@ -209,11 +209,15 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     left = [_since_reduction(g) for g in whole if set(g.users) == {joint.graph.output_node()}]
     behind = {reduction: steps for reduction, *steps in filter(None, left)}  # each reduction, to its gradient
     gradient = {reduction: [reduction, *steps][-1] for reduction, steps in behind.items()}
+    made = sorted(whole, key=place.__getitem__)
+    full = {made[k]: i for i, places in enumerate(buckets([whole[g] for g in made], BUCKET)) for k in places}
     waiting: dict[Any, list[list[fx.Node]]] = {}
     for node in joint.graph.nodes:
         if node in gradient:
-            way = _way_to(node)
-            waiting.setdefault((gradient[node] in waits, _ways_alike(way)), []).append(way)
+            way, of = _way_to(node), gradient[node]
+            # what is cut afterwards is much longer there before: it waits for no more than a bucket of all gradients
+            key = of in waits, _ways_alike(way), full[of] if behind[node] else -1
+            waiting.setdefault(key, []).append(way)
     for ways in waiting.values():
         for places in buckets([whole[gradient[way[-1]]] for way in ways], BUCKET):
             bucket = [ways[k] for k in places]
@@ -225,10 +229,13 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
 
 
 def _since_reduction(gradient: fx.Node) -> list[fx.Node]:
-    """The last reduction among the steps that lead to a gradient, and the steps behind it; none where there is none."""
+    """The last reduction among the steps that lead to a gradient, and the steps behind it; none where there is none.
+
+    All are of one conversion, that of the parameter: what is reduced where an op gives it is not kept for a bucket.
+    """
     steps = [gradient]
     while steps[0].target not in _REDUCTIONS:
-        if not _settles(steps[0]):
+        if not _settles(steps[0]) or steps[0].args[0].meta.get(BACK) != gradient.meta.get(BACK):
             return []
         steps.insert(0, steps[0].args[0])
     return steps

@@ -17,6 +17,7 @@ its `finish`.
 from __future__ import annotations
 
 import bisect
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -348,8 +349,10 @@ def reduce_beside(half: Half) -> None:
         if under_way is not None:
             under_way.finish(graph, node)
         begun = _begin_reduction(graph, kind, node, results if is_bucket else None)
-        readers = {user for r in results for user in walks.uses(r, _is_done_alone)}
-        steps = sorted(user for user in readers if _is_done_alone(user))
+        # an op's own reduction ends where the op's gradient is read: what is whole is then gone
+        goes_on = _is_done_alone if is_bucket else functools.partial(_is_done_alone, conversion=node.meta.get(BACK))
+        readers = {user for r in results for user in walks.uses(r, goes_on)}
+        steps = sorted(filter(goes_on, readers))
         if is_bucket:
             for r in results:  # they read what has begun, until it is finished
                 r.replace_input_with(node, begun)
@@ -396,9 +399,10 @@ def _leads_only_to(nodes: list[fx.Node], end: fx.Node) -> bool:
     return bool(users) and all(user is end or hands_on(user) for user in users)
 
 
-def _is_done_alone(node: fx.Node) -> bool:
-    """Is this a step, cast, copy or view of one tensor that waits for nobody?"""
-    return hands_on(node) and node.target not in COLLECTIVES
+def _is_done_alone(node: fx.Node, conversion: str | None = None) -> bool:
+    """Is this a step, cast, copy or view of one tensor, of this conversion if of any, that waits for nobody?"""
+    is_of_it = conversion is None or node.meta.get(BACK) == conversion
+    return hands_on(node) and node.target not in COLLECTIVES and is_of_it
 
 
 PASSES: tuple[Callable[[Half], None], ...] = (

@@ -65,8 +65,8 @@ def test_zero3_gathers_a_block_at_a_time_and_a_free_plan_what_is_worth_a_message
     ]  # four blocks of 17 KB, and a head
 
 
-def test_sums_that_are_cut_and_cast_afterwards_travel_together_and_are_cut_where_they_arrive(monkeypatch):
-    """Where a reduce-scatter is slow, gradients are summed whole and cut: in as many messages as one after the other."""
+def test_sums_that_are_cut_afterwards_travel_together_and_are_cut_where_they_arrive(monkeypatch):
+    """Where a reduce-scatter is slow, gradients are summed whole and cut: in no more messages for that."""
     small_buckets(monkeypatch)
     model, batch = case()
     links = eager_links()
