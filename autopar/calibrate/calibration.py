@@ -11,6 +11,7 @@ turns.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import math
 import os
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.calibrate.stages import Stages
+from autopar.calibrate.steps import beside_its_parts
 from autopar.calibrate.workloads import WORKLOADS, Workload, traced
 from autopar.optim import AdamW
 from autopar.runtime.collectives import STEPS, Axis, begin_all_reduce, bind_axes, finish, pack_all_reduce
@@ -35,8 +37,10 @@ from autopar.sharding.device import Device
 from autopar.sharding.mesh import DeviceMesh
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-SIZES = tuple(4**k * 4096 for k in range(7))  # bytes of the whole tensor: 4 KiB to 16 MiB
+# bytes of the whole tensor: those of a number (the least that an axis divides), then 4 KiB to 16 MiB
+SIZES = (4, *(4**k * 4096 for k in range(7)))
 LASTS, HELD = 4e-3, 64 * 2**20  # seconds that a repetition takes at least, and bytes of results that it holds at once
+KEPT = 2**20  # bytes that an allocator on the host keeps at hand
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -100,6 +104,9 @@ def calibrate(
         timed,
         hidden,
     )
+    if timed:
+        (together,) = stages.run("a whole step", 0, lambda _: [beside_its_parts(mesh, device, cluster, repetitions)])
+        cluster = replace(cluster, together=together)
     box = [cluster]
     dist.broadcast_object_list(box, 0)
     return box[0]
@@ -123,6 +130,7 @@ def merged(base: Cluster, found: Cluster) -> Cluster:
         measured=(*(m for m in base.measured if (m.kind, m.size, m.stride) not in collectives), *found.measured),
         timed=(*(t for t in base.timed if (t.op, t.dtype) not in ops), *found.timed),
         hidden=found.hidden,
+        together=found.together if found.timed else base.together,
         sources=tuple(sorted({**dict(base.sources), **dict(found.sources)}.items())),
     )
 
@@ -151,6 +159,8 @@ def _collective(kind: str, axis: Axis, size: int, device: str) -> tuple[int, Cal
     n = axis.size
     rows = max(1, round(size / 4 / n / n / 16))
     whole = (n * rows, n * 16)  # cut evenly either way
+    if kind == "all_reduce" and size < math.prod(whole) * 4:
+        whole = (1, max(1, size // 4))
     local = (rows, whole[1]) if kind in ("all_gather", "all_to_all") else whole
     x = torch.ones(local, device=device)
     arguments = {
@@ -205,9 +215,13 @@ class Alone:
         self.clock = time.perf_counter if device == "cuda" else time.process_time
         self.own = self.wall = 0.0
 
-    def __call__(self, run: Callable[[], Any]) -> float:
+    def __call__(self, run: Callable[[], Any], is_last: bool = False) -> float:
         """Seconds of one call, the median of repetitions."""
-        run()  # the first warms up
+        made = run()  # the first warms up
+        if is_last and self.device == "cpu" and _nbytes(made) > KEPT:
+            del made
+            return statistics.median(self._once_in_new_memory(run) for _ in range(self.repetitions))
+        del made
         calls = max(1, min(1000, round(LASTS / max(self._once(run, 1), 1e-7))))
         return statistics.median(self._once(run, calls) for _ in range(self.repetitions))
 
@@ -217,11 +231,7 @@ class Alone:
         start, wall = self.clock(), time.perf_counter()
         for _ in range(calls):  # results stay a while, as what is kept for backward does: their memory is fresh
             held.append(result := run())
-            left -= sum(
-                t.nbytes
-                for t in (result if isinstance(result, (list, tuple)) else (result,))
-                if isinstance(t, torch.Tensor)
-            )
+            left -= _nbytes(result)
             if left < 0:
                 held, left = [], HELD
         _wait(self.device)
@@ -229,9 +239,31 @@ class Alone:
         self.own, self.wall = self.own + own, self.wall + time.perf_counter() - wall
         return own / calls
 
+    def _once_in_new_memory(self, run: Callable[[], Any]) -> float:
+        give_back_memory()
+        start, wall = self.clock(), time.perf_counter()
+        made = run()
+        own = self.clock() - start
+        self.own, self.wall = self.own + own, self.wall + time.perf_counter() - wall
+        del made
+        return own
+
     @property
     def crowding(self) -> float:
         return self.wall / self.own
+
+
+def give_back_memory() -> None:
+    """Let the host's allocator return to the system what it holds free, where it is one that can be asked."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _nbytes(made: Any) -> int:
+    """Bytes of the tensors that a call gave."""
+    given = made if isinstance(made, (list, tuple)) else (made,)
+    return sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
 
 
 def _agreed(times: Sequence[float], crowding: float) -> list[float]:
@@ -259,7 +291,7 @@ def _alone(
         times = [timer(run) for run in _of_device(device)[0]]
         for w, size in ops:
             call = w.call(size)
-            times += [timer(traced(call, gradients, device)) for gradients in (False, True)]
+            times += [timer(traced(call, gradients, device), w.is_last) for gradients in (False, True)]
             tick()
         for _, _, count, step in steps:
             times.append(timer(step) / count)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -49,6 +50,7 @@ class Workload:
     sizes: Sequence[Any] = ELEMENTS
     amount: Callable[[Any], float] = float
     gradients: int = 1  # products in its backward
+    is_last: bool = False  # it stands where a step holds most: the process has to ask for the memory of its results
 
 
 def rows(n: int, width: int = WIDTH) -> Tensor:
@@ -92,6 +94,11 @@ def _attention(**how: bool) -> Callable[[tuple[int, int, int, int]], Call]:
 
 def _convolution(size: tuple[int, int]) -> Call:
     batch, side = size
+    return lambda x, w: F.conv2d(x, w, padding=1), (torch.rand(batch, 64, side, side), torch.rand(64, 64, 3, 3))
+
+
+def _patches(size: tuple[int, int]) -> Call:
+    batch, side = size
     return lambda x, w: F.conv2d(x, w, stride=8), (torch.rand(batch, 3, side, side), torch.rand(128, 3, 8, 8))
 
 
@@ -115,10 +122,24 @@ def _norm(function: Callable[..., Tensor], weights: int) -> Callable[[int], Call
     return lambda n: (function, (rows(n), *(torch.ones(min(n, WIDTH)) for _ in range(weights))))
 
 
+def _batch_norm(function: Callable[..., Tensor]) -> Callable[[int], Call]:
+    def call(n: int) -> Call:
+        channels = min(64, n // 4)
+        x = torch.rand(max(1, n // channels // 64), channels, min(64, n // channels))
+        return function, (x, torch.ones(channels), torch.ones(channels))
+
+    return call
+
+
+def _picture(n: int) -> Tensor:
+    return torch.rand(max(1, n // 4096), min(16, n // 64), 16, min(16, max(1, n // 256)))
+
+
 _PRODUCTS = ((8, 64, 64), (64, 64, 128), (256, 128, 128), (256, 256, 512), (1024, 256, 512), (1024, 512, 1024))
 _BATCHED = ((4, 16, 16, 16), (8, 32, 32, 32), (16, 64, 32, 64), (32, 128, 32, 128), (64, 128, 64, 128))
 _HEADS = ((1, 1, 32, 32), (2, 2, 128, 32), (2, 8, 128, 32), (8, 8, 128, 32), (8, 8, 256, 64))
-_IMAGES = ((1, 16), (1, 64), (4, 64), (8, 128))
+_IMAGES = ((1, 4), (1, 16), (4, 16), (8, 32))
+_CUT_IMAGES = ((1, 16), (1, 64), (4, 64), (8, 128))
 
 
 def _pairs(size: tuple[int, int, int, int]) -> float:
@@ -132,7 +153,8 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("scaled_dot_product_attention", _attention(), _HEADS, _pairs),
     Workload("scaled_dot_product_attention causal", _attention(is_causal=True), _HEADS, _pairs),
     Workload("scaled_dot_product_attention masked", _attention(masked=True), _HEADS, _pairs),
-    Workload("conv2d", _convolution, _IMAGES, lambda s: 2.0 * s[0] * (s[1] // 8) ** 2 * 128 * 3 * 64, 2),
+    Workload("conv2d", _convolution, _IMAGES, lambda s: 2.0 * s[0] * s[1] ** 2 * 64 * 64 * 9, 2),
+    Workload("conv2d apart", _patches, _CUT_IMAGES, lambda s: 2.0 * s[0] * (s[1] // 8) ** 2 * 128 * 3 * 64, 2),
     *(
         Workload(name, _unary(getattr(torch, name)))
         for name in ("tanh", "sigmoid", "relu", "exp", "log", "sqrt", "rsqrt", "cos", "sin", "neg", "abs", "square")
@@ -155,14 +177,24 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("log_softmax", _unary(lambda x: x.log_softmax(-1))),
     Workload("layer_norm", _norm(lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), 2)),
     Workload("rms_norm", _norm(lambda x, w: F.rms_norm(x, x.shape[-1:], w), 1)),
+    Workload("batch_norm_updating", _batch_norm(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True))),
+    Workload(
+        "batch_norm_updating cut",
+        _batch_norm(lambda x, w, b: forms.batch_norm_part(x, None, None, (), x.numel() // len(w), False, w, b)),
+    ),
+    Workload("max_pool2d", lambda n: (lambda x: F.max_pool2d(x, 3, 2, 1), (_picture(n),))),
     Workload(
         "dropout",
         _unary(lambda x: forms.dropout_by_position(x, torch.full((), 7), 0, tuple(x.shape), ((),) * x.dim(), 0.1)),
     ),
     Workload("embedding", _embedding(F.embedding)),
     Workload("embedding cut", _embedding(lambda i, w: forms.embedding_part(i, w, ()))),
-    Workload("cross_entropy", _cross_entropy(F.cross_entropy)),
-    Workload("cross_entropy cut", _cross_entropy(lambda x, t: forms.cross_entropy_part(x, t, (), x.shape[1]))),
+    Workload("cross_entropy", _cross_entropy(F.cross_entropy), is_last=True),
+    Workload(
+        "cross_entropy cut",
+        _cross_entropy(lambda x, t: forms.cross_entropy_part(x, t, (), x.shape[1])),
+        is_last=True,
+    ),
     Workload("clone", _unary(torch.clone)),
     Workload(
         "copy turned",
@@ -201,9 +233,14 @@ def traced(call: Call, backward: bool, device: str = "cpu") -> Callable[[], Any]
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
+    # a step holds what forward made until backward has read it: no result takes the memory of one that has ended
+    made = [n for n in graph.graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
+    end = graph.graph.output_node()
+    end.args = ([*end.args[0], *(n for n in made if n not in end.args[0])],)
+    graph.graph.set_codegen(fx.graph.CodeGen())  # lists come as what is in them
     graph.recompile()
-    forward, given, filled = graph.forward, list(operands), [torch.ones(t.shape, device=device) for t in tangents]
-    return lambda: forward(given, filled)
+    forward, given = graph.forward, [*operands, *(torch.ones(t.shape, device=device) for t in tangents)]
+    return lambda: forward(*given)
 
 
 def _flat(made: Any) -> list[Tensor]:

@@ -153,6 +153,8 @@ class Facts:
     rule: Rule | RuleFunction | None = None  # how it may be cut: `docs/rules.md`
     serves: str = ""  # the marks of rules that its local form or its local shape serves
     form: FormFunction | None = None  # what computes it on a part, where the op itself will not do
+    # where what it counts or reduces is cut: the sums that its local form exchanges, forward and backward
+    exchanges: tuple[int, int] = (0, 0)
     draws: bool = False  # at random, by the position in the whole tensor: its form
     keeps: Line | Callable[[OpCall, str], Line] | None = None  # for its backward, by kind of device; None: everything
     work: Callable[[OpCall], tuple[str, str]] | tuple[str, str] | None = (

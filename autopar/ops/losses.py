@@ -132,6 +132,7 @@ op(
     rule=cross_entropy,
     serves="~",
     form=classes_of_part,
+    exchanges=(2, 0),
     counts="c",
     keeps="target",
     makes=dict(cuda="points*itemsize", cpu="points*itemsize"),  # the log-probabilities

@@ -126,6 +126,7 @@ op(
     rule=batch_norm,
     serves="^",
     form=statistics_of_all,
+    exchanges=(2, 1),
     keeps="input weight",
     makes=dict(cuda="8*channels", cpu="8*channels"),
 )

@@ -99,6 +99,14 @@ def convolution(arguments: Mapping[str, Any]) -> Rule:
     return parse(f"{n} {c} {here}, {o} c! {kernel}, {o} -> {n} {o} {there}", linear="x+z, y+z")
 
 
+def timed_convolution(arguments: Mapping[str, Any]) -> str:
+    """Windows that lie apart are the rows of one product, and have a time of their own."""
+    kernel, stride = arguments["weight"].shape[2:], arguments.get("stride", 1)
+    steps = [stride] * len(kernel) if isinstance(stride, int) else list(stride)
+    are_apart = all(step >= size for step, size in zip(steps, kernel, strict=False))
+    return f"conv{len(kernel)}d" + (" apart" if are_apart else "")
+
+
 def transposed_convolution(arguments: Mapping[str, Any]) -> Rule:
     """The same; a weight has its input channels first. Groups stay together."""
     given, weight, groups = arguments["input"], arguments["weight"], arguments.get("groups", 1)
@@ -252,6 +260,7 @@ each(
     form=grouped,
     flops=(2, r"s\d+"),
     one_dtype=True,
+    timed=timed_convolution,
 )
 each(
     "conv_transpose1d conv_transpose2d conv_transpose3d",

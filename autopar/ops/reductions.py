@@ -240,13 +240,14 @@ op(
 )  # a sum and a quotient, to the graph
 for name, neutral in (("amax", -math.inf), ("amin", math.inf)):
     dims = "input:T, dim=None, keepdim=False"
-    each(name, dims, rule=reduction_of_parts, serves="^", form=parts, neutral=neutral)
+    each(name, dims, rule=reduction_of_parts, serves="^", form=parts, exchanges=(2, 0), neutral=neutral)
 each(
     "logsumexp",
     "input:T, dim, keepdim=False",
     rule=reduction_of_parts,
     serves="^",
     form=parts,
+    exchanges=(2, 0),
     keeps="input",
     settle=with_dims,
     neutral=-math.inf,

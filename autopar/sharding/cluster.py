@@ -67,6 +67,11 @@ class Measured:
         """Bytes/s of the collective that was measured."""
         return self.bytes_per_s
 
+    def slowed(self, by: float) -> Measured:
+        """All of its seconds times a number."""
+        rate = self.bytes_per_s / by
+        return replace(self, latency_s=by * self.latency_s, bytes_per_s=rate, times=_slowed(self.times, by))
+
 
 @dataclass(frozen=True, slots=True)
 class Timed:
@@ -79,6 +84,10 @@ class Timed:
     dtype: str
     forward: Curve
     backward: Curve
+
+    def slowed(self, by: float) -> Timed:
+        """All of its seconds times a number."""
+        return replace(self, forward=_slowed(self.forward, by), backward=_slowed(self.backward, by))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +103,8 @@ class Cluster:
     measured: tuple[Measured, ...] = ()  # by `autopar calibrate`: they come before the links' figures
     timed: tuple[Timed, ...] = ()  # by `autopar calibrate`: they come before the device's rates
     hidden: float = 1.0  # of the shorter of compute and communication at once, the share that takes no time
+    # what a step took by the sum of its ops and collectives, which were measured one at a time
+    together: float = 1.0
 
     def __str__(self) -> str:
         return f"{self.name} ({self.device.name}, {self.devices_per_node} a node)"
@@ -109,7 +120,7 @@ class Cluster:
         size, stride, node = mesh.shape[axis], math.prod(mesh.shape[axis + 1 :]), self.devices_per_node
         for m in self.measured:
             if (m.kind, m.size, m.stride) == (kind, size, stride):
-                return ((size, m),)
+                return ((size, m.slowed(self.together)),)
         inner, outer = self.links[0], self.links[-1]
         if mesh.ranks:
             counts = set[int]()  # of ranks of a group that share a node
@@ -121,8 +132,8 @@ class Cluster:
         return tuple((n, link) for n, link in ((here, inner), (size // here, outer)) if n > 1) or ((1, inner),)
 
     def times_of(self, op: str, dtype: str) -> Timed | None:
-        """The measured times of an op; None where there are none."""
-        return _by_name(self.timed).get((op, dtype))
+        """The measured times of an op, as they are in a step; None where there are none."""
+        return _by_name(self.timed, self.together).get((op, dtype))
 
     @staticmethod
     def of(given: Any) -> Cluster:
@@ -175,8 +186,12 @@ def _in_a_node(size: int, stride: int, node: int) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def _by_name(timed: tuple[Timed, ...]) -> dict[tuple[str, str], Timed]:
-    return {(t.op, t.dtype): t for t in timed}
+def _by_name(timed: tuple[Timed, ...], together: float) -> dict[tuple[str, str], Timed]:
+    return {(t.op, t.dtype): t.slowed(together) for t in timed}
+
+
+def _slowed(times: Curve, by: float) -> Curve:
+    return tuple((amount, by * seconds) for amount, seconds in times)
 
 
 def _read(name: str, file: Any) -> Cluster:
@@ -196,6 +211,7 @@ def _read(name: str, file: Any) -> Cluster:
             measured,
             timed,
             float(data.get("hidden", 1.0)),
+            float(data.get("together", 1.0)),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise BadCluster(f"the cluster file {file} cannot be read", seen=f"{type(e).__name__}: {e}") from e

@@ -26,7 +26,7 @@ import numpy as np
 
 from autopar.letters import BadSharding
 from autopar.sharding.cluster import Cluster
-from autopar.sharding.cost_model import CostModel
+from autopar.sharding.cost_model import ALONE, CostModel, Message
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import P, Placement, R, S, Sharding
@@ -105,7 +105,7 @@ class ShapeConsistencyManager:
     """Cheapest conversions on one mesh of one cluster.
 
     With `most_bytes`, no device holds more of the tensor than that on the way; at the ends it may. Collectives that
-    travel with others, in `messages` of so many bytes by kind, pay a share of it. What can be done is found once for
+    travel with others, in `messages` by kind, pay a share of it. What can be done is found once for
     managers that are `like` one another, of one mesh.
     """
 
@@ -114,7 +114,7 @@ class ShapeConsistencyManager:
         mesh: DeviceMesh,
         cluster: Cluster,
         most_bytes: float = math.inf,
-        messages: Mapping[str, float] | None = None,
+        messages: Mapping[str, Message] | None = None,
         like: ShapeConsistencyManager | None = None,
     ) -> None:
         self.mesh = mesh
@@ -239,7 +239,7 @@ class ShapeConsistencyManager:
         assert gathered is not None, (step, before)
         levels = self._levels[step.kind][step.axis]
         return self.costs.step(
-            step.kind, step.dim, levels, self._bytes(gathered, itemsize), self.messages.get(step.kind, 0.0)
+            step.kind, step.dim, levels, self._bytes(gathered, itemsize), self.messages.get(step.kind, ALONE)
         )
 
     def _bytes(self, layout: Layout, itemsize: int) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,19 @@ _HALF = 2  # bytes of a number of a product's result, where products were measur
 _HALVES = ("bfloat16", "float16")  # in which fused kernels of attention were measured
 _WORK = {"forward": 1.0, "backward": 2.5}  # of attention: backward makes the scores again, and four products
 _SUMMED = 12  # bytes that a sum of two moves for each element of its result
+
+
+START = 4096.0  # bytes of a message that takes no longer than its start
+
+
+class Message(NamedTuple):
+    """What travels together: bytes, and of how many tensors."""
+
+    nbytes: float
+    tensors: float
+
+
+ALONE = Message(0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,18 +205,20 @@ class CostModel:
         return float(seconds("copy", bytes=nbytes, launch=device.launch_s, bandwidth=device.bandwidth))
 
     def step(
-        self, kind: str, dim: int, levels: Sequence[tuple[int, Any]], nbytes: float, message: float = 0.0
+        self, kind: str, dim: int, levels: Sequence[tuple[int, Any]], nbytes: float, message: Message = ALONE
     ) -> float:
         """Seconds of a step of a conversion.
 
         `nbytes` are those of the tensor as it is when the axis does not cut it. A collective that travels with others
-        in a `message` of so many bytes pays a share of it.
+        in one `message` pays a share of what moves that, and as much of its start as each of the others.
         """
         n = math.prod(size for size, _ in levels)
         if kind in LOCAL:
             return self.copy(nbytes / (n if kind == "slice" else 1))
-        whole = max(message, nbytes)
-        moved = collective_seconds(kind, levels, whole) * (nbytes / whole if whole else 1.0)
+        moved = collective_seconds(kind, levels, max(message.nbytes, nbytes))
+        if nbytes < message.nbytes:
+            start = collective_seconds(kind, levels, min(START, message.nbytes))
+            moved = start / message.tensors + max(0.0, moved - start) * nbytes / message.nbytes
         if kind == "all_to_all" and not is_measured(levels):  # packed for those who receive, put together from all
             return moved + 2 * self.copy(nbytes / n)
         # a collective packs by the first dim: what is gathered or scattered along another is turned on the way

@@ -15,6 +15,7 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import TensorType, info
+from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.placement import largest_local_shape
 from autopar.sharding.strategies import Choice, gradients, values
 from autopar.space.constraints import HABITS
@@ -160,7 +161,7 @@ class EdgeBuilder:
             cargo.type.itemsize,
             cargo.type.requires_grad,
             self.gathers if cargo.is_parameter else None,
-            self.reductions if cargo.is_parameter else None,
+            self._reductions(cargo) if cargo.is_parameter else None,
             self._tables[key].forward,
             cargo.reduced_in,
         )
@@ -213,11 +214,15 @@ class EdgeBuilder:
         )
         return table if cargo.is_parameter else np.where(self._against_habit(given, taken), np.inf, table)
 
+    def _reductions(self, cargo: _Cargo) -> ShapeConsistencyManager:
+        """What converts a gradient: behind the parameter's own edge it is reduced at once, in no bucket."""
+        return self.reductions if cargo.is_parameter and not cargo.is_handed_on else self.conversions
+
     def _backward(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of converting a gradient once, and of casting it as it comes."""
         type_ = cargo.type
         back = functools.partial(
-            (self.reductions if cargo.is_parameter else self.conversions).table,
+            self._reductions(cargo).table,
             type_.shape,
             sources=[gradients(f) for f in taken],
             targets=[gradients(f) for f in given],

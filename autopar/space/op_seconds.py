@@ -13,10 +13,11 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, info, op_name, type_of
+from autopar.graph.nodes import typed
 from autopar.ops.entry import Line, facts_of, timed_name
 from autopar.sharding.cost_model import SUM, SUM_OVER_ROWS, TURNED, CostModel, Heads, Kernel, Matrices
 from autopar.sharding.costs import collective_seconds
-from autopar.sharding.notation import Binding
+from autopar.sharding.notation import Binding, Cut
 from autopar.sharding.placement import largest_local_shape, part
 from autopar.sharding.strategies import Choice, values
 from autopar.space.product_roles import multiplied, roles_of
@@ -151,7 +152,7 @@ class OpSeconds:
     def _own(self, chosen: Chosen) -> Kernel:
         """The kernel that computes the op."""
         op, facts = chosen.op, facts_of(chosen.op)
-        name = timed_name(op, chosen.node.kwargs)
+        name = timed_name(op, typed(chosen.node.kwargs))
         keeps_nothing = isinstance(facts.keeps, Line) and not facts.keeps.values
         as_cut = self._where_cut(chosen, name)
         amounts = self._amounts(chosen)
@@ -188,13 +189,13 @@ class OpSeconds:
         return Kernel((name,), result.dtype, made, moved, moved)
 
     def _where_cut(self, chosen: Chosen, name: str) -> tuple[str, np.ndarray] | None:
-        """The name of the time where an op that counts positions is cut, and which choices cut it so."""
-        op = chosen.op
-        if not facts_of(op).counts:
+        """The name of the time where its local form computes an op, and the choices that cut it so."""
+        op, binding = chosen.op, chosen.binding
+        if binding is None or not (facts_of(op).counts or binding.inside):
             return None
         # the last part of causal attention sees nearly all keys: it takes as long as without a mask
         as_cut = op if name == f"{op} causal" else f"{op} cut"
-        return as_cut, np.array([_is_counted(op, c) for c in chosen.choices])
+        return as_cut, np.array([any(_goes_beyond(op, binding, s.cut) for s in c.strategies) for c in chosen.choices])
 
     def _amounts(self, chosen: Chosen) -> Amounts:
         """Work and traffic of the op under each choice."""
@@ -250,32 +251,34 @@ class OpSeconds:
         return np.array([math.prod(local) for local in held], float)
 
     def exchange(self, chosen: Chosen) -> np.ndarray | float:
-        """Seconds of what local forms exchange themselves.
-
-        Two sums of each factor that is left, forward and again backward.
-        """
-        binding, outputs = chosen.binding, chosen.outputs
-        if binding is None or not binding.inside:
+        """Seconds of what local forms exchange themselves, each sum in a message of its own."""
+        forward, backward = facts_of(chosen.op).exchanges
+        exchanges = forward + backward * any(t.requires_grad for t in chosen.outputs)
+        binding, mesh = chosen.binding, self.mesh
+        if binding is None or not exchanges:
             return 0.0
-        left = math.prod(n for f, n in binding.sizes.items() if f not in binding.inside) * outputs[0].itemsize
-        exchanges = 2 * (1 + any(t.requires_grad for t in outputs))
-        levels = [self.cluster.levels(self.mesh, a, "all_reduce") for a in range(len(self.mesh.shape))]
-        price = [exchanges * collective_seconds("all_reduce", of_axis, left) for of_axis in levels]
-        found = []
-        for choice in chosen.choices:
-            inside = [s.cut is not None and binding.is_inside(s.cut) for s in choice.strategies]
-            found.append(sum(p for p, is_inside in zip(price, inside, strict=True) if is_inside))
-        return np.array(found)
+        levels = [self.cluster.levels(mesh, a, "all_reduce") for a in range(len(mesh.shape))]
+        found = np.zeros(len(chosen.choices))
+        for i, choice in enumerate(chosen.choices):
+            exchanged = [s.cut if _goes_beyond(chosen.op, binding, s.cut) else None for s in choice.strategies]
+            gone = {factor for cut in exchanged if cut for factor in cut.factors} | binding.inside
+            local = self._local_sizes(choice, binding.sizes)
+            left = math.prod(n for f, n in local.items() if f not in gone) * chosen.outputs[0].itemsize
+            for of_axis, cut in zip(levels, exchanged, strict=True):
+                if cut:
+                    found[i] += exchanges * collective_seconds("all_reduce", of_axis, left)
+        return found
 
 
 def _product(sizes: Mapping[str, int], factors: Sequence[str]) -> int:
     return math.prod(sizes[f] for f in factors)
 
 
-def _is_counted(op: str, choice: Choice) -> bool:
-    """Does an axis cut a factor along which the op counts positions?"""
-    factors = [f for s in choice.strategies if s.cut for f in s.cut.factors]
-    return any(re.fullmatch(facts_of(op).counts, f) for f in factors)
+def _goes_beyond(op: str, binding: Binding, cut: Cut | None) -> bool:
+    """Does an op know its place, or that of others, along what is cut: does its local form compute it there?"""
+    if cut is None:
+        return False
+    return binding.is_inside(cut) or any(re.fullmatch(facts_of(op).counts, factor) for factor in cut.factors)
 
 
 def _copies(graph: Graph) -> frozenset[fx.Node]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.graph.graph import Graph, info, type_of
 from autopar.sharding.convert import ShapeConsistencyManager
+from autopar.sharding.cost_model import ALONE, Message
 from autopar.space.local_bytes import LocalBytes
 from autopar.space.parameter_values import casts_of_parameters
 from autopar.space.schedule import schedule_of
@@ -37,9 +38,10 @@ class Shared:
 
     @staticmethod
     def of(graph: Graph, setting: Setting) -> Shared:
-        trained = sum(t.nbytes for t in map(type_of, graph.parameters.values()) if t.requires_grad)
+        trained = [t.nbytes for t in map(type_of, graph.parameters.values()) if t.requires_grad]
         values = ShapeConsistencyManager(setting.mesh, setting.cluster)
-        bucket = min(BUCKET, trained)
+        share = min(1.0, BUCKET / max(1, sum(trained)))
+        bucket = Message(share * sum(trained), max(1.0, share * len(trained)))
         together = {"all_gather": _gathered_together(graph, setting)}, {"all_reduce": bucket, "reduce_scatter": bucket}
         gathers, gradients = (
             ShapeConsistencyManager(setting.mesh, setting.cluster, messages=messages, like=values)
@@ -48,12 +50,14 @@ class Shared:
         return Shared(values, gathers, gradients, LocalBytes(setting.mesh))
 
 
-def _gathered_together(graph: Graph, setting: Setting) -> float:
-    """Bytes of the parameters that the middle one of the windows gathers in one message, as they are gathered."""
+def _gathered_together(graph: Graph, setting: Setting) -> Message:
+    """What the middle one of the windows gathers in one message: its parameters as they are gathered."""
     casts = {parameter: cast for cast, parameter in casts_of_parameters(graph).items()}
     schedule = schedule_of([n for n in graph.nodes if info(n).kind == "op"], setting.window_bytes)
-    found: dict[int, int] = {}
+    found: dict[int, list[int]] = {}
     for parameter, (first, _) in schedule.buckets.items():
         window = schedule.of[first]
-        found[window] = found.get(window, 0) + type_of(casts.get(parameter, parameter)).nbytes
-    return statistics.median(found.values()) if found else 0.0
+        found.setdefault(window, []).append(type_of(casts.get(parameter, parameter)).nbytes)
+    if not found:
+        return ALONE
+    return Message(statistics.median(map(sum, found.values())), statistics.median(map(len, found.values())))

@@ -186,14 +186,32 @@ def test_a_workload_is_the_call_and_its_gradients(workload):
     xs = [x.clone().requires_grad_(x.is_floating_point()) for x in operands]
     if workload.name.endswith(" cut") and "cross" in workload.name:  # the exchanges of an axis of one device
         expected = nn.functional.cross_entropy(*xs, reduction="sum")
+    elif workload.name == "batch_norm_updating cut":
+        expected = nn.functional.batch_norm(xs[0], None, None, *xs[1:], training=True)
     elif workload.name == "dropout":
         pytest.skip("draws of its own")
     else:
         expected = function(*xs)
     results = expected if isinstance(expected, (tuple, list)) else [expected]
     gradients = torch.autograd.grad([r.sum() for r in results], [x for x in xs if x.requires_grad])
-    found = traced((function, operands), True)()
-    torch.testing.assert_close(list(found), [*results, *gradients], rtol=1e-4, atol=1e-5, check_dtype=False)
+    found = traced((function, operands), True)()  # what it makes besides is held until it has ended
+    expected = [*results, *gradients]
+    torch.testing.assert_close(list(found)[: len(expected)], expected, rtol=1e-4, atol=3e-5, check_dtype=False)
+
+
+def test_what_a_step_took_by_the_sum_of_its_parts_is_in_all_that_was_measured(tmp_path):
+    """Of ops, optimizers and collectives alike: which plan is best does not depend on it."""
+    curve = ((1.0, 1e-6), (1e6, 1e-3))
+    found = tuple(Measured(kind, 2, 1, 1e-5, 1e9, curve) for kind in COLLECTIVES)
+    timed = tuple(Timed(op, "float32", curve, curve) for op in ("linear", "relu", "add", "sum", "optimizer adamw"))
+    alone = replace(Cluster.of("generic"), measured=found, timed=timed, hidden=0.0)
+    replace(alone, together=1.5).save(tmp_path / "slowed.json")
+    slowed = Cluster.of(tmp_path / "slowed.json")
+    assert slowed.together == 1.5 and merged(alone, slowed).together == 1.5
+    model, batch = Two(), {"x": torch.randn(4, 8)}
+    fast, slow = (autopar.plan(model, batch, mesh=2, cluster=c, memory_budget="inf") for c in (alone, slowed))
+    assert slow.step_time_s == pytest.approx(1.5 * fast.step_time_s)
+    assert slow.parameters == fast.parameters
 
 
 def test_seconds_between_what_was_measured():
@@ -353,7 +371,7 @@ def test_a_gradient_takes_the_way_that_it_is_priced_by():
     curves = {
         "all_reduce": ((8.0, 10.0), (2.0**20, 10.0)),
         "reduce_scatter": ((8.0, 5.0), (2.0**20, 5.0)),
-        "all_gather": ((8.0, 1.0), (2.0**20, 1.0)),
+        "all_gather": ((8.0, 2.0), (2.0**20, 2.0)),
     }
     cluster = replace(
         eager_links(),

@@ -11,8 +11,13 @@ from torch import nn
 
 import autopar
 from autopar import Cluster
+from autopar.codegen import lower
+from autopar.codegen.joint_graph import BACK, OP
+from autopar.runtime.collectives import STEPS
 from autopar.sharding.certainty import MEASURED, PEAK, REACHED, SPREADS
-from autopar.sharding.cluster import Measured
+from autopar.sharding.cluster import Measured, Timed
+from autopar.sharding.cost_model import CostModel, Message
+from autopar.tracer import ColoTracer
 from tests.language import NO_PADDING, meta_gpt2, meta_llama_8b
 from tests.models import peaks
 
@@ -123,3 +128,60 @@ def test_explain_tells_the_formula_of_each_kernel_its_numbers_and_their_source()
     assert sum("ceiling" in line and "reached = 7.12e+14" in line for line in kernels) == 3
     seconds = sum(float(line.split(" us")[0].rpartition(" ")[2]) * 1e-6 for line in kernels)
     assert seconds == pytest.approx(seconds_of(plan, "linear"), rel=0.01)
+
+
+def test_tensors_of_a_message_pay_its_start_alike_and_its_seconds_together():
+    """A bias that travels apart from the others would start a message of its own."""
+    start, wire, few = 5e-3, 1e9, 1e3
+    curve = tuple((float(4**k), start + 4**k / wire) for k in range(2, 16))
+    levels = ((4, Measured("all_reduce", 4, 1, start, wire, curve)),)
+    costs, sizes = CostModel(peaks("h100-8x1")), [few] * 30 + [1e7, 2e6]
+    message = Message(sum(sizes), len(sizes))
+    paid = [costs.step("all_reduce", 0, levels, nbytes, message) for nbytes in sizes]
+    assert sum(paid) == pytest.approx(start + sum(sizes) / wire, rel=0.05)
+    assert paid[0] == pytest.approx(start / len(sizes), rel=0.05)
+    assert costs.step("all_reduce", 0, levels, few) > 0.99 * start  # alone
+
+
+class Norms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 32)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.head(self.norm(self.stem(x))), y)
+
+
+@pytest.mark.parametrize(
+    "op, how",
+    [
+        ("norm/batch_norm_updating", {"parallel": "dp"}),
+        ("/cross_entropy.1", {"constraints": {"head.weight": "S(0)"}}),
+    ],
+    ids=["batch", "classes"],
+)
+def test_what_a_local_form_exchanges_is_priced_once_for_each_collective_that_it_emits(op, how):
+    """Beside the emitted program: as many starts in the price as sums stand between the ops of the call."""
+    model, start = Norms(), 1e-2
+    batch = {"x": torch.randn(8, 16), "y": torch.arange(8)}
+    starts = {"all_reduce": start, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+    measured = (Measured(kind, 2, 1, s, 1e18, ((4.0, s), (4.0**15, s))) for kind, s in starts.items())
+    cluster = replace(peaks("h100-8x1"), hidden=0.0, measured=tuple(measured))
+    plan = autopar.plan(model, batch, mesh=2, cluster=cluster, memory_budget="inf", **how)
+    joint = lower(ColoTracer().trace(model, batch), plan, (0,)).joint
+    sums = (STEPS["all_reduce"], STEPS["all_reduce_max"])
+    emitted = [n for half in (joint.forward, joint.backward) for n in half.nodes if n.target in sums]
+    local = op.strip("/").replace("/", "_").replace(".", "_")
+    of_op = [n for n in emitted if local in (n.meta.get(OP), n.meta.get(BACK))]
+    priced = round(plan.decisions[op].seconds / start)
+    assert priced == len(of_op) > 1, (priced, [(n, n.meta.get(OP), n.meta.get(BACK)) for n in emitted])
+
+
+def test_windows_of_a_convolution_that_lie_apart_have_a_time_of_their_own():
+    calls = {"conv2d": dict(padding=1), "conv2d apart": dict(stride=3)}
+    for name, how in calls.items():
+        model = nn.Conv2d(3, 4, 3, **how)
+        timed = (Timed(name, "float32", ((1.0, 7.0), (1e18, 7.0)), ((1.0, 1e-9), (1e18, 1e-9))),)
+        cluster = replace(peaks("h100-8x1"), timed=timed)
+        plan = autopar.plan(model, (torch.randn(2, 3, 9, 9),), mesh=1, cluster=cluster, memory_budget="inf")
+        assert seconds_of(plan, "conv2d") == pytest.approx(7.0)
