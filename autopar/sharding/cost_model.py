@@ -40,7 +40,7 @@ _WORK = {"forward": 1.0, "backward": 2.5}  # of attention: backward makes the sc
 _SUMMED = 12  # bytes that a sum of two moves for each element of its result
 
 
-START = 4096.0  # bytes of a message that takes no longer than its start
+START = 4096.0  # bytes of a measured message that takes no longer than its start
 
 
 class Message(NamedTuple):
@@ -217,7 +217,7 @@ class CostModel:
             return self.copy(nbytes / (n if kind == "slice" else 1))
         moved = collective_seconds(kind, levels, max(message.nbytes, nbytes))
         if nbytes < message.nbytes:
-            start = collective_seconds(kind, levels, min(START, message.nbytes))
+            start = collective_seconds(kind, levels, min(START, message.nbytes) if is_measured(levels) else 0.0)
             moved = start / message.tensors + max(0.0, moved - start) * nbytes / message.nbytes
         if kind == "all_to_all" and not is_measured(levels):  # packed for those who receive, put together from all
             return moved + 2 * self.copy(nbytes / n)
