@@ -210,14 +210,16 @@ class CostModel:
         """Seconds of a step of a conversion.
 
         `nbytes` are those of the tensor as it is when the axis does not cut it. A collective that travels with others
-        in one `message` pays a share of what moves that, and as much of its start as each of the others.
+        in one `message` pays a share of what moves that; where it was measured, as much of its start as each of the
+        others.
         """
         n = math.prod(size for size, _ in levels)
         if kind in LOCAL:
             return self.copy(nbytes / (n if kind == "slice" else 1))
         moved = collective_seconds(kind, levels, max(message.nbytes, nbytes))
         if nbytes < message.nbytes:
-            start = collective_seconds(kind, levels, min(START, message.nbytes) if is_measured(levels) else 0.0)
+            is_known = is_measured(levels)  # otherwise a start is a few microseconds by a data sheet: shared like bytes
+            start = collective_seconds(kind, levels, min(START, message.nbytes)) if is_known else 0.0
             moved = start / message.tensors + max(0.0, moved - start) * nbytes / message.nbytes
         if kind == "all_to_all" and not is_measured(levels):  # packed for those who receive, put together from all
             return moved + 2 * self.copy(nbytes / n)
