@@ -278,10 +278,11 @@ def bucket_over_the_other_axis(patch: Patch) -> None:
 
     def other(graph, ways, last):
         before = set(graph.nodes)
-        together(graph, ways, last)
+        end = together(graph, ways, last)
         for node in graph.nodes:
             if node not in before and node.target is collectives.STEPS["all_reduce_bucket"]:
                 node.args = (node.args[0], {"dp": "tp", "tp": "dp"}[node.args[1]], *node.args[2:])
+        return end
 
     patch.setattr(joint_passes, "_travel_together", other)
 

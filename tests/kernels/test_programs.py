@@ -12,6 +12,7 @@ from autopar import Assume, Precision
 from autopar.kernels import NAMES
 from tests.kernels.sites import SITES
 from tests.language import bert, drawn, gpt2, llama
+from tests.models import eager_links
 
 MODELS = {
     "gpt2": lambda: gpt2(dropout=0.0),
@@ -101,7 +102,14 @@ def cut_head(rank, models, batch, asked):
     """Loss and gradients of a head whose vocabulary is cut."""
     pins = {"head.weight": "S(0)@0"}
     parallel = autopar.autoparallelize(
-        models[rank], batch, mesh=(2,), memory_budget="inf", kernels=NAMES, constraints=pins, **asked
+        models[rank],
+        batch,
+        mesh=(2,),
+        cluster=eager_links(),
+        memory_budget="inf",
+        kernels=NAMES,
+        constraints=pins,
+        **asked,
     )
     loss = parallel(**batch)
     loss.backward()

@@ -517,6 +517,38 @@ def _embedding_dense_backward(gradient, index, words, padding, by_frequency):
     return torch.einsum(f"{dims}v,{dims}w->vw", ones, gradient)
 
 
+def _select_backward(gradient, sizes, dim, index):
+    """A product with a one at the place that was selected: linear in the gradient."""
+    places = torch.arange(sizes[dim])
+    spmd.assert_type(places, dict.fromkeys(spmd.get_local_type(gradient), spmd.R))
+    at_place = (places == index % sizes[dim]).to(gradient.dtype)
+    at_place = at_place.view([-1 if d == dim % len(sizes) else 1 for d in range(len(sizes))])
+    return gradient.unsqueeze(dim) * at_place
+
+
+def _slice(x, dim=0, start=0, end=None, step=1):
+    """A run of places, as torch's narrow takes it: linear."""
+    if step != 1:
+        raise Unsaid("a slice with steps")
+    length = x.shape[dim]
+    first, last = (
+        min(max(p + length if p < 0 else p, 0), length) for p in (start or 0, length if end is None else end)
+    )
+    return torch.narrow(x, dim, first, max(0, last - first))
+
+
+def _convolution_backward(gradient, x, weight, bias, stride, padding, dilation, turned, output_padding, groups, mask):
+    """Of windows that lie apart and an input without a gradient: a product with the windows, linear in the gradient."""
+    is_apart = list(stride) == list(weight.shape[2:]) and not any(padding) and groups == 1 and not turned
+    if mask[0] or not is_apart or weight.dim() != 4:
+        rest = (stride, padding, dilation, turned, output_padding, groups, mask)
+        return aten.convolution_backward.default(gradient, x, weight, bias, *rest)
+    (high, wide), (n, c, *_), (h, w) = weight.shape[2:], x.shape, gradient.shape[2:]
+    windows = x.view(n, c, h, high, w, wide)
+    of_weight = torch.einsum("nohw,nchiwj->ocij", gradient, windows) if mask[1] else None
+    return None, of_weight, torch.sum(gradient, [0, 2, 3]) if mask[2] else None
+
+
 def _layer_norm_backward(gradient, x, shape, mean, scale, weight, bias, mask):
     dims, outer = list(range(x.dim() - len(shape), x.dim())), list(range(x.dim() - len(shape)))
     normed = (x - mean) * scale
@@ -562,6 +594,9 @@ OPS = {
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten.embedding_dense_backward.default: _embedding_dense_backward,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.select_backward.default: _select_backward,
+    aten.slice.Tensor: _slice,
+    aten.convolution_backward.default: _convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }

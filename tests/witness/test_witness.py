@@ -18,7 +18,7 @@ from tests.witness.made import MODELS, PLANS, lowered
 WHOLE = {
     *(("mlp", plan) for plan in PLANS),
     *(("gpt2", plan) for plan in ("free", "dp", "zero3")),
-    ("vit", "free"),
+    *(("vit", plan) for plan in ("free", "dp", "zero3", "tensor", "tensor and zero3")),
     *(("llama", plan) for plan in ("free", "dp", "zero3", "tensor", "tensor and zero3")),
 }
 
