@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -206,11 +206,9 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     for i, g in zip(joint.wanted, joint.gradients, strict=True):
         if g is not None and i >= joint.inputs:
             whole[g] = whole.get(g, 0) + joint.whole[joint.primals[i]]
-    left = [_since_reduction(g) for g in whole if set(g.users) == {joint.graph.output_node()}]
-    behind = {reduction: steps for reduction, *steps in filter(None, left)}  # each reduction, to its gradient
+    behind = _behind_reductions(joint, whole)
     gradient = {reduction: [reduction, *steps][-1] for reduction, steps in behind.items()}
-    made = sorted(whole, key=place.__getitem__)
-    full = {made[k]: i for i, places in enumerate(buckets([whole[g] for g in made], BUCKET)) for k in places}
+    full = _closing(sorted(whole, key=place.__getitem__), whole)
     waiting: dict[Any, list[list[fx.Node]]] = {}
     for node in joint.graph.nodes:
         if node in gradient:
@@ -226,6 +224,17 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
                 for node in reversed(behind[way[-1]]):
                     last.append(node)
     joint.read_output()
+
+
+def _behind_reductions(joint: JointGraph, gradients: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The last reduction of each gradient that nothing else reads, with the steps that lead on from it."""
+    left = [_since_reduction(g) for g in gradients if set(g.users) == {joint.graph.output_node()}]
+    return {reduction: steps for reduction, *steps in filter(None, left)}
+
+
+def _closing(made: Sequence[fx.Node], sizes: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """The number of the bucket of each gradient, were all of them, in this order, of one kind."""
+    return {made[k]: i for i, places in enumerate(buckets([sizes[g] for g in made], BUCKET)) for k in places}
 
 
 def _since_reduction(gradient: fx.Node) -> list[fx.Node]:
