@@ -194,6 +194,14 @@ def _slowed(times: Curve, by: float) -> Curve:
     return tuple((amount, by * seconds) for amount, seconds in times)
 
 
+def _ratio(given: Any) -> float:
+    """A ratio of seconds as a file has it."""
+    found = float(given)
+    if not 0 < found < math.inf:
+        raise ValueError(f"together: {given}, where a step takes more than nothing")
+    return found
+
+
 def _read(name: str, file: Any) -> Cluster:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -211,7 +219,7 @@ def _read(name: str, file: Any) -> Cluster:
             measured,
             timed,
             float(data.get("hidden", 1.0)),
-            float(data.get("together", 1.0)),
+            _ratio(data.get("together", 1.0)),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise BadCluster(f"the cluster file {file} cannot be read", seen=f"{type(e).__name__}: {e}") from e

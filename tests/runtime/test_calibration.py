@@ -212,6 +212,10 @@ def test_what_a_step_took_by_the_sum_of_its_parts_is_in_all_that_was_measured(tm
     fast, slow = (autopar.plan(model, batch, mesh=2, cluster=c, memory_budget="inf") for c in (alone, slowed))
     assert slow.step_time_s == pytest.approx(1.5 * fast.step_time_s)
     assert slow.parameters == fast.parameters
+    for wrong in (-1.0, 0.0, float("nan")):
+        replace(alone, together=wrong).save(tmp_path / "wrong.json")
+        with pytest.raises(autopar.letters.BadCluster, match="together"):
+            Cluster.of(tmp_path / "wrong.json")
 
 
 def test_seconds_between_what_was_measured():
