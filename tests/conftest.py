@@ -16,7 +16,8 @@ import torch.distributed as dist
 from autopar.testing import fake_world as _fake_world
 from autopar.testing import on_local_tensor, on_processes, on_threads
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is defined
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is defined
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(
     "shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

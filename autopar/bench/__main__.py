@@ -16,12 +16,14 @@ from autopar.kernels import NAMES, can_run
 from autopar.kernels.measured import keep
 from autopar.kernels.timing import least_gains, measure
 
+ALL = (*NAMES, "adamw")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m autopar.bench", description=__doc__)
     parser.add_argument("what", choices=["kernels"])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: the references, for a test")
-    parser.add_argument("--only", nargs="*", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--only", nargs="*", choices=ALL, default=list(ALL))
     parser.add_argument("--small", action="store_true", help="small shapes, to see that it runs")
     parser.add_argument("--no-data", action="store_true", help="print alone, and keep nothing for kernels=True")
     asked = parser.parse_args()

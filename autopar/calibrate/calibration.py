@@ -283,15 +283,17 @@ def _alone(
 
     Seconds of a product in each dtype, of a copy, of a small op.
     """
-    ops = [(w, size) for w in workloads for size in w.sizes]
+    ops = [(w, size, dtype) for dtype in _trained_in(device) for w in workloads for size in w.sizes_on(device)]
     steps = list(_optimizer_steps(mesh, device)) if workloads else []
 
     def measure(tick: Callable[[], None]) -> list[float]:
         timer = Alone(device, repetitions)
         times = [timer(run) for run in _of_device(device)[0]]
-        for w, size in ops:
-            call = w.call(size)
-            times += [timer(traced(call, gradients, device), w.is_last) for gradients in (False, True)]
+        for w, size, dtype in ops:
+            with torch.device(device):
+                call = w.call(size)
+            runs = (traced(call, gradients, device, getattr(torch, dtype)) for gradients in (False, True))
+            times += [timer(run, w.is_last) for run in runs]
             tick()
         for _, _, count, step in steps:
             times.append(timer(step) / count)
@@ -300,17 +302,22 @@ def _alone(
 
     agreed = iter(stages.run("ops and optimizers", len(ops) + len(steps), measure))
     figures = [next(agreed) for _ in range(len(DTYPES) + 2)]
-    found: dict[str, tuple[list[tuple[float, float]], list[tuple[float, float]]]] = {}
-    for w, size in ops:
+    found: dict[tuple[str, str], tuple[list[tuple[float, float]], list[tuple[float, float]]]] = {}
+    for w, size, dtype in ops:
         alone, both = next(agreed), next(agreed)
-        forward, backward = found.setdefault(w.name, ([], []))
+        forward, backward = found.setdefault((w.name, dtype), ([], []))
         forward.append((w.amount(size), alone))
         backward.append((w.amount(size), max(both - alone, 1e-9) / w.gradients))
     for name, elements, _, _ in steps:
-        found.setdefault(name, ([], []))[0].append((float(elements), next(agreed)))
+        found.setdefault((name, "float32"), ([], []))[0].append((float(elements), next(agreed)))
     return tuple(
-        Timed(name, "float32", tuple(forward), tuple(backward)) for name, (forward, backward) in found.items()
+        Timed(name, dtype, tuple(forward), tuple(backward)) for (name, dtype), (forward, backward) in found.items()
     ), figures
+
+
+def _trained_in(device: str) -> tuple[str, ...]:
+    """The dtypes in which models are trained on such a device."""
+    return ("float32", "bfloat16") if device == "cuda" else ("float32",)
 
 
 def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, int, Callable[[], Any]]]:
@@ -326,7 +333,7 @@ def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, 
     }
     torch_mesh, count = mesh.to_torch(device), 8
     for name, optimizer in steps.items():
-        for elements in (256, 2**13, 2**16, 2**18, 2**20):
+        for elements in (256, 2**13, 2**16, 2**18, 2**20, *((2**22, 2**24, 2**26) if device == "cuda" else ())):
             parameters = [
                 torch.nn.Parameter(
                     DTensor.from_local(
@@ -374,7 +381,7 @@ def _width(device: str) -> int:
 def _of_device(device: str) -> tuple[list[Callable[[], Any]], int]:
     """Products in each dtype, a copy of so many bytes, a small op."""
     width, copied = _width(device), 2**28 if device == "cuda" else 2**24
-    squares = [torch.ones(width, width, dtype=getattr(torch, dtype), device=device) for dtype in DTYPES]
+    squares = [torch.rand(width, width, device=device).to(getattr(torch, dtype)) for dtype in DTYPES]
     source, target, small = (
         torch.ones(copied // 4, device=device),
         torch.empty(copied // 4, device=device),

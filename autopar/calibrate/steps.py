@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from autopar.api import autoparallelize
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
+from autopar.tracer.precision import Precision
 
 WARM = 2
 
@@ -46,8 +47,16 @@ def beside_its_parts(mesh: DeviceMesh, device: str, cluster: Cluster, repetition
     width, length = (2048, 1024) if device == "cuda" else (256, 64)
     tokens = torch.randint(0, 1024, (2 * mesh.size, length), device=device)
     batch = {"tokens": tokens, "targets": tokens.clone()}
+    precision = Precision("bfloat16", "float32") if device == "cuda" else None
     model = autoparallelize(
-        Reference(width).to(device), batch, mesh=mesh, cluster=cluster, parallel="dp", memory_budget="inf"
+        Reference(width).to(device),
+        batch,
+        mesh=mesh,
+        cluster=cluster,
+        parallel="dp",
+        memory_budget="inf",
+        precision=precision,
+        kernels=False,
     )
     optimizer = torch.optim.AdamW(model.parameters())
 

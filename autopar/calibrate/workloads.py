@@ -26,16 +26,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar.runtime import collectives, forms  # noqa: F401 - forms trace conversions
 from autopar.runtime.private import FakeTensorMode
 
-WIDTH = 256  # of a row
-ELEMENTS = (
-    2**8,
-    2**12,
-    2**15,
-    2**17,
-    2**19,
-    2**20,
-    2**22,
-)  # what lies in caches, and what is fresh memory, cost differently
+WIDTH = 256  # of a row; on a GPU rows of many elements are WIDE
+WIDE = 2048
+# what lies in caches, and what is fresh memory, cost differently
+ELEMENTS = (2**8, 2**12, 2**15, 2**17, 2**19, 2**20, 2**22)
+ON_GPU = (2**8, 2**14, 2**18, 2**20, 2**22, 2**24, 2**26)
 Call = tuple[
     Callable[..., Any], tuple[Tensor, ...]
 ]  # a function, and its operands: those of floating point are trained
@@ -48,13 +43,18 @@ class Workload:
     name: str
     call: Callable[[Any], Call]
     sizes: Sequence[Any] = ELEMENTS
+    on_gpu: Sequence[Any] = ON_GPU  # sizes that fill one
     amount: Callable[[Any], float] = float
     gradients: int = 1  # products in its backward
     is_last: bool = False  # it stands where a step holds most: the process has to ask for the memory of its results
 
+    def sizes_on(self, device: str) -> Sequence[Any]:
+        return self.on_gpu if device == "cuda" else self.sizes
 
-def rows(n: int, width: int = WIDTH) -> Tensor:
+
+def rows(n: int, width: int = 0) -> Tensor:
     """Numbers in (0.5, 1.5), in rows: every function is defined there."""
+    width = width or (WIDTH if n <= ELEMENTS[-1] else WIDE)
     return torch.rand(max(1, n // width), min(n, width)) + 0.5
 
 
@@ -119,7 +119,11 @@ def _cross_entropy(function: Callable[..., Tensor]) -> Callable[[int], Call]:
 
 
 def _norm(function: Callable[..., Tensor], weights: int) -> Callable[[int], Call]:
-    return lambda n: (function, (rows(n), *(torch.ones(min(n, WIDTH)) for _ in range(weights))))
+    def call(n: int) -> Call:
+        x = rows(n)
+        return function, (x, *(torch.ones(x.shape[-1]) for _ in range(weights)))
+
+    return call
 
 
 def _batch_norm(function: Callable[..., Tensor]) -> Callable[[int], Call]:
@@ -135,6 +139,26 @@ def _picture(n: int) -> Tensor:
     return torch.rand(max(1, n // 4096), min(16, n // 64), 16, min(16, max(1, n // 256)))
 
 
+_GPU_PRODUCTS = (
+    (64, 64, 64),
+    (1024, 1024, 1024),
+    (4096, 1024, 2048),
+    (8192, 2048, 2048),
+    (8192, 2048, 8192),
+    (8192, 4096, 16384),
+    (8192, 4096, 65536),
+)
+_GPU_BATCHED = ((16, 64, 64, 64), (64, 256, 64, 256), (64, 1024, 64, 1024), (256, 1024, 128, 1024))
+_GPU_HEADS = (
+    (1, 4, 128, 64),
+    (4, 12, 512, 64),
+    (8, 16, 1024, 64),
+    (16, 16, 1024, 64),
+    (8, 32, 2048, 64),
+    (4, 32, 4096, 128),
+)
+_GPU_IMAGES = ((1, 14), (8, 28), (32, 56), (128, 56), (256, 112))
+_GPU_CUT_IMAGES = ((1, 64), (8, 128), (32, 256), (128, 256))
 _PRODUCTS = ((8, 64, 64), (64, 64, 128), (256, 128, 128), (256, 256, 512), (1024, 256, 512), (1024, 512, 1024))
 _BATCHED = ((4, 16, 16, 16), (8, 32, 32, 32), (16, 64, 32, 64), (32, 128, 32, 128), (64, 128, 64, 128))
 _HEADS = ((1, 1, 32, 32), (2, 2, 128, 32), (2, 8, 128, 32), (8, 8, 128, 32), (8, 8, 256, 64))
@@ -148,13 +172,20 @@ def _pairs(size: tuple[int, int, int, int]) -> float:
 
 
 WORKLOADS: tuple[Workload, ...] = (
-    Workload("linear", _linear, _PRODUCTS, lambda s: 2.0 * math.prod(s), 2),
-    Workload("matmul", _matmul, _BATCHED, lambda s: 2.0 * math.prod(s), 2),
-    Workload("scaled_dot_product_attention", _attention(), _HEADS, _pairs),
-    Workload("scaled_dot_product_attention causal", _attention(is_causal=True), _HEADS, _pairs),
-    Workload("scaled_dot_product_attention masked", _attention(masked=True), _HEADS, _pairs),
-    Workload("conv2d", _convolution, _IMAGES, lambda s: 2.0 * s[0] * s[1] ** 2 * 64 * 64 * 9, 2),
-    Workload("conv2d apart", _patches, _CUT_IMAGES, lambda s: 2.0 * s[0] * (s[1] // 8) ** 2 * 128 * 3 * 64, 2),
+    Workload("linear", _linear, _PRODUCTS, _GPU_PRODUCTS, lambda s: 2.0 * math.prod(s), 2),
+    Workload("matmul", _matmul, _BATCHED, _GPU_BATCHED, lambda s: 2.0 * math.prod(s), 2),
+    Workload("scaled_dot_product_attention", _attention(), _HEADS, _GPU_HEADS, _pairs),
+    Workload("scaled_dot_product_attention causal", _attention(is_causal=True), _HEADS, _GPU_HEADS, _pairs),
+    Workload("scaled_dot_product_attention masked", _attention(masked=True), _HEADS, _GPU_HEADS, _pairs),
+    Workload("conv2d", _convolution, _IMAGES, _GPU_IMAGES, lambda s: 2.0 * s[0] * s[1] ** 2 * 64 * 64 * 9, 2),
+    Workload(
+        "conv2d apart",
+        _patches,
+        _CUT_IMAGES,
+        _GPU_CUT_IMAGES,
+        lambda s: 2.0 * s[0] * (s[1] // 8) ** 2 * 128 * 3 * 64,
+        2,
+    ),
     *(
         Workload(name, _unary(getattr(torch, name)))
         for name in ("tanh", "sigmoid", "relu", "exp", "log", "sqrt", "rsqrt", "cos", "sin", "neg", "abs", "square")
@@ -185,7 +216,10 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("max_pool2d", lambda n: (lambda x: F.max_pool2d(x, 3, 2, 1), (_picture(n),))),
     Workload(
         "dropout",
-        _unary(lambda x: forms.dropout_by_position(x, torch.full((), 7), 0, tuple(x.shape), ((),) * x.dim(), 0.1)),
+        lambda n: (
+            lambda x, key: forms.dropout_by_position(x, key, 0, tuple(x.shape), ((),) * x.dim(), 0.1),
+            (rows(n), torch.full((), 7)),
+        ),
     ),
     Workload("embedding", _embedding(F.embedding)),
     Workload("embedding cut", _embedding(lambda i, w: forms.embedding_part(i, w, ()))),
@@ -200,20 +234,21 @@ WORKLOADS: tuple[Workload, ...] = (
         "copy turned",
         lambda n: (lambda x: x.view(-1, min(8, x.shape[0]), x.shape[1]).transpose(0, 1).contiguous(), (rows(n),)),
     ),
-    Workload(
-        "cat", lambda n: (lambda x, y: torch.cat([x, y], -1), (rows(n // 2, WIDTH // 2), rows(n // 2, WIDTH // 2)))
-    ),
+    Workload("cat", lambda n: (lambda x, y: torch.cat([x, y], -1), (rows(n // 2), rows(n // 2)))),
     Workload("split", _unary(lambda x: x.split(x.shape[1] // 2, 1))),
     Workload("narrow", _unary(lambda x: x.narrow(1, 0, x.shape[1] // 2))),
-    Workload("select", lambda n: (lambda x: x.select(1, 0), (rows(n).view(-1, 4, min(n, WIDTH) // 4),))),
+    Workload("select", lambda n: (lambda x: x.select(1, 0), (rows(n).unflatten(-1, (4, -1)),))),
     Workload("expand", lambda n: (lambda x: x.expand(4, *x.shape), (rows(n // 4),))),
     Workload("to", lambda n: (lambda x: x.to(torch.float32), (rows(n).bfloat16(),))),
 )
 
 
-def traced(call: Call, backward: bool, device: str = "cpu") -> Callable[[], Any]:
-    """The call as ATen code; with `backward`, its gradients too, given those of its results."""
-    function, operands = call[0], tuple(x.to(device) for x in call[1])
+def traced(call: Call, backward: bool, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
+    """The call as ATen code, on a device in a dtype; with `backward`, its gradients too, given those of its results.
+
+    Operands of another dtype than float32 stay what they are.
+    """
+    function, operands = call[0], tuple(_as(x.to(device), dtype) for x in call[1])
     trained = [i for i, x in enumerate(operands) if x.is_floating_point()]
 
     def step(xs: list[Tensor], ts: list[Tensor]) -> list[Tensor]:
@@ -239,8 +274,12 @@ def traced(call: Call, backward: bool, device: str = "cpu") -> Callable[[], Any]
     end.args = ([*end.args[0], *(n for n in made if n not in end.args[0])],)
     graph.graph.set_codegen(fx.graph.CodeGen())  # lists come as what is in them
     graph.recompile()
-    forward, given = graph.forward, [*operands, *(torch.ones(t.shape, device=device) for t in tangents)]
+    forward, given = graph.forward, [*operands, *(torch.ones(t.shape, device=device, dtype=t.dtype) for t in tangents)]
     return lambda: forward(*given)
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.dtype == torch.float32 else x
 
 
 def _flat(made: Any) -> list[Tensor]:

@@ -38,10 +38,12 @@ def activated(x, KIND: tl.constexpr):
         a = x * share
         slope = share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     else:
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        e = tl.exp(-2.0 * tl.abs(inner))
-        t = (1.0 - e) / (1.0 + e)
-        t = tl.where(inner < 0, -t, t)
-        a = 0.5 * x * (1.0 + t)
-        slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+        # (1 + tanh(y)) / 2 is sigmoid(2 y); what it is short of one is counted, not subtracted
+        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        e = tl.exp(-tl.abs(inner))
+        large = 1.0 / (1.0 + e)
+        share = tl.where(inner < 0, e * large, large)
+        less = tl.where(inner < 0, large, e * large)
+        a = x * share
+        slope = share + a * less * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     return a, slope

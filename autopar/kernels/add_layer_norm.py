@@ -11,7 +11,7 @@ from torch import Tensor
 from autopar.kernels import backend, layer_norm
 from autopar.kernels.family import Family, summed, through_sum
 from autopar.kernels.patterns import Found, Pattern
-from autopar.kernels.rows import back_on_rows, on_rows
+from autopar.kernels.rows import gradients_of_rows, normalised_rows
 
 
 def reference(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,7 @@ def normalised(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor, eps:
     if not backend.runs(first):
         sum_, y = reference(first, second, weight, bias, eps)
         return sum_.contiguous(), y.contiguous()
-    return on_rows(layer_norm.forward_kernel, second, first, (weight, bias), eps)
+    return normalised_rows(first, second, weight, bias, eps, rounds=False)
 
 
 @normalised.register_fake
@@ -44,7 +44,7 @@ def normalised_backward(
     if not backend.runs(dy):
         dx, dw, db = through_sum(lambda x, w, b: layer_norm.reference(x, w, b, eps), ds, dy, sum_, weight, bias)
         return dx, dw, db
-    dx, (dw, db) = back_on_rows(layer_norm.backward_kernel, ds, dy, sum_, weight, eps, sums=2)
+    dx, (dw, db) = gradients_of_rows(dy, ds, sum_, weight, eps, means=True)
     return dx, dw, db
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from autopar.kernels import backend, rms_norm
 from autopar.kernels.family import Family, summed, through_sum
 from autopar.kernels.patterns import Found, Pattern
-from autopar.kernels.rows import back_on_rows, on_rows
+from autopar.kernels.rows import gradients_of_rows, normalised_rows
 
 
 def reference(first: Tensor, second: Tensor, weight: Tensor, eps: float, rounds: bool) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,7 @@ def normalised(first: Tensor, second: Tensor, weight: Tensor, eps: float, rounds
     if not backend.runs(first):
         sum_, y = reference(first, second, weight, eps, rounds)
         return sum_.contiguous(), y.contiguous()
-    return on_rows(rms_norm.forward_kernel, second, first, (weight,), eps, ROUNDS=rounds)
+    return normalised_rows(first, second, weight, None, eps, rounds)
 
 
 @normalised.register_fake
@@ -42,7 +42,7 @@ def normalised_backward(
     if not backend.runs(dy):
         dx, dw = through_sum(lambda x, w: rms_norm.reference(x, w, eps, rounds), ds, dy, sum_, weight)
         return dx, dw
-    dx, (dw,) = back_on_rows(rms_norm.backward_kernel, ds, dy, sum_, weight, eps, sums=1)
+    dx, (dw,) = gradients_of_rows(dy, ds, sum_, weight, eps, means=False)
     return dx, dw
 
 

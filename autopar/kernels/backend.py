@@ -16,7 +16,7 @@ _IS_THERE = importlib.util.find_spec("triton") is not None  # on Linux alone
 triton: Any = importlib.import_module("triton") if _IS_THERE else None
 tl: Any = importlib.import_module("triton.language") if _IS_THERE else None
 
-__all__ = ["VARIABLE", "as_ops", "as_rows", "block_of", "is_traced", "jit", "programs_of", "runs", "tl"]
+__all__ = ["VARIABLE", "as_ops", "as_rows", "is_traced", "jit", "runs", "tl", "units"]
 
 # for tests on a CPU: "interpret" runs the kernels themselves, by Triton's interpreter; "ops" the custom ops, which run
 # their references
@@ -50,12 +50,6 @@ def is_traced(device: str) -> bool:
     return device != "cpu" or bool(os.environ.get(VARIABLE))
 
 
-def block_of(columns: int) -> tuple[int, int]:
-    """Elements that a program holds of a row of so many, and its warps: as many as leave registers for a backward."""
-    block = 1 << max(4, (columns - 1).bit_length())
-    return block, min(16, max(1 if block < 1024 else 4, block // 512))
-
-
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
     """The tensor as rows of its last dim, each in order, and how far they are apart: halves of one are not copied."""
     columns = x.shape[-1]
@@ -66,7 +60,6 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
     return x.contiguous().view(-1, columns), columns
 
 
-def programs_of(rows: int, x: Tensor) -> int:
-    """Programs that share the rows where each adds up what all of its rows give to a weight."""
-    most = 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
-    return max(1, min(rows, most))
+def units(x: Tensor) -> int:
+    """The multiprocessors of the tensor's device; some in the interpreter."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4

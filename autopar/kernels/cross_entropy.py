@@ -15,8 +15,8 @@ from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Found, Pattern
 
-BLOCK = 4096
-WARPS = 8
+BLOCK, WARPS = 8192, 8  # of a row that is read once
+BACK, WARPS_BACK = 2048, 4  # of a row whose gradient is written
 _IGNORED = -100  # torch's default
 
 
@@ -104,7 +104,7 @@ def gradient_of_rows(
     if rows and columns:
         given = (dy, x.contiguous(), target.contiguous(), lse.contiguous(), dx, columns, ignored)
         counts = (1.0 - smoothing, smoothing / classes)
-        backward_kernel[(rows, -(-columns // BLOCK))](*given, *counts, BLOCK=BLOCK, num_warps=WARPS)
+        backward_kernel[(rows, -(-columns // BACK))](*given, *counts, BLOCK=BACK, num_warps=WARPS_BACK)
     return dx
 
 

@@ -15,7 +15,7 @@ from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Found, Pattern
 
-BLOCK = 1024
+BLOCK, WARPS = 2048, 4
 KINDS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (  # the kernels know them by their places
     ("silu", torch.nn.functional.silu),
     ("gelu", torch.nn.functional.gelu),
@@ -74,7 +74,7 @@ def product(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     if y.numel():
         (g, g_row), (u, u_row) = backend.as_rows(gate), backend.as_rows(up)
         given = (g, u, y, gate.shape[-1], g_row, u_row)
-        forward_kernel[_grid(gate)](*given, KIND=kind, BLOCK=BLOCK)
+        forward_kernel[_grid(gate)](*given, KIND=kind, BLOCK=BLOCK, num_warps=WARPS)
     return y
 
 
@@ -93,7 +93,7 @@ def product_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[T
     if dg.numel():
         (g, g_row), (u, u_row) = backend.as_rows(gate), backend.as_rows(up)
         given = (dy.contiguous(), g, u, dg, du, gate.shape[-1], g_row, u_row)
-        backward_kernel[_grid(gate)](*given, KIND=kind, BLOCK=BLOCK)
+        backward_kernel[_grid(gate)](*given, KIND=kind, BLOCK=BLOCK, num_warps=WARPS)
     return dg, du
 
 

@@ -15,7 +15,7 @@ from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Found, Pattern
 
-BLOCK = 1024
+BLOCK, WARPS = 2048, 4
 
 
 @jit
@@ -44,7 +44,7 @@ def activation(x: Tensor) -> Tensor:
         return reference(x).contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        forward_kernel[(-(-y.numel() // BLOCK),)](x.contiguous(), y, y.numel(), BLOCK=BLOCK)
+        forward_kernel[(-(-y.numel() // BLOCK),)](x.contiguous(), y, y.numel(), BLOCK=BLOCK, num_warps=WARPS)
     return y
 
 
@@ -60,7 +60,9 @@ def activation_backward(dy: Tensor, x: Tensor) -> Tensor:
         return through(reference, dy, x)[0]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel():
-        backward_kernel[(-(-dx.numel() // BLOCK),)](dy.contiguous(), x.contiguous(), dx, dx.numel(), BLOCK=BLOCK)
+        backward_kernel[(-(-dx.numel() // BLOCK),)](
+            dy.contiguous(), x.contiguous(), dx, dx.numel(), BLOCK=BLOCK, num_warps=WARPS
+        )
     return dx
 
 

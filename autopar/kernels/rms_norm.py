@@ -10,10 +10,9 @@ from torch import Tensor
 
 from autopar.graph.graph import type_of
 from autopar.kernels import backend
-from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Found, Pattern
-from autopar.kernels.rows import MOST_COLUMNS, back_on_rows, on_rows
+from autopar.kernels.rows import gradients_of_rows, normalised_rows
 
 _ROOT = """
 square = pow(input=wide, exponent=2)
@@ -34,58 +33,12 @@ def reference(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
     return weight * even.to(x.dtype)
 
 
-@jit
-def forward_kernel(X, R, W, S, Y, columns, eps, ROUNDS: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr):
-    """One row a program; a sum is rounded before it is normalised."""
-    row = tl.program_id(0).to(tl.int64) * columns
-    at = tl.arange(0, BLOCK)
-    inside = at < columns
-    x = tl.load(X + row + at, mask=inside, other=0.0).to(tl.float32)
-    if ADDS:
-        x += tl.load(R + row + at, mask=inside, other=0.0).to(tl.float32)
-        sum_ = x.to(S.dtype.element_ty)
-        tl.store(S + row + at, sum_, mask=inside)
-        x = sum_.to(tl.float32)
-    w = tl.load(W + at, mask=inside, other=0.0).to(tl.float32)
-    even = x * tl.rsqrt(tl.sum(x * x) / columns + eps)
-    if ROUNDS:
-        even = even.to(Y.dtype.element_ty).to(tl.float32)
-    tl.store(Y + row + at, (even * w).to(Y.dtype.element_ty), mask=inside)
-
-
-@jit
-def backward_kernel(DY, DS, X, W, DX, DW, DB, MEAN, ROOT, rows, columns, eps, programs,
-                    ADDS: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Some of the rows, and what these give to the gradient of the weight, or the root of each row."""
-    program = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
-    inside = at < columns
-    dw = tl.zeros((BLOCK,), tl.float32)
-    for row in range(program, rows, programs):
-        start = tl.cast(row, tl.int64) * columns
-        x = tl.load(X + start + at, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(DY + start + at, mask=inside, other=0.0).to(tl.float32)
-        root = tl.rsqrt(tl.sum(x * x) / columns + eps)
-        even = x * root
-        if SUMS:
-            dw += dy * even
-        else:
-            tl.store(ROOT + row, root)
-        dy *= tl.load(W + at, mask=inside, other=0.0).to(tl.float32)  # not held from row to row: registers
-        dx = (dy - even * (tl.sum(dy * even) / columns)) * root
-        if ADDS:
-            dx += tl.load(DS + start + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(DX + start + at, dx.to(DX.dtype.element_ty), mask=inside)
-    if SUMS:
-        tl.store(DW + program * columns + at, dw, mask=inside)
-
-
 @torch.library.custom_op("autopar::rms_norm", mutates_args=())
 def normalised(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
     """Rows by the root of their mean square; `rounds`: to the dtype of `x` before the weight."""
     if not backend.runs(x):
         return reference(x, weight, eps, rounds).contiguous()
-    return on_rows(forward_kernel, None, x, (weight,), eps, ROUNDS=rounds)[1]
+    return normalised_rows(x, None, weight, None, eps, rounds)[1]
 
 
 @normalised.register_fake
@@ -99,7 +52,7 @@ def normalised_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, round
     if not backend.runs(x):
         dx, dw = through(lambda x, w: reference(x, w, eps, rounds), dy, x, weight)
         return dx, dw
-    dx, (dw,) = back_on_rows(backward_kernel, None, dy, x, weight, eps, sums=1)
+    dx, (dw,) = gradients_of_rows(dy, None, x, weight, eps, means=False)
     return dx, dw
 
 
@@ -132,7 +85,7 @@ def arguments(found: Found) -> Mapping[str, Any] | None:
     if not type_of(x).shape:
         return None
     width = type_of(x).shape[-1]
-    is_served = are_alike([x, weight]) and type_of(weight).shape == (width,) and width <= MOST_COLUMNS
+    is_served = are_alike([x, weight]) and type_of(weight).shape == (width,)
     if variant["wide"]:
         is_served &= type_of(found.result).dtype == type_of(x).dtype and found["DTYPE"] is type_of(x).torch_dtype
     elif variant["rounds"]:

@@ -15,7 +15,7 @@ from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Found, Pattern
 
 WARPS = 4
-_TILE = 1024  # elements of a half that a program holds
+_TILE = 512  # elements of a half that a program holds
 TURN = """
 straight{n} = mul(input=x{n}, other=cos)
 first{n} = narrow(input=x{n}, dim=DIM, start=0, length=HALF)

@@ -1,7 +1,12 @@
-"""Launches of kernels that take a row a program: forward, and a backward that adds up what all rows give to weights.
+"""Normalisations of rows: the kernels that `rms_norm` and `layer_norm` have in common, and their launches.
 
-A row of up to MOST_COLUMNS is held in registers. One of up to ONE_PASS is, with what its backward adds up for a weight;
-the gradients of wider weights are a second pass over columns, in `weights_kernel`.
+A row of up to MOST_COLUMNS is held in registers, and read once either way: backward adds up what its rows give to the
+gradients of the weight and the bias while it has them. Wider rows are gone over block by block, once more for each sum
+that the next needs; the gradients of their weights are a second pass over columns, in `weights_kernel`.
+
+A kernel is told by constants what it does: MEANS, of layer_norm, takes the mean off each row; ROUNDS, of rms_norm as
+models write it, rounds a row to its dtype before the weight; ADDS is a sum with its norm; EVEN, that columns fill a
+block.
 """
 
 from __future__ import annotations
@@ -14,14 +19,176 @@ from torch import Tensor
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 
-MOST_COLUMNS, ONE_PASS = 8192, 4096
+MOST_COLUMNS = 8192
+WIDE, WIDE_WARPS = 4096, 8  # columns of a wider row that a program holds at a time
 COLUMNS, ROWS, WARPS = 128, 32, 4  # of a program of the second pass
 _PARTS = 64  # into which the rows are divided there
+FOLDED = 32, 32  # parts and columns that a program of the fold holds
+
+
+@jit
+def forward_kernel(X, R, W, B, S, Y, rows, columns, eps, MEANS: tl.constexpr, ROUNDS: tl.constexpr,
+                   ADDS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Some rows a program. A sum is rounded before it is normalised; a variance is of what is left without the mean."""
+    at = tl.arange(0, BLOCK)[None, :]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    place = row.to(tl.int64) * columns + at
+    inside = row < rows
+    if not EVEN:
+        inside = inside & (at < columns)
+    x = tl.load(X + place, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(R + place, mask=inside, other=0.0).to(tl.float32)
+        sum_ = x.to(S.dtype.element_ty)
+        tl.store(S + place, sum_, mask=inside)
+        x = sum_.to(tl.float32)
+    if MEANS:
+        x = tl.where(inside, x - (tl.sum(x, 1) / columns)[:, None], 0.0)
+    y = x * tl.rsqrt(tl.sum(x * x, 1) / columns + eps)[:, None]
+    if ROUNDS:
+        y = y.to(Y.dtype.element_ty).to(tl.float32)
+    y *= tl.load(W + at, mask=at < columns, other=0.0).to(tl.float32)
+    if MEANS:
+        y += tl.load(B + at, mask=at < columns, other=0.0).to(tl.float32)
+    tl.store(Y + place, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@jit
+def backward_kernel(DY, DS, X, W, DX, DW, DB, rows, columns, eps, programs, MEANS: tl.constexpr, ADDS: tl.constexpr,
+                    EVEN: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Every so many rows a program, and what all of its rows give to the gradients of weight and bias.
+
+    Sums that do not wait for each other are made at once: what threads exchange is what such rows wait for.
+    """
+    program = tl.program_id(0)
+    at = tl.arange(0, BLOCK)[None, :]
+    dw = tl.zeros((1, BLOCK), tl.float32)
+    db = tl.zeros((1, BLOCK), tl.float32)
+    for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        place = row.to(tl.int64) * columns + at
+        inside = row < rows
+        if not EVEN:
+            inside = inside & (at < columns)
+        x = tl.load(X + place, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(DY + place, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(W + at, mask=at < columns, other=0.0).to(tl.float32)  # not held from row to row: registers
+        weighed = dy * w
+        if MEANS:
+            sum_, less = tl.split(tl.sum(tl.join(x, weighed), 1))
+            x = tl.where(inside, x - (sum_ / columns)[:, None], 0.0)
+        squares, along = tl.split(tl.sum(tl.join(x * x, weighed * x), 1))
+        root = tl.rsqrt(squares / columns + eps)
+        even = x * root[:, None]
+        dw += tl.sum(dy * even, 0)[None, :]
+        dx = weighed - even * (along * root / columns)[:, None]
+        if MEANS:
+            db += tl.sum(dy, 0)[None, :]
+            dx -= (less / columns)[:, None]
+        dx *= root[:, None]
+        if ADDS:
+            dx += tl.load(DS + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(DX + place, dx.to(DX.dtype.element_ty), mask=inside)
+    tl.store(DW + program * columns + at, dw, mask=at < columns)
+    if MEANS:
+        tl.store(DB + program * columns + at, db, mask=at < columns)
+
+
+@jit
+def fold_kernel(DW, DB, TO_W, TO_B, parts, columns, MEANS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """What all programs add to some columns of the gradients of a weight and a bias, in one order."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    dw = tl.zeros((ROWS, COLUMNS), tl.float32)
+    db = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, parts, ROWS):
+        part = start + tl.arange(0, ROWS)[:, None]
+        inside = (part < parts) & (column < columns)
+        dw += tl.load(DW + part * columns + column, mask=inside, other=0.0)
+        if MEANS:
+            db += tl.load(DB + part * columns + column, mask=inside, other=0.0)
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(TO_W + at, tl.sum(dw, 0).to(TO_W.dtype.element_ty), mask=at < columns)
+    if MEANS:
+        tl.store(TO_B + at, tl.sum(db, 0).to(TO_B.dtype.element_ty), mask=at < columns)
+
+
+@jit
+def _mean_and_root(X, columns, eps, MEANS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a wide row: its mean, where that is taken off, and one over the root of the mean square of what is left."""
+    at = tl.arange(0, BLOCK)
+    mean = 0.0
+    if MEANS:
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, columns, BLOCK):
+            sums += tl.load(X + start + at, mask=start + at < columns, other=0.0).to(tl.float32)
+        mean = tl.sum(sums) / columns
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        inside = start + at < columns
+        x = tl.where(inside, tl.load(X + start + at, mask=inside, other=0.0).to(tl.float32) - mean, 0.0)
+        squares += x * x
+    return mean, tl.rsqrt(tl.sum(squares) / columns + eps)
+
+
+@jit
+def wide_forward_kernel(X, R, W, B, S, Y, columns, eps, MEANS: tl.constexpr, ROUNDS: tl.constexpr,
+                        ADDS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """A wide row a program."""
+    row = tl.program_id(0).to(tl.int64) * columns
+    at = tl.arange(0, BLOCK)
+    if ADDS:
+        for start in range(0, columns, BLOCK):
+            inside = start + at < columns
+            x = tl.load(X + row + start + at, mask=inside, other=0.0).to(tl.float32)
+            x += tl.load(R + row + start + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(S + row + start + at, x.to(S.dtype.element_ty), mask=inside)
+        tl.debug_barrier()  # the sum is read by other threads than wrote it
+    mean, root = _mean_and_root(S + row, columns, eps, MEANS, BLOCK)
+    for start in range(0, columns, BLOCK):
+        inside = start + at < columns
+        y = (tl.load(S + row + start + at, mask=inside, other=0.0).to(tl.float32) - mean) * root
+        if ROUNDS:
+            y = y.to(Y.dtype.element_ty).to(tl.float32)
+        y *= tl.load(W + start + at, mask=inside, other=0.0).to(tl.float32)
+        if MEANS:
+            y += tl.load(B + start + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(Y + row + start + at, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@jit
+def wide_backward_kernel(DY, DS, X, W, DX, MEAN, ROOT, columns, eps, MEANS: tl.constexpr, ADDS: tl.constexpr,
+                         BLOCK: tl.constexpr):  # fmt: skip
+    """A wide row a program, whose mean and root are left for the second pass."""
+    program = tl.program_id(0)
+    row = program.to(tl.int64) * columns
+    at = tl.arange(0, BLOCK)
+    mean, root = _mean_and_root(X + row, columns, eps, MEANS, BLOCK)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        inside = start + at < columns
+        dy = tl.load(DY + row + start + at, mask=inside, other=0.0).to(tl.float32)
+        dy *= tl.load(W + start + at, mask=inside, other=0.0).to(tl.float32)
+        sums += dy
+        products += dy * (tl.load(X + row + start + at, mask=inside, other=0.0).to(tl.float32) - mean) * root
+    less = tl.sum(sums) / columns if MEANS else 0.0
+    along = tl.sum(products) / columns
+    for start in range(0, columns, BLOCK):
+        inside = start + at < columns
+        dy = tl.load(DY + row + start + at, mask=inside, other=0.0).to(tl.float32)
+        dy *= tl.load(W + start + at, mask=inside, other=0.0).to(tl.float32)
+        even = (tl.load(X + row + start + at, mask=inside, other=0.0).to(tl.float32) - mean) * root
+        dx = (dy - less - even * along) * root
+        if ADDS:
+            dx += tl.load(DS + row + start + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(DX + row + start + at, dx.to(DX.dtype.element_ty), mask=inside)
+    tl.store(MEAN + program, mean)
+    tl.store(ROOT + program, root)
 
 
 @jit
 def weights_kernel(
-    DY, X, MEAN, ROOT, DW, DB, rows, columns, share, BIASED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    DY, X, MEAN, ROOT, DW, DB, rows, columns, share, MEANS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """What a share of the rows gives to some columns of the gradients of a weight and a bias."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -36,20 +203,44 @@ def weights_kernel(
         both = there[:, None] & inside[None, :]
         x = tl.load(X + at, mask=both, other=0.0).to(tl.float32)
         dy = tl.load(DY + at, mask=both, other=0.0).to(tl.float32)
-        if BIASED:
+        if MEANS:
             x -= tl.load(MEAN + row, mask=there, other=0.0)[:, None]
             db += tl.sum(dy, 0)
         dw += tl.sum(dy * x * tl.load(ROOT + row, mask=there, other=0.0)[:, None], 0)
     tl.store(DW + part * columns + column, dw, mask=inside)
-    if BIASED:
+    if MEANS:
         tl.store(DB + part * columns + column, db, mask=inside)
 
 
-def on_rows(
-    kernel: Any, added: Tensor | None, x: Tensor, weights: tuple[Tensor, ...], eps: float, **constants: Any
+def held(columns: int) -> dict[str, Any]:
+    """What a program of forward holds of rows of so many columns, and by how many warps: short rows by one."""
+    block = _block(columns)
+    rows = max(1, 1024 // block)
+    warps = 1 if block <= 1024 else block // 512
+    return {"ROWS": rows, "BLOCK": block, "EVEN": columns == block, "num_warps": warps}
+
+
+def held_backward(columns: int, dtype: torch.dtype, means: bool) -> dict[str, Any]:
+    """The same of backward, whose loads are some tiles ahead: what was fastest on an H200, as far as registers go."""
+    block, is_half = _block(columns), dtype.itemsize == 2
+    if block <= 1024:
+        elements, stages = 4096 if is_half and not means else 2048, 4
+    elif block == 2048:
+        elements, stages = 4096, 3
+    else:
+        elements, stages = 8192, 4 if means else 3
+    tile = {"ROWS": max(1, elements // block), "BLOCK": block, "EVEN": columns == block}
+    return {**tile, "STAGES": stages if is_half else 2, "num_warps": elements // 1024}
+
+
+def _block(columns: int) -> int:
+    return 1 << max(4, (columns - 1).bit_length())
+
+
+def normalised_rows(
+    x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rounds: bool
 ) -> tuple[Tensor, Tensor]:
-    """The results of a kernel of (x, added, weights, sum, result, columns, eps) on rows: `x` and what is added, summed;
-    and what is made of that.
+    """`x` and what is added, summed; and its rows normalised: by mean and variance with a bias, by the root else.
 
     Where nothing is added the sum is `x`.
     """
@@ -57,42 +248,53 @@ def on_rows(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sum_ = x if added is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        block, warps = backend.block_of(columns)
-        rows = x.contiguous()
-        other = rows if added is None else added.contiguous()
-        given = (rows, other, *(w.contiguous() for w in weights), y if added is None else sum_, y, columns, eps)
-        kernel[(y.numel() // columns,)](*given, **constants, ADDS=added is not None, BLOCK=block, num_warps=warps)
+        rows, count = x.contiguous(), y.numel() // columns
+        other, s = (rows, rows) if added is None else (added.contiguous(), sum_)
+        weights = weight.contiguous(), (weight if bias is None else bias).contiguous()
+        how = {"MEANS": bias is not None, "ROUNDS": rounds, "ADDS": added is not None}
+        if columns <= MOST_COLUMNS:
+            tile = held(columns)
+            programs = -(-count // tile["ROWS"])
+            forward_kernel[(programs,)](rows, other, *weights, s, y, count, columns, eps, **how, **tile)
+        else:
+            wide_forward_kernel[(count,)](
+                rows, other, *weights, s, y, columns, eps, **how, BLOCK=WIDE, num_warps=WIDE_WARPS
+            )
     return sum_, y
 
 
-def back_on_rows(
-    kernel: Any, beside: Tensor | None, dy: Tensor, x: Tensor, weight: Tensor, eps: float, sums: int
+def gradients_of_rows(
+    dy: Tensor, beside: Tensor | None, x: Tensor, weight: Tensor, eps: float, means: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The gradients of `x`, with one that it has `beside`, and of a weight and, of two sums, a bias.
+    """The gradients of `x`, with one that it has `beside`; and of the weight and, by mean and variance, the bias.
 
-    By a kernel of (dy, beside, x, weight, dx, dw, db, mean, root, rows, columns, eps, programs): each program adds up
-    some of the rows; what all have is added up here, in one order.
+    Each program adds up some of the rows; what all have is added up here, in one order.
     """
     columns = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = dx.numel() // columns
-    is_one = columns <= ONE_PASS
-    programs = backend.programs_of(rows, x) if is_one else max(1, rows)
-    parts = [
-        torch.zeros((programs if is_one else _PARTS, columns), dtype=torch.float32, device=x.device)
-        for _ in range(sums)
-    ]
-    if rows:
-        dw, db = parts[0], parts[-1]
-        dy, x = dy.contiguous(), x.contiguous()
-        block, warps = backend.block_of(columns)
-        of_rows = [torch.empty((1 if is_one else rows,), dtype=torch.float32, device=x.device) for _ in range(2)]
-        given = (dy, dy if beside is None else beside.contiguous(), x, weight.contiguous(), dx, dw, db, *of_rows)
-        kernel[(programs,)](
-            *given, rows, columns, eps, programs, ADDS=beside is not None, SUMS=is_one, BLOCK=block, num_warps=warps
+    if not rows:
+        return dx, tuple(torch.zeros_like(weight) for _ in range(1 + means))
+    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
+    ds = dy if beside is None else beside.contiguous()
+    tile, how = held_backward(columns, x.dtype, means), {"MEANS": means, "ADDS": beside is not None}
+    is_held = columns <= MOST_COLUMNS
+    programs = min(-(-rows // tile["ROWS"]), backend.units(x) * 8 // tile["num_warps"]) if is_held else _PARTS
+    parts = [torch.empty((programs, columns), dtype=torch.float32, device=x.device) for _ in range(1 + means)]
+    dw, db = parts[0], parts[-1]
+    if is_held:
+        given = (dy, ds, x, weight, dx, dw, db, rows, columns, eps, programs)
+        backward_kernel[(programs,)](*given, **how, **tile)
+    else:
+        mean, root = (torch.empty((rows,), dtype=torch.float32, device=x.device) for _ in range(2))
+        wide_backward_kernel[(rows,)](
+            dy, ds, x, weight, dx, mean, root, columns, eps, **how, BLOCK=WIDE, num_warps=WIDE_WARPS
         )
-        if not is_one:
-            grid, share = (-(-columns // COLUMNS), _PARTS), -(-rows // _PARTS)
-            how = {"BIASED": sums > 1, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
-            weights_kernel[grid](dy, x, *of_rows, dw, db, rows, columns, share, **how)
-    return dx, tuple(part.sum(0).to(weight.dtype) for part in parts)
+        grid, share = (-(-columns // COLUMNS), _PARTS), -(-rows // _PARTS)
+        constants = {"MEANS": means, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
+        weights_kernel[grid](dy, x, mean, root, dw, db, rows, columns, share, **constants)
+    folded = [torch.empty_like(weight) for _ in parts]
+    constants = {"MEANS": means, "ROWS": FOLDED[0], "COLUMNS": FOLDED[1], "num_warps": WARPS}
+    blocks = -(-columns // FOLDED[1])
+    fold_kernel[(blocks,)](dw, db, folded[0], folded[-1], programs, columns, **constants)
+    return dx, tuple(folded)

@@ -13,11 +13,12 @@ import subprocess
 import sys
 import tempfile
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autopar.kernels import adamw, backend, cross_entropy, draws, gated, gelu_tanh, layer_norm, rms_norm, rotary, rows
+from autopar.kernels import adamw, cross_entropy, draws, gated, gelu_tanh, rotary, rows
 
 CAPABILITIES = (80, 90)
 INTEGERS = {"T": "*i64", "KEY": "*i32", "COLUMN": "*i32"}
@@ -26,24 +27,30 @@ POINTERS = {"bfloat16": "*bf16", "float32": "*fp32"}
 PTXAS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
 
 
-def variants():
+def variants(dtype):
     """Kernels with their constants, warps, and the arguments that are pointers to float32 whatever the dtype."""
     wide = "DW", "DB", "MEAN", "ROOT"
-    for columns, adds in itertools.product((768, 2048, rows.ONE_PASS, rows.MOST_COLUMNS), (False, True)):
-        block, warps = backend.block_of(columns)
-        for rounds in (True, False):
-            yield rms_norm.forward_kernel, {"ROUNDS": rounds, "ADDS": adds, "BLOCK": block}, warps, ()
-        yield layer_norm.forward_kernel, {"ADDS": adds, "BLOCK": block}, warps, ()
-        for kernel in (rms_norm.backward_kernel, layer_norm.backward_kernel):
-            yield kernel, {"ADDS": adds, "SUMS": columns <= rows.ONE_PASS, "BLOCK": block}, warps, wide
-    for biased in (False, True):
-        constants = {"BIASED": biased, "ROWS": rows.ROWS, "COLUMNS": rows.COLUMNS}
+    flags = list(itertools.product((False, True), (False, True)))
+    for columns, (means, adds) in itertools.product((768, 1024, 2048, 4096, 5120, rows.MOST_COLUMNS), flags):
+        how = {"MEANS": means, "ADDS": adds}
+        tile, back = rows.held(columns), rows.held_backward(columns, getattr(torch, dtype), means)
+        warps, warps_back = tile.pop("num_warps"), back.pop("num_warps")
+        yield rows.forward_kernel, {**how, "ROUNDS": not means, **tile}, warps, ()
+        yield rows.backward_kernel, {**how, **back}, warps_back, wide
+    for means, adds in flags:
+        how = {"MEANS": means, "ADDS": adds, "BLOCK": rows.WIDE}
+        yield rows.wide_forward_kernel, {**how, "ROUNDS": not means}, rows.WIDE_WARPS, ()
+        yield rows.wide_backward_kernel, how, rows.WIDE_WARPS, wide
+    for means in (False, True):
+        constants = {"MEANS": means, "ROWS": rows.ROWS, "COLUMNS": rows.COLUMNS}
         yield rows.weights_kernel, constants, rows.WARPS, wide
+        constants = {"MEANS": means, "ROWS": rows.FOLDED[0], "COLUMNS": rows.FOLDED[1]}
+        yield rows.fold_kernel, constants, rows.WARPS, wide
     for kind in range(len(gated.KINDS)):
-        yield gated.forward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, 4, ()
-        yield gated.backward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, 4, ()
-    yield gelu_tanh.forward_kernel, {"BLOCK": gelu_tanh.BLOCK}, 4, ()
-    yield gelu_tanh.backward_kernel, {"BLOCK": gelu_tanh.BLOCK}, 4, ()
+        yield gated.forward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, gated.WARPS, ()
+        yield gated.backward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, gated.WARPS, ()
+    yield gelu_tanh.forward_kernel, {"BLOCK": gelu_tanh.BLOCK}, gelu_tanh.WARPS, ()
+    yield gelu_tanh.backward_kernel, {"BLOCK": gelu_tanh.BLOCK}, gelu_tanh.WARPS, ()
     for is_mask in (False, True):
         yield draws.kernel, {"IS_MASK": is_mask, "BLOCK": draws.BLOCK}, draws.WARPS, ()
     for scaled, master in itertools.product((False, True), (False, True)):
@@ -52,7 +59,7 @@ def variants():
     for sums in (False, True):
         constants = {"SUMS": sums, "BLOCK": cross_entropy.BLOCK}
         yield cross_entropy.forward_kernel, constants, cross_entropy.WARPS, ("ROWS",)
-    yield cross_entropy.backward_kernel, {"BLOCK": cross_entropy.BLOCK}, cross_entropy.WARPS, ("DY", "LSE")
+    yield cross_entropy.backward_kernel, {"BLOCK": cross_entropy.BACK}, cross_entropy.WARPS_BACK, ("DY", "LSE")
     for half, is_back, is_pair in itertools.product((32, 64, 128), (False, True), (False, True)):
         block, heads = rotary.heads_of(half, 64)
         constants = {"HALF": half, "BLOCK": block, "HEADS": heads, "IS_BACK": is_back, "IS_PAIR": is_pair}
@@ -63,7 +70,11 @@ def compiled(kernel, constants, warps, wide, dtype, capability):
     """What the assembler says of one variant."""
     names = kernel.arg_names
     signature = {n: _type(n, constants, wide, dtype) for n in names}
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*")}
+    aligned = {
+        (names.index(n),): [["tt.divisibility", 16]]
+        for n, t in signature.items()
+        if t.startswith("*") or n == "columns"  # as those of models are
+    }
     given = {(names.index(n),): value for n, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=given, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
@@ -102,6 +113,7 @@ def _type(name, constants, wide, dtype):
 
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") in (None, "0"), "the interpreter compiles nothing"
-    for (kernel, constants, warps, wide), dtype, capability in itertools.product(variants(), POINTERS, CAPABILITIES):
-        print(json.dumps(compiled(kernel, constants, warps, wide, dtype, capability)), flush=True)
+    for dtype, capability in itertools.product(POINTERS, CAPABILITIES):
+        for variant in variants(dtype):
+            print(json.dumps(compiled(*variant, dtype, capability)), flush=True)
     sys.exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from autopar.kernels import can_run
 
@@ -13,12 +14,16 @@ if not can_run():
         "test_ahead_of_time.py",
         "test_adamw.py",
         "test_draws.py",
+        "test_gpu.py",
     ]
 
 
 @pytest.fixture
 def interpret(monkeypatch):
     from tests.kernels.interpreter import repair
+
+    if torch.cuda.is_available():
+        pytest.skip("the kernels are compiled here: test_gpu.py runs them")
 
     repair(monkeypatch)
     monkeypatch.setenv("AUTOPAR_KERNELS", "interpret")

@@ -13,7 +13,7 @@ from autopar.bench.__main__ import main
 from autopar.bench.kernels import line
 from autopar.kernels import NAMES, gated, measured, timing
 from autopar.kernels.measured import faster, keep
-from autopar.kernels.timing import Row, measure
+from autopar.kernels.timing import Row, Times, measure
 from tests.language import drawn, llama
 
 
@@ -23,7 +23,7 @@ def test_every_family_is_timed(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert printed.count("| gated |") == 2 and printed.count("| rotary |") == 2
     (row, _) = measure(["gelu_tanh"], "cpu", small=True)
-    assert row.floor_bytes == 5 * 4 * 64 * 2 and row.kernel_s > 0  # x, y; dy, x, dx: halves
+    assert row.floor_bytes == (2 * 4 * 64 * 2, 3 * 4 * 64 * 2) and row.kernel.both > 0  # x, y; dy, x, dx: halves
 
 
 def test_without_a_device_nothing_is_kept(monkeypatch, capsys, tmp_path):
@@ -60,7 +60,10 @@ def test_a_new_device_is_measured_once(monkeypatch, tmp_path, capsys):
         asked.append((names, device, quick))
         for name in names:
             for seconds in (1.0, 2.0):  # in two dtypes: the larger decides
-                yield Row(name, "", (), seconds, 0.0, 1.5, float("inf"), 0, 1.0, 0, is_right=name != "rotary")
+                kernel, ops = Times(seconds / 2, seconds / 2), Times(1.0, 0.5)
+                yield Row(
+                    name, "", (), kernel, ops, Times(), Times(), (0, 0), (0.0, 0.0), 1.0, 0, is_right=name != "rotary"
+                )
 
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -95,8 +98,13 @@ def test_liger_is_timed_beside_where_it_is_installed(monkeypatch):
     gate, up = torch.randn(3, 4), torch.randn(3, 4)
     assert torch.equal(timing._of_liger("gated")(gate, up, 0), gated.reference(gate, up, 0))
     assert timing._of_liger("gelu_tanh") is None
-    seconds = timing._seconds_of_others(lambda: timing._of_liger("gated")(gate, up, 0), "cpu")
-    assert 0 < seconds < 1
-    assert timing._seconds_of_others(lambda: timing._of_liger("layer_norm")(gate, up, up, 1e-5), "cpu") == float("inf")
-    row = Row("gated", "", (), 2.0, 0.0, 3.0, float("inf"), 0, 1.0, 0, is_right=True, liger_s=1.0)
-    assert row.gain == 0.5 and " | 1000000.0 | " in line(row) and " | - | " in line(row)
+    gate.requires_grad_()
+    times = timing._times_of(timing._of_liger("gated"), [gate, up], [0], [torch.ones(3, 4)], "cpu")
+    assert 0 < times.forward < 1 and 0 < times.backward < 1
+    wrong = timing._times_of(timing._of_liger("layer_norm"), [gate, up, up], [1e-5], [], "cpu")
+    assert wrong.both == float("inf")
+    row = Row(
+        "gated", "", (), Times(1.0, 1.0), Times(1.0, 2.0), Times(), Times(0.25, 0.75), (2, 1), (0.5, 0.3), 4.0, 0, True
+    )
+    assert row.gain == 0.5 and row.shares == (0.5, 0.25) and row.of_copies == (0.5, 0.3)
+    assert " | 250000.0 + 750000.0 | " in line(row) and " | - | " in line(row)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+from autopar.kernels import rows
 from tests.kernels.cases import CASES, is_near
 
 WRONG = {  # a case, and what is written instead
-    "rms_norm, odd columns": ("(tl.sum(dy * even) / columns)", "(tl.sum(dy * even) / BLOCK)"),
-    "rms_norm, more rows than programs": (
-        "start = tl.cast(row, tl.int64) * columns",
-        "start = tl.cast(row, tl.int64) // 2 * columns",
+    "rms_norm, odd columns": ("(along * root / columns)", "(along * root / BLOCK)"),
+    "rms_norm, more rows than programs": ("dw += tl.sum(dy * even", "dw = tl.sum(dy * even"),
+    "layer_norm, odd columns": (
+        "x = tl.where(inside, x - (tl.sum(x, 1) / columns)[:, None], 0.0)",
+        "x = x - (tl.sum(x, 1) / columns)[:, None]",
     ),
-    "layer_norm, odd columns": ("x = tl.where(inside, x - tl.sum(x) / columns, 0.0)", "x = x - tl.sum(x) / columns"),
-    "rms_norm, more columns than one pass": ("tl.store(ROOT + row, root)", "tl.store(ROOT + row, root * 1.01)"),
+    "rms_norm, wide": ("tl.store(ROOT + program, root)", "tl.store(ROOT + program, root * 1.01)"),
+    "add_layer_norm, wide": ("dx = (dy - less - even * along)", "dx = (dy - even * along)"),
     "gated by silu": ("(dy * u * slope)", "(dy * slope)"),
     "gelu_tanh": ("(dy * slope)", "(dy * slope * 0.99)"),
     "cross_entropy, some ignored": ("tl.where(target == ignored, 0.0, tl.load(DY)", "(tl.load(DY)"),
@@ -33,12 +36,22 @@ WRONG = {  # a case, and what is written instead
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_caught(name, interpret, tmp_path):
     case, (right, wrong) = CASES[name], WRONG[name]
-    source = pathlib.Path(case.module.__file__).read_text()
-    assert right in source
-    path = tmp_path / f"wrong_{case.family.name}.py"
-    path.write_text(source.replace(right, wrong).replace('"autopar::', f'"wrong_{abs(hash(name))}::'))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    written = [pathlib.Path(module.__file__).read_text() for module in (case.module, rows)]
+    assert any(right in text for text in written)
+    of_family, of_rows = (text.replace(right, wrong) for text in written)
+    name = f"wrong_{abs(hash(name))}"
+    _loaded(tmp_path, f"{name}_rows", of_rows)
+    of_family = of_family.replace('"autopar::', f'"{name}::').replace("autopar.kernels.rows", f"{name}_rows")
+    module = _loaded(tmp_path, name, of_family)
     assert is_near(case, torch.float32)
     assert not is_near(replace(case, module=module), torch.float32)
+
+
+def _loaded(folder, name, source):
+    """A module of this source."""
+    path = folder / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -80,17 +80,17 @@ def test_a_target_that_is_no_column_is_no_number(interpret):
 
 def test_logits_that_are_masked_have_no_share(interpret):
     """A whole block of them before the others, and a whole part of the vocabulary."""
-    logits = torch.randn(3, 5000)
-    logits[:, :4096] = -torch.inf
-    targets = torch.tensor([4100, 4999, 4500])
+    logits = torch.randn(3, 9000)
+    logits[:, :8192] = -torch.inf
+    targets = torch.tensor([8200, 8999, 8500])
     right = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
     one = logits.clone().requires_grad_()
     found = cross_entropy.cross_entropy(one, targets, -100, 0.0)
     torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
     (gradient,) = torch.autograd.grad(found, one)
-    assert gradient.isfinite().all() and (gradient[:, :4096] == 0).all()
+    assert gradient.isfinite().all() and (gradient[:, :8192] == 0).all()
     for part in (
-        statistics(logits[:, :4096], targets, -100, False),
-        statistics(logits[:, 4096:], targets, -100, False),
+        statistics(logits[:, :8192], targets, -100, False),
+        statistics(logits[:, 8192:], targets, -100, False),
     ):
         assert not part[:, :2].isnan().any()
