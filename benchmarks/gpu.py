@@ -14,6 +14,7 @@ import gc
 import io
 import json
 import logging
+import signal
 import statistics
 import sys
 import time
@@ -35,6 +36,7 @@ HERE = Path(__file__).parent
 DEVICE = "cuda"
 WIDTH, WORDS = 4096, 128256  # of a head
 WARM, STEPS = 4, 10
+MOST_KERNELS = 40  # of a step that are kept by their seconds
 MOST = 0.07  # of a measured step: the largest error that is asked for
 HALVES = {"precision": Precision("bfloat16", "float32")}
 Made = tuple[Callable[[], torch.nn.Module], Callable[[], dict[str, torch.Tensor]]]
@@ -103,10 +105,10 @@ CASES = {
     "LLaMA 1B, 4 x 2048, kernels": Step(llama(4), {**HALVES, "kernels": OF_LLAMA}),
     "GPT-2, 16 x 1024, kernels": Step(gpt2(16), {**HALVES, "kernels": OF_GPT2}),
     "LLaMA 1B, 8 x 2048, recompute": Step(llama(8), {**HALVES, "recompute": "full"}),
-    "ViT-B, 128": Step(vit(128)),
-    "ViT-B, 128, compiled": Step(vit(128), compile=True),
-    "ResNet-50, 128": Step(resnet(128)),
-    "ResNet-50, 128, compiled": Step(resnet(128), compile=True),
+    "ViT-B, 256": Step(vit(256)),
+    "ViT-B, 256, compiled": Step(vit(256), compile=True),
+    "ResNet-50, 256": Step(resnet(256)),
+    "ResNet-50, 256, compiled": Step(resnet(256), compile=True),
 }
 
 
@@ -123,7 +125,7 @@ def asked(case: Step, cluster: Any) -> dict[str, Any]:
     }
 
 
-def run(case: Step) -> dict[str, float]:
+def run(case: Step) -> dict[str, Any]:
     """Seconds of a step in the median of some, the spread between their quartiles, and the peak of memory."""
     torch.manual_seed(0)
     with torch.device(DEVICE):
@@ -141,15 +143,23 @@ def run(case: Step) -> dict[str, float]:
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        parallel(**batch).loss.backward()
+        outputs = parallel(**batch)  # held over the step, logits and all, as a training loop has them
+        outputs.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         host.append(time.perf_counter() - begun)
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - begun)
+    peak = torch.cuda.max_memory_allocated()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        parallel(**batch).loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+    kernels = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:MOST_KERNELS]
     first, middle, third = statistics.quantiles(taken[WARM:], n=4)
     found = {"seconds": middle, "spread": (third - first) / middle, "host_s": statistics.median(host[WARM:])}
-    return {**found, "peak_bytes": torch.cuda.max_memory_allocated(), "ready_s": ready}
+    dearest = {e.key[:100]: [e.count, e.self_device_time_total / 1e6] for e in kernels}
+    return {**found, "peak_bytes": peak, "ready_s": ready, "kernels": dearest}
 
 
 class Head(torch.nn.Module):
@@ -188,25 +198,32 @@ def run_head(rows: int, kernels: Any, **how: Any) -> dict[str, float]:
     return {"seconds": statistics.median(taken[WARM:]), "made_bytes": made}
 
 
-def measure(path: Path, without: list[str], profile: bool) -> None:
+def _stop(*_: Any) -> None:
+    raise TimeoutError("it took longer than --limit")
+
+
+def measure(path: Path, without: list[str], profile: bool, limit: int) -> None:
     """Calibrate this machine, run the steps, and write what was found; a step that fails says why."""
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "steps": {}}
     start_world()
+    signal.signal(signal.SIGALRM, _stop)
     if profile:
         start = time.perf_counter()
-        cluster = calibrate(DeviceMesh((1,)), DEVICE, "here", stages=Stages(out=io.StringIO()))
+        cluster = calibrate(DeviceMesh((1,)), DEVICE, "here", repetitions=3, stages=Stages(out=io.StringIO()))
         found["calibrated_s"] = time.perf_counter() - start
         print(f"calibrated in {found['calibrated_s']:.0f} s, together {cluster.together:.3f}", flush=True)
         cluster.save(path.with_suffix(".profile.json"))
-    for name, case in CASES.items():
+    for name, case in sorted(CASES.items(), key=lambda item: not item[1].compile):
         if any(part in name for part in without):
             continue
+        signal.alarm(limit)
         try:
             found["steps"][name] = run(case)
-            print(name, {k: round(v, 4) for k, v in found["steps"][name].items()}, flush=True)
+            print(name, {k: round(v, 4) for k, v in found["steps"][name].items() if k != "kernels"}, flush=True)
         except Exception as e:
             print(name, "failed:", type(e).__name__, str(e)[:300], flush=True)
             logging.getLogger("benchmarks").exception(name)
+        signal.alarm(0)
         path.write_text(json.dumps(found, indent=2) + "\n")
     for rows in (8192, 32768):
         for name, kernels, chunks in (("ops", False, 1), ("kernel", OF_HEAD, 1), ("kernel, 8 chunks", OF_HEAD, 8)):
@@ -255,11 +272,12 @@ def main() -> int:
     parser.add_argument("what", choices=["measure", "report"])
     parser.add_argument("file", type=Path)
     parser.add_argument("--without", nargs="*", default=[], help="no steps whose names hold one of these")
+    parser.add_argument("--limit", type=int, default=0, help="seconds of a step, with all that it takes to be ready")
     parser.add_argument("--without-profile", action="store_true")
     given = parser.parse_args()
     if given.what == "report":
         return report(given.file)
-    measure(given.file, given.without, not given.without_profile)
+    measure(given.file, given.without, not given.without_profile, given.limit)
     return 0
 
 

@@ -40,6 +40,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 # bytes of the whole tensor: those of a number (the least that an axis divides), then 4 KiB to 16 MiB
 SIZES = (4, *(4**k * 4096 for k in range(7)))
 LASTS, HELD = 4e-3, 64 * 2**20  # seconds that a repetition takes at least, and bytes of results that it holds at once
+AHEAD_S = 2e-3  # of work that a GPU has in front of what is timed
 KEPT = 2**20  # bytes that an allocator on the host keeps at hand
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -207,13 +208,14 @@ class Alone:
     """Times what a rank does by itself while all of them do it.
 
     Nobody waits for another, so that ranks which share cores always have rivals; on a CPU the clock is that of the
-    process, which stands while
-    another rank has the core, and `crowding` says how much longer the wall's was meanwhile."""
+    process, which stands while another rank has the core, and `crowding` says how much longer the wall's was meanwhile.
+    On a GPU it is the device's, which has work enough in front of it that it never waits for the host.
+    """
 
     def __init__(self, device: str, repetitions: int) -> None:
         self.device, self.repetitions = device, repetitions
-        self.clock = time.perf_counter if device == "cuda" else time.process_time
         self.own = self.wall = 0.0
+        self._ahead = torch.rand(4096, 4096, device=device).bfloat16() if device == "cuda" else None
 
     def __call__(self, run: Callable[[], Any], is_last: bool = False) -> float:
         """Seconds of one call, the median of repetitions."""
@@ -222,35 +224,55 @@ class Alone:
             del made
             return statistics.median(self._once_in_new_memory(run) for _ in range(self.repetitions))
         del made
-        calls = max(1, min(1000, round(LASTS / max(self._once(run, 1), 1e-7))))
-        return statistics.median(self._once(run, calls) for _ in range(self.repetitions))
+        once = self._once if self._ahead is None else self._once_on_gpu
+        most = 1000.0 if self._ahead is None else AHEAD_S / 2 / _host_s(run)
+        calls = max(1, round(min(most, LASTS / max(once(run, 1), 1e-7))))
+        return statistics.median(once(run, calls) for _ in range(self.repetitions))
+
+    def _once_on_gpu(self, run: Callable[[], Any], calls: int) -> float:
+        assert self._ahead is not None
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(round(AHEAD_S / 2e-4)):
+            self._ahead @ self._ahead
+        start.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / calls
 
     def _once(self, run: Callable[[], Any], calls: int) -> float:
         held, left = list[Any](), HELD
-        _wait(self.device)
-        start, wall = self.clock(), time.perf_counter()
+        start, wall = time.process_time(), time.perf_counter()
         for _ in range(calls):  # results stay a while, as what is kept for backward does: their memory is fresh
             held.append(result := run())
             left -= _nbytes(result)
             if left < 0:
                 held, left = [], HELD
-        _wait(self.device)
-        own = self.clock() - start
+        own = time.process_time() - start
         self.own, self.wall = self.own + own, self.wall + time.perf_counter() - wall
         return own / calls
 
     def _once_in_new_memory(self, run: Callable[[], Any]) -> float:
         give_back_memory()
-        start, wall = self.clock(), time.perf_counter()
+        start, wall = time.process_time(), time.perf_counter()
         made = run()
-        own = self.clock() - start
+        own = time.process_time() - start
         self.own, self.wall = self.own + own, self.wall + time.perf_counter() - wall
         del made
         return own
 
     @property
     def crowding(self) -> float:
-        return self.wall / self.own
+        return self.wall / self.own if self.own else 1.0
+
+
+def _host_s(run: Callable[[], Any]) -> float:
+    """Seconds in which a call's kernels are started."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def give_back_memory() -> None:

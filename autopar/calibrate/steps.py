@@ -44,8 +44,9 @@ class Reference(nn.Module):
 def beside_its_parts(mesh: DeviceMesh, device: str, cluster: Cluster, repetitions: int) -> float:
     """Seconds of a step of the reference by those that are predicted; the batch is cut over all devices."""
     torch.manual_seed(0)
-    width, length = (2048, 1024) if device == "cuda" else (256, 64)
-    tokens = torch.randint(0, 1024, (2 * mesh.size, length), device=device)
+    # on a GPU long enough that it does not wait for the host
+    width, rows, length = (4096, 8, 2048) if device == "cuda" else (256, 2, 64)
+    tokens = torch.randint(0, 1024, (rows * mesh.size, length), device=device)
     batch = {"tokens": tokens, "targets": tokens.clone()}
     precision = Precision("bfloat16", "float32") if device == "cuda" else None
     model = autoparallelize(

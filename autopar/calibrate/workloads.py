@@ -92,9 +92,15 @@ def _attention(**how: bool) -> Callable[[tuple[int, int, int, int]], Call]:
     return call
 
 
-def _convolution(size: tuple[int, int]) -> Call:
-    batch, side = size
-    return lambda x, w: F.conv2d(x, w, padding=1), (torch.rand(batch, 64, side, side), torch.rand(64, 64, 3, 3))
+def _convolution(size: tuple[int, int, int]) -> Call:
+    batch, channels, side = size
+    weight = torch.rand(channels, channels, 3, 3)
+    return lambda x, w: F.conv2d(x, w, padding=1), (torch.rand(batch, channels, side, side), weight)
+
+
+def _points(size: tuple[int, int, int]) -> Call:
+    batch, channels, side = size
+    return F.conv2d, (torch.rand(batch, channels, side, side), torch.rand(channels, channels, 1, 1))
 
 
 def _patches(size: tuple[int, int]) -> Call:
@@ -105,7 +111,8 @@ def _patches(size: tuple[int, int]) -> Call:
 def _embedding(function: Callable[..., Tensor]) -> Callable[[int], Call]:
     def call(n: int) -> Call:
         table = rows(n)
-        return function, (torch.randint(0, len(table), (len(table),)), table)
+        found = len(table) if n <= ELEMENTS[-1] else len(table) // 8  # of a large vocabulary a batch reads a part
+        return function, (torch.randint(0, len(table), (found,)), table)
 
     return call
 
@@ -126,17 +133,28 @@ def _norm(function: Callable[..., Tensor], weights: int) -> Callable[[int], Call
     return call
 
 
-def _batch_norm(function: Callable[..., Tensor]) -> Callable[[int], Call]:
-    def call(n: int) -> Call:
-        channels = min(64, n // 4)
-        x = torch.rand(max(1, n // channels // 64), channels, min(64, n // channels))
-        return function, (x, torch.ones(channels), torch.ones(channels))
+def _batch_norm(function: Callable[..., Tensor]) -> Callable[[int | tuple[int, int, int]], Call]:
+    def call(size: int | tuple[int, int, int]) -> Call:
+        if isinstance(size, tuple):
+            x = _picture(size)
+        else:
+            channels = min(64, size // 4)
+            x = torch.rand(max(1, size // channels // 64), channels, min(64, size // channels))
+        return function, (x, torch.ones(x.shape[1]), torch.ones(x.shape[1]))
 
     return call
 
 
-def _picture(n: int) -> Tensor:
-    return torch.rand(max(1, n // 4096), min(16, n // 64), 16, min(16, max(1, n // 256)))
+def _picture(size: int | tuple[int, int, int]) -> Tensor:
+    """Pictures by batch, channels and side, or by their elements."""
+    if isinstance(size, tuple):
+        batch, channels, side = size
+        return torch.rand(batch, channels, side, side)
+    return torch.rand(max(1, size // 4096), min(16, size // 64), 16, min(16, max(1, size // 256)))
+
+
+def _elements(size: int | tuple[int, int, int]) -> float:
+    return float(size[0] * size[1] * size[2] ** 2) if isinstance(size, tuple) else float(size)
 
 
 _GPU_PRODUCTS = (
@@ -157,12 +175,16 @@ _GPU_HEADS = (
     (8, 32, 2048, 64),
     (4, 32, 4096, 128),
 )
-_GPU_IMAGES = ((1, 14), (8, 28), (32, 56), (128, 56), (256, 112))
+_GPU_IMAGES = ((1, 64, 14), (8, 128, 28), (64, 128, 28), (128, 256, 28), (256, 512, 28))
+_GPU_POINTS = ((1, 64, 14), (8, 128, 28), (64, 128, 28), (128, 256, 28), (256, 256, 56))
 _GPU_CUT_IMAGES = ((1, 64), (8, 128), (32, 256), (128, 256))
+_GPU_PICTURES = ((1, 4, 8), (1, 64, 16), (4, 64, 32), (16, 64, 32), (64, 64, 32), (128, 128, 32), (128, 256, 56))
+# rows of no whole number of 16 bytes, as of vocabularies that nobody rounded up
+_UNALIGNED = ((64, 64, 63), (1024, 1024, 1021), (4096, 1024, 2047), (8192, 1024, 8191), (8192, 1024, 50257))
 _PRODUCTS = ((8, 64, 64), (64, 64, 128), (256, 128, 128), (256, 256, 512), (1024, 256, 512), (1024, 512, 1024))
 _BATCHED = ((4, 16, 16, 16), (8, 32, 32, 32), (16, 64, 32, 64), (32, 128, 32, 128), (64, 128, 64, 128))
 _HEADS = ((1, 1, 32, 32), (2, 2, 128, 32), (2, 8, 128, 32), (8, 8, 128, 32), (8, 8, 256, 64))
-_IMAGES = ((1, 4), (1, 16), (4, 16), (8, 32))
+_IMAGES = ((1, 64, 4), (1, 64, 16), (4, 64, 16), (8, 64, 32))
 _CUT_IMAGES = ((1, 16), (1, 64), (4, 64), (8, 128))
 
 
@@ -173,11 +195,13 @@ def _pairs(size: tuple[int, int, int, int]) -> float:
 
 WORKLOADS: tuple[Workload, ...] = (
     Workload("linear", _linear, _PRODUCTS, _GPU_PRODUCTS, lambda s: 2.0 * math.prod(s), 2),
+    Workload("linear unaligned", _linear, (), _UNALIGNED, lambda s: 2.0 * math.prod(s), 2),
     Workload("matmul", _matmul, _BATCHED, _GPU_BATCHED, lambda s: 2.0 * math.prod(s), 2),
     Workload("scaled_dot_product_attention", _attention(), _HEADS, _GPU_HEADS, _pairs),
     Workload("scaled_dot_product_attention causal", _attention(is_causal=True), _HEADS, _GPU_HEADS, _pairs),
     Workload("scaled_dot_product_attention masked", _attention(masked=True), _HEADS, _GPU_HEADS, _pairs),
-    Workload("conv2d", _convolution, _IMAGES, _GPU_IMAGES, lambda s: 2.0 * s[0] * s[1] ** 2 * 64 * 64 * 9, 2),
+    Workload("conv2d", _convolution, _IMAGES, _GPU_IMAGES, lambda s: 18.0 * s[0] * (s[1] * s[2]) ** 2, 2),
+    Workload("conv2d points", _points, _IMAGES, _GPU_POINTS, lambda s: 2.0 * s[0] * (s[1] * s[2]) ** 2, 2),
     Workload(
         "conv2d apart",
         _patches,
@@ -208,12 +232,24 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("log_softmax", _unary(lambda x: x.log_softmax(-1))),
     Workload("layer_norm", _norm(lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), 2)),
     Workload("rms_norm", _norm(lambda x, w: F.rms_norm(x, x.shape[-1:], w), 1)),
-    Workload("batch_norm_updating", _batch_norm(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True))),
+    Workload(
+        "batch_norm_updating",
+        _batch_norm(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True)),
+        on_gpu=_GPU_PICTURES,
+        amount=_elements,
+    ),
     Workload(
         "batch_norm_updating cut",
         _batch_norm(lambda x, w, b: forms.batch_norm_part(x, None, None, (), x.numel() // len(w), False, w, b)),
+        on_gpu=_GPU_PICTURES,
+        amount=_elements,
     ),
-    Workload("max_pool2d", lambda n: (lambda x: F.max_pool2d(x, 3, 2, 1), (_picture(n),))),
+    Workload(
+        "max_pool2d",
+        lambda n: (lambda x: F.max_pool2d(x, 3, 2, 1), (_picture(n),)),
+        on_gpu=_GPU_PICTURES,
+        amount=_elements,
+    ),
     Workload(
         "dropout",
         lambda n: (

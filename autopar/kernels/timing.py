@@ -256,13 +256,14 @@ def _of_liger(name: str) -> Callable[..., Any] | None:
 
 
 def _operands(name: str, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]], device: str) -> list[Tensor]:
-    made = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+    dice = torch.Generator(device).manual_seed(0)
+    made = [torch.randn(shape, device=device, dtype=dtype, generator=dice) for shape in shapes]
     if name.startswith("rotary"):  # as a projection leaves them: places before heads
         made = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in made]
     for x in made[: len(made) - _STILL.get(name, 0)]:
         x.requires_grad_()
     if name.startswith("cross_entropy"):
-        made.append(torch.randint(0, shapes[0][1], shapes[0][:1], device=device))
+        made.append(torch.randint(0, shapes[0][1], shapes[0][:1], device=device, generator=dice))
     return made
 
 
@@ -283,7 +284,7 @@ def _times_of(
 
     try:
         if device == "cuda":
-            one, back = (_replayed(run) for run in _captured(forward, wanted, gradients))
+            one, back = _on_gpu(forward, wanted, gradients)
         else:
             results = forward()
             one = _times(forward)
@@ -296,9 +297,24 @@ def _times_of(
     return Times(forward_s, backward_s, spread)
 
 
+def _on_gpu(
+    forward: Callable[[], tuple[Tensor, ...]], wanted: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[list[float], list[float]]:
+    """Seconds of a call and of its backward, as captured; of one that cannot be captured, as the host starts them."""
+    try:
+        call, back = _captured(forward, wanted, gradients)
+    except RuntimeError as e:
+        log.warning("not captured: %s", e)
+        torch.cuda.synchronize()
+        results = forward()
+        call = forward
+        back = lambda: torch.autograd.grad(results, wanted, gradients, retain_graph=True)  # noqa: E731
+    return _replayed(call), _replayed(back)
+
+
 def _captured(
     forward: Callable[[], tuple[Tensor, ...]], wanted: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> tuple[Callable[[], None], Callable[[], None]]:
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """What the GPU runs of a call and of its backward, to be replayed: nothing of Python is in it."""
     stream, call, back = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -315,10 +331,10 @@ def _captured(
     return lambda: (call.replay(), held)[0], back.replay
 
 
-def _replayed(run: Callable[[], None]) -> list[float]:
+def _replayed(run: Callable[[], Any]) -> list[float]:
     """Seconds of it on the GPU, several times, each with nothing of its operands in the caches."""
     do_bench = importlib.import_module("triton.testing").do_bench
-    return [ms / 1e3 for ms in do_bench(run, warmup=5, rep=50, return_mode="all")]
+    return [ms / 1e3 for ms in do_bench(run, warmup=5, rep=30, return_mode="all")]
 
 
 def _times(step: Callable[[], Any]) -> list[float]:

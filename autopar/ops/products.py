@@ -100,9 +100,11 @@ def convolution(arguments: Mapping[str, Any]) -> Rule:
 
 
 def timed_convolution(arguments: Mapping[str, Any]) -> str:
-    """Windows that lie apart are the rows of one product, and have a time of their own."""
+    """Windows that lie apart are the rows of one product, as points are, and have times of their own."""
     kernel, stride = arguments["weight"].shape[2:], arguments.get("stride", 1)
     steps = [stride] * len(kernel) if isinstance(stride, int) else list(stride)
+    if all(size == 1 for size in kernel):
+        return f"conv{len(kernel)}d points"
     are_apart = all(step >= size for step, size in zip(steps, kernel, strict=False))
     return f"conv{len(kernel)}d" + (" apart" if are_apart else "")
 

@@ -37,7 +37,7 @@ SUM, TURNED, SUM_OVER_ROWS, COPY = "add", "copy turned", "sum over rows", "clone
 _HALF = 2  # bytes of a number of a product's result, where products were measured
 _HALVES = ("bfloat16", "float16")  # in which fused kernels of attention were measured
 _WORK = {"forward": 1.0, "backward": 2.5}  # of attention: backward makes the scores again, and four products
-_SUMMED = 12  # bytes that a sum of two moves for each element of its result
+_SUMMED = {"float64": 24, "float32": 12, "bfloat16": 6, "float16": 6}  # bytes that a sum moves an element of its result
 
 
 START = 4096.0  # bytes of a measured message that takes no longer than its start
@@ -150,7 +150,9 @@ class CostModel:
     def _unmeasured(self, kernel: Kernel, way: str) -> np.ndarray:
         """Seconds as of a sum of as many bytes, or by a formula on what such kernels reach, or on peaks."""
         if (summed := self._as_a_sum(kernel)) is not None:
-            return measured_seconds(summed.forward, _moved(kernel, way) / _SUMMED)
+            found = measured_seconds(summed.forward, _moved(kernel, way) / _SUMMED[summed.dtype])
+            # what runs in the kernel of another op has its bytes, and no start
+            return found if _starts(kernel, way) else np.maximum(found - summed.forward[0][1], 0.0)
         formula, quantities = self._formula(kernel, way)
         return seconds(formula, **quantities)
 
@@ -161,9 +163,8 @@ class CostModel:
     def _formula(self, kernel: Kernel, way: str) -> tuple[str, dict[str, Any]]:
         """The formula of a kernel that nobody measured, and its quantities."""
         device = self.cluster.device
-        starts = kernel.starts[0] if way == "forward" else kernel.starts[1]
         known: dict[str, Any] = {"bytes": _moved(kernel, way), "bandwidth": device.bandwidth}
-        known["launch"] = device.launch_s * starts
+        known["launch"] = device.launch_s * _starts(kernel, way)
         work = kernel.amount
         if kernel.heads is not None:
             work = work * kernel.heads.share * _WORK[way]
@@ -233,6 +234,10 @@ class CostModel:
             return measured_seconds(timed.forward, nbytes / itemsize)
         moved = optimizer_figures(optimizer, itemsize)["moved"]
         return nbytes * moved / self.cluster.device.bandwidth
+
+
+def _starts(kernel: Kernel, way: str) -> bool:
+    return kernel.starts[0] if way == "forward" else kernel.starts[1]
 
 
 def _moved(kernel: Kernel, way: str) -> np.ndarray:

@@ -23,7 +23,7 @@ from autopar.sharding.strategies import Choice, values
 from autopar.space.product_roles import multiplied, roles_of
 from autopar.space.saved import memories
 from autopar.space.setting import Setting
-from autopar.space.traffic import Chains, Traffic, alone, groups_of
+from autopar.space.traffic import Chains, Traffic, alone, groups_of, is_fused
 
 Ways = tuple[np.ndarray, ...]  # seconds in forward and in backward, by choice; none of what is free
 
@@ -156,8 +156,11 @@ class OpSeconds:
         keeps_nothing = isinstance(facts.keeps, Line) and not facts.keeps.values
         as_cut = self._where_cut(chosen, name)
         amounts = self._amounts(chosen)
+        if as_cut is None and amounts.matrices is not None:
+            as_cut = f"{op} unaligned", _unaligned(amounts.matrices, 16 // chosen.outputs[0].itemsize)
+        is_in_chain = self.chains is not None and is_fused(chosen.node)  # its own time is of a kernel of its own
         return Kernel(
-            (name, op),
+            () if is_in_chain else (name, op),
             chosen.outputs[0].dtype,
             amounts.work,
             amounts.moved,
@@ -268,6 +271,11 @@ class OpSeconds:
                 if cut:
                     found[i] += exchanges * collective_seconds("all_reduce", of_axis, left)
         return found
+
+
+def _unaligned(matrices: Matrices, unit: int) -> np.ndarray:
+    """The choices whose products have rows that are no whole number of units."""
+    return (matrices.n % unit != 0) | (matrices.k % unit != 0)
 
 
 def _product(sizes: Mapping[str, int], factors: Sequence[str]) -> int:
