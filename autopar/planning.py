@@ -167,7 +167,7 @@ class Planning:
             asked.precision.reduce if asked.precision else "",
             BUCKET if preset is None else window_of(asked.parallel, mesh),
             compiled=asked.compile,
-            kernels=taken(asked.kernels, asked.hardware.device.kernels),
+            kernels=taken(asked.kernels, asked.hardware.device.kernels, asked.compile),
             strict=asked.strict,
             apart=self.apart,
             turns=self.graph.turns,

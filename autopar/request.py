@@ -274,7 +274,7 @@ class Request:
             said.append(("recompute", f"as little as the budget asks for{instead}"))
         if self.kernels is True and self.hardware.device.kernels == "cuda":
             none = "none of autopar's was measured to be faster here: ops run as torch has them"
-            said.append(("kernels", ", ".join(taken(True, "cuda")) or none))
+            said.append(("kernels", ", ".join(taken(True, "cuda", self.compile)) or none))
         if self.time_limit is not None:
             found = f"{self.time_limit:g} s: what was found by then; another run may give another plan"
             said.append(("time_limit", found))

@@ -105,10 +105,10 @@ CASES = {
     "LLaMA 1B, 4 x 2048, kernels": Step(llama(4), {**HALVES, "kernels": OF_LLAMA}),
     "GPT-2, 16 x 1024, kernels": Step(gpt2(16), {**HALVES, "kernels": OF_GPT2}),
     "LLaMA 1B, 8 x 2048, recompute": Step(llama(8), {**HALVES, "recompute": "full"}),
-    "ViT-B, 256": Step(vit(256)),
-    "ViT-B, 256, compiled": Step(vit(256), compile=True),
-    "ResNet-50, 256": Step(resnet(256)),
-    "ResNet-50, 256, compiled": Step(resnet(256), compile=True),
+    "ViT-B, 128": Step(vit(128)),
+    "ViT-B, 128, compiled": Step(vit(128), compile=True),
+    "ResNet-50, 128": Step(resnet(128)),
+    "ResNet-50, 128, compiled": Step(resnet(128), compile=True),
 }
 
 

@@ -1,8 +1,10 @@
 """Which kernels were measured to be faster on a device: what `kernels=True` takes.
 
-It stands in a file of this user's, by the name of the device; AUTOPAR_CACHE says in which folder. A device that is not
-in it is measured when a plan first asks, in some seconds: one shape of each family beside its ops. `python -m
-autopar.bench kernels` measures more shapes, and torch.compile beside.
+It stands in a file of this user's, by the name of the device; AUTOPAR_CACHE says in which folder. What a kernel is held
+against is what runs without it: the ops one by one, or, in a program that torch.compile makes, what that makes of them
+(`COMPILED` behind a family's name). A device that is not in the file is measured when a plan first asks, in some
+seconds: one shape of each family beside its ops. `python -m autopar.bench kernels` measures more shapes, and
+torch.compile beside.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from autopar.kernels import NAMES, can_run
 
 VARIABLE = "AUTOPAR_CACHE"
+COMPILED = " compiled"
 
 
 def path() -> Path:
@@ -29,7 +32,7 @@ def path() -> Path:
 
 
 def keep(device: str, gains: Mapping[str, float]) -> Path:
-    """Keep how many times as fast as the ops of each family its kernel is, where that is least; return the file."""
+    """Keep how many times as fast as what runs without it each kernel is, where that is least; return the file."""
     known = _read()
     known[device] = {**known.get(device, {}), **gains}
     path().parent.mkdir(parents=True, exist_ok=True)
@@ -37,14 +40,14 @@ def keep(device: str, gains: Mapping[str, float]) -> Path:
     return path()
 
 
-def taken(asked: bool | tuple[str, ...], whose: str) -> tuple[str, ...]:
+def taken(asked: bool | tuple[str, ...], whose: str, compiled: bool) -> tuple[str, ...]:
     """The families that take the place of ops on devices whose kernels are these: those that were named, or faster."""
     if asked is True:
-        return faster() if whose == "cuda" else ()
+        return faster(compiled) if whose == "cuda" else ()
     return asked or ()
 
 
-def faster() -> tuple[str, ...]:
+def faster(compiled: bool = False) -> tuple[str, ...]:
     """The families that are faster on the device of this process, on all shapes that were measured."""
     if not (can_run() and torch.cuda.is_available()):
         return ()
@@ -52,7 +55,7 @@ def faster() -> tuple[str, ...]:
     gains = _read().get(device, {})
     if missing := tuple(name for name in NAMES if name not in gains):
         gains = {**gains, **_measured_now(device, missing)}
-    return tuple(name for name in NAMES if gains.get(name, 0.0) > 1.0)
+    return tuple(name for name in NAMES if gains.get(name + COMPILED * compiled, 0.0) > 1.0)
 
 
 @functools.cache

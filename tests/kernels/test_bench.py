@@ -41,11 +41,13 @@ def test_kernels_that_were_faster_are_taken(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     keep("a card", {"gated": 1.4, "rms_norm": 0.9})
     keep("another card", dict.fromkeys(NAMES, 2.0))
-    keep("a card", {**dict.fromkeys(NAMES, 0.5), "gated": 1.4, "rotary": 1.1})
-    assert faster() == ("gated", "rotary")
+    keep("a card", {**dict.fromkeys(NAMES, 0.5), "gated": 1.4, "rotary": 1.1, "rotary compiled": 1.2})
+    assert faster() == ("gated", "rotary") and faster(compiled=True) == ("rotary",)
     asked = {"mesh": (1,), "memory_budget": "inf"}
     plan = autopar.plan(llama(), drawn(4, 64, 256), cluster="h100-1x8", **asked)
     assert plan.kernels == ("gated", "rotary") and dict(plan.defaults)["kernels"] == "gated, rotary"
+    compiled = autopar.plan(llama(), drawn(4, 64, 256), cluster="h100-1x8", compile=True, **asked)
+    assert compiled.kernels == ("rotary",) and dict(compiled.defaults)["kernels"] == "rotary"
     assert autopar.plan(llama(), drawn(4, 64, 256), cluster="h100-1x8", kernels=False, **asked).kernels == ()
     monkeypatch.setattr(measured, "_measured_now", lambda device, names: {})
     for other in ("not JSON", "[]", '{"a card": 1}', '{"a card": {"gated": "much"}}'):
@@ -80,6 +82,18 @@ def test_a_new_device_is_measured_once(monkeypatch, tmp_path, capsys):
         assert faster() == () and len(asked) == 2  # 0.75 of the ops' speed, and rotary is wrong
     finally:
         measured._measured_now.cache_clear()
+
+
+def test_a_kernel_is_held_against_what_runs_without_it():
+    """One that torch.compile beats is taken where nothing is compiled, and of several shapes the least counts."""
+    kernel, never = Times(0.5, 0.5), Times()
+
+    def row(ops, compiled, liger):
+        return Row("gated", "", (), kernel, ops, compiled, liger, (1, 1), (1.0, 1.0), 1.0, 0, True)
+
+    rows = row(Times(1, 1), Times(0.4, 0.5), Times(0.1, 0.1)), row(Times(2, 2), never, never)
+    assert timing.least_gains(rows) == {"gated": 2.0, "gated compiled": 0.9}
+    assert timing.least_gains(rows[1:]) == {"gated": 4.0}
 
 
 def test_a_kernel_that_is_wrong_gains_nothing(monkeypatch):
