@@ -16,11 +16,12 @@ _IS_THERE = importlib.util.find_spec("triton") is not None  # on Linux alone
 triton: Any = importlib.import_module("triton") if _IS_THERE else None
 tl: Any = importlib.import_module("triton.language") if _IS_THERE else None
 
-__all__ = ["VARIABLE", "as_ops", "as_rows", "is_traced", "jit", "runs", "tl", "units"]
+__all__ = ["VARIABLE", "as_ops", "as_rows", "is_traced", "jit", "runs", "shared_bytes", "tl", "units"]
 
 # for tests on a CPU: "interpret" runs the kernels themselves, by Triton's interpreter; "ops" the custom ops, which run
 # their references
 VARIABLE = "AUTOPAR_KERNELS"
+_LEAST_SHARED = 96 * 2**10  # bytes that a block may have on any GPU that kernels were compiled for
 _TRACED = threading.local()
 jit: Callable[[Any], Any] = triton.jit if triton is not None else lambda function: function
 
@@ -63,3 +64,11 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
 def units(x: Tensor) -> int:
     """The multiprocessors of the tensor's device; some in the interpreter."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+
+
+def shared_bytes(x: Tensor) -> int:
+    """The shared memory that a block may have on the tensor's device."""
+    if not x.is_cuda:
+        return _LEAST_SHARED
+    about = torch.cuda.get_device_properties(x.device)
+    return int(getattr(about, "shared_memory_per_block_optin", _LEAST_SHARED))

@@ -220,8 +220,12 @@ def held(columns: int) -> dict[str, Any]:
     return {"ROWS": rows, "BLOCK": block, "EVEN": columns == block, "num_warps": warps}
 
 
-def held_backward(columns: int, dtype: torch.dtype, means: bool) -> dict[str, Any]:
-    """The same of backward, whose loads are some tiles ahead: what was fastest on an H200, as far as registers go."""
+def held_backward(columns: int, dtype: torch.dtype, means: bool, adds: bool, shared: int) -> dict[str, Any]:
+    """The same of backward, whose loads are some tiles ahead: what was fastest on an H200, as far as registers go.
+
+    And as far as the shared memory of a block goes, of which a device has so many bytes: loads on their way lie there,
+    and what threads exchange.
+    """
     block, is_half = _block(columns), dtype.itemsize == 2
     if block <= 1024:
         elements, stages = 4096 if is_half and not means else 2048, 4
@@ -229,8 +233,9 @@ def held_backward(columns: int, dtype: torch.dtype, means: bool) -> dict[str, An
         elements, stages = 4096, 3
     else:
         elements, stages = 8192, 4 if means else 3
+    ahead = (shared - 4 * elements) // ((2 + adds) * elements * dtype.itemsize)
     tile = {"ROWS": max(1, elements // block), "BLOCK": block, "EVEN": columns == block}
-    return {**tile, "STAGES": stages if is_half else 2, "num_warps": elements // 1024}
+    return {**tile, "STAGES": max(1, min(stages if is_half else 2, 1 + ahead)), "num_warps": elements // 1024}
 
 
 def _block(columns: int) -> int:
@@ -277,7 +282,8 @@ def gradients_of_rows(
         return dx, tuple(torch.zeros_like(weight) for _ in range(1 + means))
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     ds = dy if beside is None else beside.contiguous()
-    tile, how = held_backward(columns, x.dtype, means), {"MEANS": means, "ADDS": beside is not None}
+    how = {"MEANS": means, "ADDS": beside is not None}
+    tile = held_backward(columns, x.dtype, means, beside is not None, backend.shared_bytes(x))
     is_held = columns <= MOST_COLUMNS
     programs = min(-(-rows // tile["ROWS"]), backend.units(x) * 8 // tile["num_warps"]) if is_held else _PARTS
     parts = [torch.empty((programs, columns), dtype=torch.float32, device=x.device) for _ in range(1 + means)]

@@ -163,6 +163,7 @@ class Facts:
     # the same, beside, of its local form on a device that holds so much of each operand
     part_work: Callable[[OpCall, Any, str], tuple[int, int]] | None = None
     flops: tuple[float, str] | None = None  # a product: for each point of its factors, but those of this pattern
+    windows: bool = False  # a product over windows of its input: its kernels are not those of rows
     heads: bool = False  # it is attention: its kernels are timed by the width of heads and the length of the sequence
     free: bool = False  # it shows its operand's memory: no time
     same: bool = False  # of a parameter alone, its result is the parameter: a cast, or the numbers in another shape

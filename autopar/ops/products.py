@@ -261,6 +261,7 @@ each(
     keeps="input weight",
     form=grouped,
     flops=(2, r"s\d+"),
+    windows=True,
     one_dtype=True,
     timed=timed_convolution,
 )
@@ -270,5 +271,6 @@ each(
     rule=transposed_convolution,
     keeps="input weight",
     flops=(2, r"t\d+"),
+    windows=True,
     one_dtype=True,
 )

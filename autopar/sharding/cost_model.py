@@ -34,6 +34,7 @@ from autopar.sharding.costs import (
 from autopar.sharding.device import on_curve
 
 SUM, TURNED, SUM_OVER_ROWS, COPY = "add", "copy turned", "sum over rows", "clone"  # kernels by the names of their times
+UNALIGNED = " unaligned"  # behind the name of a product: its rows are no whole number of 16 bytes
 _HALF = 2  # bytes of a number of a product's result, where products were measured
 _HALVES = ("bfloat16", "float16")  # in which fused kernels of attention were measured
 _WORK = {"forward": 1.0, "backward": 2.5}  # of attention: backward makes the scores again, and four products
@@ -61,6 +62,11 @@ class Matrices:
     m: np.ndarray
     n: np.ndarray
     k: np.ndarray
+
+    def unaligned(self, itemsize: int) -> np.ndarray:
+        """The choices whose rows are no whole number of the 16 bytes that a kernel loads at once."""
+        unit = 16 // itemsize
+        return (self.n % unit != 0) | (self.k % unit != 0)
 
     @property
     def gradients(self) -> tuple[Matrices, Matrices]:
@@ -168,14 +174,17 @@ class CostModel:
         work = kernel.amount
         if kernel.heads is not None:
             work = work * kernel.heads.share * _WORK[way]
-            if (reached := self._attention(kernel, kernel.heads, way)) is not None:
-                return "attention", {"flops": work, "reached": reached, **known}
+            if (found := self._attention(kernel, kernel.heads, way)) is not None:
+                return "attention", {"flops": work, "reached": found, **known}
         products = device.products
         if kernel.matrices is not None and products is not None and kernel.dtype in dict(products.reached):
             sizes = {name: getattr(kernel.matrices, name) for name in ("batch", "m", "n", "k")}
             tile_m, tile_n = products.tile
             about = {"units": products.units, "start": products.start_s, "tile_m": tile_m, "tile_n": tile_n}
-            about |= {"itemsize": _HALF, "reached": dict(products.reached)[kernel.dtype]}
+            reached: Any = dict(products.reached)[kernel.dtype]
+            if kernel.as_cut is not None and kernel.as_cut[0].endswith(UNALIGNED) and products.unaligned < 1:
+                reached = reached * np.where(kernel.as_cut[1], products.unaligned, 1.0)
+            about |= {"itemsize": _HALF, "reached": reached}
             return "product", {**sizes, **about, **known}
         return "compute", {"flops": work, "rate": device.rate(kernel.dtype), **known}
 

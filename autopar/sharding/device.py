@@ -24,6 +24,7 @@ class Products:
     tile: tuple[int, int]
     start_s: float  # of a call
     reached: tuple[tuple[str, float], ...]  # FLOP/s of full waves, by dtype
+    unaligned: float = 1.0  # the share of that where rows are no whole number of 16 bytes; 1: nobody measured it
 
 
 @dataclass(frozen=True, slots=True)

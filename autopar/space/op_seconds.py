@@ -15,7 +15,7 @@ import torch.fx as fx
 from autopar.graph.graph import Graph, TensorType, info, op_name, type_of
 from autopar.graph.nodes import typed
 from autopar.ops.entry import Line, facts_of, timed_name
-from autopar.sharding.cost_model import SUM, SUM_OVER_ROWS, TURNED, CostModel, Heads, Kernel, Matrices
+from autopar.sharding.cost_model import SUM, SUM_OVER_ROWS, TURNED, UNALIGNED, CostModel, Heads, Kernel, Matrices
 from autopar.sharding.costs import collective_seconds
 from autopar.sharding.notation import Binding, Cut
 from autopar.sharding.placement import largest_local_shape, part
@@ -156,8 +156,8 @@ class OpSeconds:
         keeps_nothing = isinstance(facts.keeps, Line) and not facts.keeps.values
         as_cut = self._where_cut(chosen, name)
         amounts = self._amounts(chosen)
-        if as_cut is None and amounts.matrices is not None:
-            as_cut = f"{op} unaligned", _unaligned(amounts.matrices, 16 // chosen.outputs[0].itemsize)
+        if as_cut is None and amounts.matrices is not None and not facts.windows:
+            as_cut = op + UNALIGNED, amounts.matrices.unaligned(chosen.outputs[0].itemsize)
         is_in_chain = self.chains is not None and is_fused(chosen.node)  # its own time is of a kernel of its own
         return Kernel(
             () if is_in_chain else (name, op),
@@ -271,11 +271,6 @@ class OpSeconds:
                 if cut:
                     found[i] += exchanges * collective_seconds("all_reduce", of_axis, left)
         return found
-
-
-def _unaligned(matrices: Matrices, unit: int) -> np.ndarray:
-    """The choices whose products have rows that are no whole number of units."""
-    return (matrices.n % unit != 0) | (matrices.k % unit != 0)
 
 
 def _product(sizes: Mapping[str, int], factors: Sequence[str]) -> int:

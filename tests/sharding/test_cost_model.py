@@ -6,10 +6,13 @@ the file (a rate and a start) must meet at five sizes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from autopar import Cluster, DeviceMesh
+from autopar.sharding.cluster import Timed
 from autopar.sharding.cost_model import CostModel, Heads, Kernel, Matrices
 from autopar.sharding.costs import collective_seconds
 
@@ -40,6 +43,36 @@ def test_a_product_of_one_tile_more_than_there_are_units_takes_two_waves():
     model = CostModel(Cluster.of("h100"))
     full, more = (model.forward(product(128 * tiles, 256, 8192))[0] for tiles in (132, 133))
     assert 1.9 < more / full < 2.0
+
+
+def test_a_product_whose_rows_are_no_whole_number_of_16_bytes_is_slower_where_that_was_measured():
+    """On its curve on a measured machine; by a file that says how much; and in single precision by four numbers."""
+    sizes = product(8192, 50257, 1024).matrices
+    assert sizes.unaligned(2).all() and not product(8192, 50260, 1024).matrices.unaligned(4).any()
+    odd, even = (
+        replace(product(8192, n, 1024), as_cut=("mm unaligned", np.array([n % 8 > 0]))) for n in (50257, 50264)
+    )
+    for name, slower in (("h200", 4.0), ("h100", 1.0)):
+        model = CostModel(Cluster.of(name))
+        assert slower <= model.forward(odd)[0] / model.forward(even)[0] < 1.6 * slower
+    curves = tuple(
+        Timed(name, "bfloat16", ((1.0, s), (1e15, s)), ()) for name, s in (("mm", 1.0), ("mm unaligned", 7.0))
+    )
+    model = CostModel(replace(Cluster.of("h100"), timed=curves))
+    assert model.forward(odd)[0] == pytest.approx(7.0) and model.forward(even)[0] == pytest.approx(1.0)
+
+
+def test_what_was_not_measured_takes_as_long_as_a_sum_of_as_many_bytes_in_its_dtype():
+    """And what runs in the kernel of another op pays no start."""
+    curve = ((100.0, 1e-6), (1e6, 1e-4), (1e9, 1e-1))
+    timed = tuple(Timed("add", dtype, curve, ()) for dtype in ("float32", "bfloat16"))
+    model, one = CostModel(replace(Cluster.of("h100"), timed=timed)), np.ones(1)
+    for dtype, moved in (("float32", 12e6), ("bfloat16", 6e6)):
+        kernel = Kernel((), dtype, one, moved * one, moved * one)
+        assert model.forward(kernel)[0] == pytest.approx(1e-4)
+        inside = replace(kernel, starts=(False, False))
+        assert model.forward(inside)[0] == pytest.approx(1e-4 - 1e-6)
+        assert model.forward(replace(inside, bytes=0 * one))[0] < 1e-15
 
 
 def attention(length, width, is_causal):

@@ -87,6 +87,22 @@ def test_compiled_chains_read_and_write_their_ends_alone():
     assert autopar.Plan.from_dict(compiled.to_dict()).compiled
 
 
+def test_chains_are_as_fast_on_a_measured_machine_as_the_bytes_of_their_ends():
+    """An op's own curve is that of a kernel of its own: in a chain there is none."""
+    curve = ((2.0**10, 2e-6), (2.0**20, 5e-6), (2.0**30, 5e-3))
+    timed = tuple(
+        Timed(op, dtype, curve, curve)
+        for op in ("add", "mul", "silu", "pow", "pow 2", "mean", "rsqrt", "to", "linear")
+        for dtype in ("float32", "bfloat16")
+    )
+    cluster = replace(Cluster.of("h100-8x1"), timed=timed)
+    model, batch = meta_llama_8b(2, rows=16, dtype=torch.bfloat16)
+    asked = {"mesh": 1, "cluster": cluster, "assume": NO_PADDING, "memory_budget": "inf"}
+    eager, compiled = (autopar.plan(model, batch, compile=compile, **asked) for compile in (False, True))
+    assert seconds_of(compiled, "layernorm/") < 0.6 * seconds_of(eager, "layernorm/")
+    assert seconds_of(compiled, "linear") == pytest.approx(seconds_of(eager, "linear"), rel=0.02)
+
+
 def test_an_interval_is_that_of_the_sources_of_its_seconds():
     model, batch = meta_gpt2(2, batch=32, n_embd=1024, n_head=16)
     model = model.bfloat16()
