@@ -191,6 +191,8 @@ class CostModel:
     def told(self, kernel: Kernel, way: str) -> str:
         """The curve of a kernel, or its formula with the numbers of its first choice."""
         curve = self._timed(kernel) or self._as_a_sum(kernel)
+        if curve is not None and kernel.as_cut is not None and kernel.as_cut[1][0]:
+            curve = self.cluster.times_of(kernel.as_cut[0], curve.dtype) or curve
         if curve is not None:
             return f"on the curve that was measured of {curve.op} in {curve.dtype}"
         if way == "backward" and kernel.hands_on:
