@@ -26,7 +26,7 @@ from autopar.module.step import EmittedStep, Tangent
 from autopar.module.storage import Storage, dtensor_of
 from autopar.module.waiting import Waiting
 from autopar.runtime.collectives import bind_axes
-from autopar.runtime.private import inside_backward, profiler_runs
+from autopar.runtime.private import inside_backward, like_part, profiler_runs
 from autopar.runtime.random import RandomState
 from autopar.runtime.world import all_ranks_hold
 from autopar.sharding.placement import Sharding
@@ -117,10 +117,17 @@ class Primals:
         self.storages = {i: storage[name] for i, name in self.names.items()}
         self.placements = [of_one.placements for of_one in self.storages.values()]
         self.kept = sorted(i for i in _kept_by(joint) if i in self.names)  # parameters that backward needs as they are
+        self.gradients: dict[int, DTensor] = {}  # one of each parameter, of no memory: how its gradients lie
 
     def as_gradient(self, primal: int, gradient: Tensor) -> Tensor:
         """A parameter's gradient lies as the parameter does; an input's is plain."""
-        return self.storages[primal].wrap(gradient) if primal in self.storages else gradient
+        if primal not in self.storages:
+            return gradient
+        known = self.gradients.get(primal)
+        if known is None or known.dtype != gradient.dtype:
+            known = self.storages[primal].wrap(gradient.new_empty(()).expand(gradient.shape))
+            self.gradients[primal] = known
+        return like_part(gradient, known)
 
     def check(self, parameters: Sequence[Tensor], mesh: Any) -> None:
         """Raise an error where a parameter does not lie as the program reads it."""

@@ -48,6 +48,8 @@ class SituatedProgram:
     sight: Sight
     number: int  # in the order in which they were made, on every rank
     calls: int = 0
+    # a model, and of each parameter the dict of its module that holds it, with its name there
+    holders: tuple[weakref.ref[nn.Module], list[tuple[dict[str, Any], str]]] | None = None
 
     def run(self, model: nn.Module, inputs: list[Tensor], random: RandomState) -> tuple[list[Any], tuple[Tensor, ...]]:
         """The outputs, and the new values of the buffers that change."""
@@ -60,7 +62,17 @@ class SituatedProgram:
         with contextlib.ExitStack() as off:
             for kind, _ in self.situation.autocast:  # its casts are in the graph
                 off.enter_context(torch.autocast(kind, enabled=False))
-            return self.runner(inputs, [tensor_of(model, n) for n in names.parameters], buffers, random)
+            return self.runner(inputs, self._parameters_of(model), buffers, random)
+
+    def _parameters_of(self, model: nn.Module) -> list[Tensor]:
+        """The parameters by their names, from the modules that hold them: which are looked for once in a model."""
+        names = self.runner.program.parameters
+        if self.holders is None or self.holders[0]() is not model:
+            modules, paths = dict(model.named_modules(remove_duplicate=False)), [name.rpartition(".") for name in names]
+            held = [(modules[path]._parameters if path in modules else {}, last) for path, _, last in paths]
+            self.holders = weakref.ref(model), held
+        found = [of.get(last) for of, last in self.holders[1]]
+        return [tensor_of(model, name) if p is None else p for name, p in zip(names, found, strict=True)]
 
 
 class ModelState:

@@ -11,6 +11,7 @@
     FakeStore           the store of the fake process group
     StridedShard        torch's placement of a dim that is cut by blocks of one size
     local_part          what a DTensor holds, to be written to in place
+    like_part           a local part as a DTensor that lies as another does: `from_local` checks and counts anew
     set_timeout         how long a group's collectives wait
     job_store           the key-value store that the ranks of a job share
     function_of         the Python code of a custom op, in which the values stand that it looks for
@@ -49,6 +50,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager as in_kernel_invocation_manager
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -138,6 +140,12 @@ def local_part(tensor: Any) -> torch.Tensor:
     """The memory of a DTensor's local part, without autograd."""
     local: torch.Tensor = tensor._local_tensor.detach()
     return local
+
+
+def like_part(local: torch.Tensor, other: DTensor) -> DTensor:
+    """A local part as the DTensor that lies as another one of its dtype does; without autograd."""
+    made: DTensor = DTensor(local, other._spec, requires_grad=False)  # torch's own constructor
+    return made
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
