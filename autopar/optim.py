@@ -70,8 +70,9 @@ class AdamW(torch.optim.Optimizer):
     def _step(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, scale: Tensor | None) -> None:
         if gradient.is_sparse:
             raise NotServed("AdamW cannot step by a sparse gradient", advice="an embedding with sparse=False")
-        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-            gradient = gradient.redistribute(placements=parameter.placements)  # nothing moves where it lies so
+        is_cut = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
+        if is_cut and gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(placements=parameter.placements)
         state = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)

@@ -96,8 +96,8 @@ def step(
 
 
 def _pieces(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
-    """The same elements of all, some at a time; whole tensors where one does not lie in order."""
-    if not all(t.is_contiguous() for t in tensors):
+    """The same elements of all, some at a time; whole tensors where they are few, or one does not lie in order."""
+    if tensors[0].numel() <= _PIECE or not all(t.is_contiguous() for t in tensors):
         yield tensors
         return
     flat = [t.view(-1) for t in tensors]
