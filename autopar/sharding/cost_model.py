@@ -13,6 +13,7 @@ take.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,6 +121,13 @@ class CostModel:
         if kernel.hands_on:
             return np.zeros(len(kernel.bytes))
         return self._unmeasured(kernel, "backward")
+
+    @functools.cached_property
+    def knows_unaligned(self) -> bool:
+        """Did anybody measure products whose rows are no whole number of 16 bytes?"""
+        products = self.cluster.device.products
+        is_in_file = products is not None and products.unaligned < 1
+        return is_in_file or any(timed.op.endswith(UNALIGNED) for timed in self.cluster.timed)
 
     def is_measured(self, kernel: Kernel) -> bool:
         return self._timed(kernel) is not None

@@ -95,6 +95,7 @@ def written(plan: Plan) -> dict[str, Any]:
         **({"kernels": list(plan.kernels)} if plan.kernels else {}),
         **({"microbatches": plan.microbatches} if plan.microbatches > 1 else {}),
         **({"needed": needed} if needed else {}),
+        **({"unaligned": dict(plan.unaligned)} if plan.unaligned else {}),
         **({"passing": [list(pair) for pair in sorted(plan.passing.items())]} if plan.passing else {}),
     }
 
@@ -176,6 +177,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "recomputed": frozenset() if data["version"] < VERSION else _names(data["recomputed"]),
         "passing": dict(_each(_without_segments(data).get("passing", []), lambda pair: _pair(pair, _text))),
         "needed": {_text(name): _bytes_and_seconds(figures) for name, figures in data.get("needed", {}).items()},
+        "unaligned": {_text(name): _number(seconds) for name, seconds in data.get("unaligned", {}).items()},
         "first_peak_bytes": _whole(data.get("first_peak_bytes", 0)),
         "suspected": _each(data.get("suspected", []), lambda pair: _pair(pair, _text)),
         "stopped": _each(data.get("stopped", []), _text),

@@ -128,6 +128,8 @@ class Plan:
     # seconds of making it
     needed: Mapping[str, tuple[int, float]] = field(default_factory=dict, repr=False)
     first_peak_bytes: int = 0  # of the first step, before the optimizer has states
+    # seconds that products take more because their rows are no whole number of 16 bytes, where that was measured
+    unaligned: Mapping[str, float] = field(default_factory=dict, repr=False)
     # ops without a rule, and the line under which each ran right when it was tried
     suspected: tuple[tuple[str, str], ...] = ()
     # searches that were stopped before their end, after work that was counted: the gap says what they left open

@@ -109,6 +109,10 @@ def _warnings(plan: Plan) -> Iterator[_Line]:
         cost = sum(plan.decisions[name].seconds for name in plan.without_rule)
         names = _named(Counter(map(_short, plan.without_rule)))
         yield "careful", f"replicated for want of a rule ({time(cost)} a step): {names}", 1
+    if plan.unaligned:
+        lost, names = sum(plan.unaligned.values()), _named(Counter(map(_short, plan.unaligned)))
+        more = f"{names} would take {time(lost)} less with sizes that are multiples of 8"
+        yield "careful", f"{more}: a vocabulary by model.resize_token_embeddings(None, pad_to_multiple_of=8)", 2
     if broken := [meaning for name, meaning in plan.defaults if name == "parallel"]:
         yield "careful", broken[0], 1
     if plan.stopped:

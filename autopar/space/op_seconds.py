@@ -97,6 +97,16 @@ class OpSeconds:
             backward += count * self.costs.forward(kernel)
         return forward, backward
 
+    def unaligned(self, chosen: Chosen) -> float:
+        """Seconds that a product takes more because its rows are no whole number of 16 bytes; of its first choice."""
+        kernels, lost = self.kernels(chosen), 0.0
+        ran = [(1, k, self.costs.forward) for k in kernels.forward]
+        ran += [(count, k, self.costs.backward) for count, k in kernels.backward]
+        for count, kernel, seconds in ran:
+            if kernel.as_cut is not None and kernel.as_cut[0].endswith(UNALIGNED):
+                lost += count * float(seconds(kernel)[0] - seconds(replace(kernel, as_cut=None))[0])
+        return lost * info(chosen.node).chunks
+
     def source(self, chosen: Chosen) -> str:
         """The source of the seconds of computing: of the op's own kernel, or of the first beside it."""
         kernels = self.kernels(chosen)

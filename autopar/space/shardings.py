@@ -73,6 +73,7 @@ def shardings(
         wiring.edges,
         setting,
     )
+    told = Told(graph, setting, bindings)
     return Space(
         setting,
         wiring.sites,
@@ -81,7 +82,8 @@ def shardings(
         graph.digest,
         memory_of(graph, setting, wiring, schedule, parameters, shared.bytes, shared.values),
         windows,
-        Told(graph, setting, bindings),
+        told,
+        told.unaligned,
     )
 
 

@@ -8,7 +8,7 @@ Window  communication that moves while some ops compute: the shorter of both tak
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,8 @@ class Space:
     windows: tuple[Window, ...] = ()  # of communication beside compute
     # how the seconds of a site came to be under a choice, a line for each kernel
     told: Callable[[str, Choice], list[str]] | None = None
+    # of products under their choices, the seconds that they take more because their rows are not aligned
+    unaligned: Callable[[Mapping[str, Choice]], dict[str, float]] | None = None
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import Graph, info
+from autopar.graph.graph import Graph, info, op_name
+from autopar.ops.entry import facts_of
 from autopar.sharding.certainty import FROM
 from autopar.sharding.cost_model import Kernel
 from autopar.sharding.strategies import Choice
@@ -44,6 +46,19 @@ class Told:
         lines += [self._line("backward", count, kernel, "backward") for count, kernel in kernels.backward]
         lines += [self._line(f"backward, {k.names[0]}", count, k, "forward") for count, k in kernels.beside]
         return [*self._of_chunks(chosen), *(line for line in lines if line)]
+
+    def unaligned(self, choices: Mapping[str, Choice]) -> dict[str, float]:
+        """Of the products among these ops, the seconds that rows of no whole number of 16 bytes take more."""
+        if not self.seconds.costs.knows_unaligned:
+            return {}
+        found = {}
+        for name, choice in choices.items():
+            node = self.ops.get(name)
+            if node is not None and facts_of(op_name(node)).flops:
+                chosen = Chosen(node, self.bindings.rules[node], (choice,), self.bindings.tensors[node])
+                if lost := self.seconds.unaligned(chosen) * self.setting.passes:
+                    found[name] = lost
+        return found
 
     def _of_chunks(self, chosen: Chosen) -> list[str]:
         """A line about an op that runs once a chunk: their number, and the seconds of adding up its gradients."""

@@ -103,6 +103,24 @@ def test_chains_are_as_fast_on_a_measured_machine_as_the_bytes_of_their_ends():
     assert seconds_of(compiled, "linear") == pytest.approx(seconds_of(eager, "linear"), rel=0.02)
 
 
+def test_a_plan_says_what_rows_that_are_not_aligned_take():
+    """Where that was measured, of a vocabulary that is no multiple of eight; and what a rounded one saves is that."""
+    batch = {"x": torch.empty(16384, 768, dtype=torch.bfloat16, device="meta")}
+
+    def plan(words, cluster="h200-1x8"):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(768, 768), nn.Linear(768, words)).bfloat16()
+        return autopar.plan(model, (batch["x"],), mesh=1, cluster=cluster, optimizer="sgd", memory_budget="inf")
+
+    odd, even = plan(50257), plan(50264)
+    assert [*odd.unaligned] == ["1/linear"] and not even.unaligned and not plan(50257, "h100-1x8").unaligned
+    (lost,) = odd.unaligned.values()
+    assert odd.step_time_s - even.step_time_s == pytest.approx(lost, rel=0.02)
+    assert (
+        "1/linear would take" in str(odd).replace("\n          ", " ") and autopar.Plan.from_dict(odd.to_dict()) == odd
+    )
+
+
 def test_an_interval_is_that_of_the_sources_of_its_seconds():
     model, batch = meta_gpt2(2, batch=32, n_embd=1024, n_head=16)
     model = model.bfloat16()
