@@ -34,11 +34,12 @@ def as_float32_rows(x: Tensor) -> Tensor:
 
 
 @jit
-def forward_kernel(X, T, ROWS, columns, ignored, SUMS: tl.constexpr, BLOCK: tl.constexpr):
-    """One row a program, read once: its largest logit, the logarithm of what is summed over that, the target's logit
-    and, where labels are smoothed, the sum of all.
+def forward_kernel(X, T, ROWS, LOSS, columns, ignored, of_target, of_all, IS_WHOLE: tl.constexpr, SUMS: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    """One row a program, read once: its largest logit, and the logarithm of what is summed over that.
 
-    The first two stand apart: their sum would round what both are exact in.
+    They stand apart: their sum would round what both are exact in. Of a part of a row the target's logit is written
+    beside them and, where labels are smoothed, the sum of all; of a whole one its loss.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(T + row)
@@ -56,10 +57,18 @@ def forward_kernel(X, T, ROWS, columns, ignored, SUMS: tl.constexpr, BLOCK: tl.c
             whole += tl.sum(tl.where(at < columns, x, 0.0))
     is_column = (target != ignored) & (target >= 0) & (target < columns)
     right = tl.load(X + row * columns + target, mask=is_column, other=float("nan")).to(tl.float32)
-    tl.store(ROWS + 4 * row, most)
-    tl.store(ROWS + 4 * row + 1, tl.log(total))
-    tl.store(ROWS + 4 * row + 2, right)
-    tl.store(ROWS + 4 * row + 3, whole)
+    if IS_WHOLE:
+        tl.store(ROWS + 2 * row, most)
+        tl.store(ROWS + 2 * row + 1, tl.log(total))
+        loss = of_target * (most - right) + tl.log(total)
+        if SUMS:
+            loss += of_all * (most - whole / columns)
+        tl.store(LOSS + row, tl.where(target == ignored, 0.0, loss))
+    else:
+        tl.store(ROWS + 4 * row, most)
+        tl.store(ROWS + 4 * row + 1, tl.log(total))
+        tl.store(ROWS + 4 * row + 2, right)
+        tl.store(ROWS + 4 * row + 3, whole)
 
 
 @jit
@@ -90,8 +99,8 @@ def statistics(x: Tensor, target: Tensor, ignored: int, sums: bool) -> Tensor:
         return torch.stack([most, log, torch.where(is_column, right, torch.nan), whole], -1)
     found = torch.empty((rows, 4), dtype=torch.float32, device=x.device)
     if rows:
-        given = (x.contiguous(), target.contiguous(), found, columns, ignored)
-        forward_kernel[(rows,)](*given, SUMS=sums, BLOCK=BLOCK, num_warps=WARPS)
+        given = (x.contiguous(), target.contiguous(), found, found, columns, ignored, 1.0, 0.0)
+        forward_kernel[(rows,)](*given, IS_WHOLE=False, SUMS=sums, BLOCK=BLOCK, num_warps=WARPS)
     return found
 
 
@@ -113,14 +122,16 @@ def entropies(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> tupl
     """The sum over rows; and for backward each row's largest logit, and the logarithm of the sum of exponentials over
     that.
     """
-    most, log, right, whole = statistics(x, target, ignored, smoothing > 0).unbind(-1)
-    lse = torch.stack([most, log], -1)
     if not backend.runs(x):
+        lse = statistics(x, target, ignored, False)[:, :2].contiguous()
         return reference(x, target, ignored, smoothing), lse
-    losses = (1.0 - smoothing) * (most - right) + log
-    if smoothing:
-        losses += smoothing * (most - whole / x.shape[-1])
-    return torch.where(target.view(-1) == ignored, 0.0, losses).sum(), lse
+    columns, rows = x.shape[-1], target.numel()
+    lse = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
+    losses = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    if rows:
+        given = (x.contiguous(), target.contiguous(), lse, losses, columns, ignored, 1.0 - smoothing, smoothing)
+        forward_kernel[(rows,)](*given, IS_WHOLE=True, SUMS=smoothing > 0, BLOCK=BLOCK, num_warps=WARPS)
+    return losses.sum(), lse
 
 
 @entropies.register_fake

@@ -57,9 +57,9 @@ def variants(dtype, capability):
     for scaled, master in itertools.product((False, True), (False, True)):
         constants = {"IS_SCALED": scaled, "HAS_MASTER": master, "BLOCK": adamw.BLOCK}
         yield adamw.kernel, constants, adamw.WARPS, ("M", "V", "W", "SCALE")
-    for sums in (False, True):
-        constants = {"SUMS": sums, "BLOCK": cross_entropy.BLOCK}
-        yield cross_entropy.forward_kernel, constants, cross_entropy.WARPS, ("ROWS",)
+    for whole, sums in itertools.product((False, True), (False, True)):
+        constants = {"IS_WHOLE": whole, "SUMS": sums, "BLOCK": cross_entropy.BLOCK}
+        yield cross_entropy.forward_kernel, constants, cross_entropy.WARPS, ("ROWS", "LOSS")
     yield cross_entropy.backward_kernel, {"BLOCK": cross_entropy.BACK}, cross_entropy.WARPS_BACK, ("DY", "LSE")
     for half, is_back, is_pair in itertools.product((32, 64, 128), (False, True), (False, True)):
         block, heads = rotary.heads_of(half, 64)
