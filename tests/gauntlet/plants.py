@@ -19,6 +19,7 @@ from autopar.codegen.joint_graph import RECOMPUTED
 from autopar.graph import walks
 from autopar.graph.graph import info, op_name, write_buffer
 from autopar.module import checkpoint, init, parallel, runner, storage, turns, waiting
+from autopar.module.runner import Primals
 from autopar.module.storage import Storage
 from autopar.ops import attention as attention_entry
 from autopar.ops.entry import FACTS
@@ -631,13 +632,14 @@ def settles_before_the_last(patch: Patch) -> None:
 
 def one_copy_is_scaled(patch: Patch) -> None:
     """Gradients of norms, which all ranks hold, are halved on the first rank alone."""
-    wrap = Storage.wrap
+    as_gradient = Primals.as_gradient
 
-    def scaled(self, part):
-        is_norm = len(self.shape) == 1 and self.sharding.cuts == {} and dist.get_rank() == 0
-        return wrap(self, part * 0.5 if is_norm and not torch.is_grad_enabled() else part)
+    def scaled(self, primal, gradient):
+        of = self.storages.get(primal)
+        is_norm = of is not None and len(of.shape) == 1 and of.sharding.cuts == {} and dist.get_rank() == 0
+        return as_gradient(self, primal, gradient * 0.5 if is_norm else gradient)
 
-    patch.setattr(Storage, "wrap", scaled)
+    patch.setattr(Primals, "as_gradient", scaled)
 
 
 def turns_scale_what_there_is(patch: Patch) -> None:

@@ -22,7 +22,7 @@ from autopar.kernels import (
 )
 from autopar.runtime import random
 from tests.kernels.cases import CASES, Case, is_near
-from tests.kernels.test_draws import KEY, PARTS
+from tests.kernels.drawn import KEY, PARTS
 from tests.language import NO_PADDING, drawn, gpt2, llama
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
