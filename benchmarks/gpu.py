@@ -222,7 +222,8 @@ def measure(path: Path, without: list[str], profile: bool, limit: int) -> None:
             found["steps"][name] = run(case)
             print(name, {k: round(v, 4) for k, v in found["steps"][name].items() if k != "kernels"}, flush=True)
         except Exception as e:
-            print(name, "failed:", type(e).__name__, str(e)[:300], flush=True)
+            found.setdefault("failed", {})[name] = f"{type(e).__name__}: {str(e)[:300]}"  # the others still run
+            print(name, "failed:", found["failed"][name], flush=True)
             logging.getLogger("benchmarks").exception(name)
         signal.alarm(0)
         path.write_text(json.dumps(found, indent=2) + "\n")

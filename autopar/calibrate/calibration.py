@@ -12,6 +12,7 @@ turns.
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import math
 import os
@@ -317,8 +318,8 @@ def _alone(
             runs = (traced(call, gradients, device, getattr(torch, dtype)) for gradients in (False, True))
             times += [timer(run, w.is_last) for run in runs]
             tick()
-        for _, _, count, step in steps:
-            times.append(timer(step) / count)
+        for _, _, count, optimizer in steps:
+            times.append(timer(optimizer().step) / count)
             tick()
         return _agreed(times, timer.crowding)
 
@@ -343,33 +344,29 @@ def _trained_in(device: str) -> tuple[str, ...]:
 
 
 def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, int, Callable[[], Any]]]:
-    """Steps of optimizers by the elements of a parameter on a device.
+    """Optimizers by the elements of a parameter on a device, with their number, each made when it is asked for.
 
-    Parameters are DTensors, as in a parallel model.
+    Parameters are DTensors, as in a parallel model; those of all together would fill a small GPU.
     """
-    steps = {
+    optimizers = {
         "adamw": torch.optim.AdamW,
         "sgd": torch.optim.SGD,
         "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
         "autopar-adamw": AdamW,
     }
     torch_mesh, count = mesh.to_torch(device), 8
-    for name, optimizer in steps.items():
+
+    def made(optimizer: Callable[..., Any], elements: int) -> Any:
+        whole = [Replicate()] * torch_mesh.ndim
+        locals_ = [torch.ones(elements, device=device) for _ in range(count)]
+        parameters = [torch.nn.Parameter(DTensor.from_local(x, torch_mesh, whole, run_check=False)) for x in locals_]
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        return optimizer(parameters)
+
+    for name, optimizer in optimizers.items():
         for elements in (256, 2**13, 2**16, 2**18, 2**20, *((2**22, 2**24, 2**26) if device == "cuda" else ())):
-            parameters = [
-                torch.nn.Parameter(
-                    DTensor.from_local(
-                        torch.ones(elements, device=device),
-                        torch_mesh,
-                        [Replicate()] * torch_mesh.ndim,
-                        run_check=False,
-                    )
-                )
-                for _ in range(count)
-            ]
-            for p in parameters:
-                p.grad = torch.ones_like(p)
-            yield f"optimizer {name}", elements, count, optimizer(parameters).step
+            yield f"optimizer {name}", elements, count, functools.partial(made, optimizer, elements)
 
 
 def _hidden(axis: Axis, device: str, repetitions: int, product_s: float) -> float:

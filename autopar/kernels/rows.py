@@ -96,7 +96,7 @@ def backward_kernel(DY, DS, X, W, DX, DW, DB, rows, columns, eps, programs, MEAN
 
 @jit
 def fold_kernel(DW, DB, TO_W, TO_B, parts, columns, MEANS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """What all programs add to some columns of the gradients of a weight and a bias, in one order."""
+    """The sums of all programs' parts of some columns of the gradients of a weight and a bias, in one order."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     dw = tl.zeros((ROWS, COLUMNS), tl.float32)
     db = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -114,7 +114,7 @@ def fold_kernel(DW, DB, TO_W, TO_B, parts, columns, MEANS: tl.constexpr, ROWS: t
 
 @jit
 def _mean_and_root(X, columns, eps, MEANS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a wide row: its mean, where that is taken off, and one over the root of the mean square of what is left."""
+    """The mean of a wide row, where that is taken off, and one over the root of the mean square of the rest."""
     at = tl.arange(0, BLOCK)
     mean = 0.0
     if MEANS:
@@ -190,7 +190,7 @@ def wide_backward_kernel(DY, DS, X, W, DX, MEAN, ROOT, columns, eps, MEANS: tl.c
 def weights_kernel(
     DY, X, MEAN, ROOT, DW, DB, rows, columns, share, MEANS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """What a share of the rows gives to some columns of the gradients of a weight and a bias."""
+    """Some columns of the gradients of a weight and a bias, summed over a share of the rows."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
     part = tl.program_id(1)
@@ -213,7 +213,7 @@ def weights_kernel(
 
 
 def held(columns: int) -> dict[str, Any]:
-    """What a program of forward holds of rows of so many columns, and by how many warps: short rows by one."""
+    """The tile of rows of so many columns that a program of forward holds, and its warps: one for short rows."""
     block = _block(columns)
     rows = max(1, 1024 // block)
     warps = 1 if block <= 1024 else block // 512

@@ -26,6 +26,10 @@ class Products:
     reached: tuple[tuple[str, float], ...]  # FLOP/s of full waves, by dtype
     unaligned: float = 1.0  # the share of that where rows are no whole number of 16 bytes; 1: nobody measured it
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.unaligned, (int, float)) and 0 < self.unaligned <= 1):
+            raise ValueError(f"unaligned: {self.unaligned!r}, where a share of a rate is from 0 to 1")
+
 
 @dataclass(frozen=True, slots=True)
 class Attention:

@@ -336,7 +336,9 @@ def refuse_contradictions(plan: Plan) -> None:
     """Raise a letter where a part of the plan says something else than its decisions."""
     if set(plan.parameter_bytes) != {name for name, d in plan.decisions.items() if d.kind == "parameter"}:
         raise BadPlan("the plan has sizes of other parameters than it decides")
-    if unknown := sorted({*plan.without_rule, *plan.regathered, *plan.scattered} - set(plan.decisions)):
+    if unknown := sorted(
+        {*plan.without_rule, *plan.unaligned, *plan.regathered, *plan.scattered} - set(plan.decisions)
+    ):
         raise BadPlan(f"the plan speaks of {unknown[0]}, for which it decides nothing")
     if len({(c.target, c.operand) for c in plan.conversions}) < len(plan.conversions):
         raise BadPlan("the plan converts a value twice")

@@ -112,7 +112,7 @@ def _warnings(plan: Plan) -> Iterator[_Line]:
     if plan.unaligned:
         lost, names = sum(plan.unaligned.values()), _named(Counter(map(_short, plan.unaligned)))
         more = f"{names} would take {time(lost)} less with sizes that are multiples of 8"
-        yield "careful", f"{more}: a vocabulary by model.resize_token_embeddings(None, pad_to_multiple_of=8)", 2
+        yield "careful", f"{more} (in transformers: model.resize_token_embeddings(None, pad_to_multiple_of=8))", 2
     if broken := [meaning for name, meaning in plan.defaults if name == "parallel"]:
         yield "careful", broken[0], 1
     if plan.stopped:

@@ -48,7 +48,7 @@ class Told:
         return [*self._of_chunks(chosen), *(line for line in lines if line)]
 
     def unaligned(self, choices: Mapping[str, Choice]) -> dict[str, float]:
-        """Of the products among these ops, the seconds that rows of no whole number of 16 bytes take more."""
+        """Seconds by which products among these ops are slower because their rows are no whole number of 16 bytes."""
         if not self.seconds.costs.knows_unaligned:
             return {}
         found = {}
