@@ -29,6 +29,7 @@ class JointGraph:
     differentiable: tuple[int, ...]
     inputs: int  # so many primals are inputs: their gradients are nobody's but the caller's
     whole: dict[fx.Node, int] = field(default_factory=dict)  # of each parameter the bytes of all its parts
+    alone: set[fx.Node] = field(default_factory=set)  # parameters whose gradients share no bucket
     reduced_at_once: set[fx.Node] = field(default_factory=set)  # parameters whose gradients never wait
     held: list[fx.Node | None] = field(
         default_factory=list

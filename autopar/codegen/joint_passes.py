@@ -195,7 +195,8 @@ _REDUCTIONS = (STEPS["all_reduce"], STEPS["reduce_scatter"])
 def bucket_gradient_reductions(joint: JointGraph) -> None:
     """Let gradients that are reduced over the same axes travel together, a bucket at a time.
 
-    Gradients that micro-batches add up before they are reduced share no bucket with those that each of these reduces.
+    Gradients that micro-batches add up before they are reduced share no bucket with those that each of these reduces;
+    that of a large table whose rows are looked up shares none.
 
     before    a = all_reduce(g, "dp");  b = all_reduce(h, "dp");  return loss, a, slice(b, "dp", 0, 64)
     after     c = all_reduce_bucket([g, h], "dp");  return loss, c[0], slice(c[1], "dp", 0, 64)
@@ -203,15 +204,18 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     waits = {g for g, held in zip(joint.gradients, joint.held, strict=True) if held is not g}
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
     whole: dict[fx.Node, int] = {}  # of each gradient of parameters, the bytes of those
+    alone = set[fx.Node]()
     for i, g in zip(joint.wanted, joint.gradients, strict=True):
         if g is not None and i >= joint.inputs:
             whole[g] = whole.get(g, 0) + joint.whole[joint.primals[i]]
+            if joint.primals[i] in joint.alone:
+                alone.add(g)
     behind = _behind_reductions(joint, whole)
     gradient = {reduction: [reduction, *steps][-1] for reduction, steps in behind.items()}
-    full = _closing(sorted(whole, key=place.__getitem__), whole)
+    full = _closing(sorted(whole.keys() - alone, key=place.__getitem__), whole)
     waiting: dict[Any, list[list[fx.Node]]] = {}
     for node in joint.graph.nodes:
-        if node in gradient:
+        if node in gradient and gradient[node] not in alone:
             way, of = _way_to(node), gradient[node]
             # what is cut afterwards is much longer there before: it waits for no more than a bucket of all gradients
             key = of in waits, _ways_alike(way), full[of] if behind[node] else -1

@@ -28,7 +28,7 @@ from autopar.letters import NotServed
 from autopar.passes import run_passes
 from autopar.runtime.collectives import convert
 from autopar.solver.plan import Plan
-from autopar.space.schedule import schedule_of
+from autopar.space.schedule import schedule_of, travels_alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,5 +165,5 @@ def reads_of_parameters(graph: Graph, window_bytes: int) -> dict[str, Read]:
         readers = [place[u] for u in node.users if u in place]
         if readers:
             window, (bucket, *_) = schedule.of[min(readers)], schedule.buckets[node]
-            found[name] = Read(window, bucket, type_of(node).nbytes, node in schedule.stays)
+            found[name] = Read(window, bucket, type_of(node).nbytes, node in schedule.stays, travels_alone(node))
     return found

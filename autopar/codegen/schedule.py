@@ -45,13 +45,15 @@ _BEGUN_BY = {
 class Read:
     """Where the forward first reads a parameter: in which window, in which bucket of it.
 
-    The bytes of the whole parameter; and whether what is gathered of it is still there as backward begins.
+    The bytes of the whole parameter; whether what is gathered of it is still there as backward begins; and whether its
+    gradient shares no bucket.
     """
 
     window: int
     bucket: int
     nbytes: int
     stays: bool = False
+    is_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -95,7 +95,10 @@ class EdgePieces:
                 # through views it comes as it leaves their readers
                 begins = max(map(lifetimes.last_use, lifetimes.views(taker, value)), default=now)
                 since = self.clock.mirrored(begins)
-                self._put("gradients of activations", passage, bytes_.unreduced, since, back)
+                comes = bytes_.unreduced
+                if lifetimes.gives_first(value, taker):  # its site counts it as it goes on: that is made later
+                    comes = self.bytes.once("comes", (bytes_,), lambda: _before_conversion(bytes_))
+                self._put("gradients of activations", passage, comes, since, back)
 
     def _put(self, kind: str, passage: _Passage, bytes_: np.ndarray, first: int, last: int) -> None:
         if first <= last and self.bytes.is_any(bytes_):
@@ -231,6 +234,11 @@ class EdgePieces:
                 return False
             value = next(a for a in value._input_nodes if a in self.owners)
         return passage.taker not in self.owners or self.lifetimes.has_several_uses(passage.taker)
+
+
+def _before_conversion(tables: EdgeBytes) -> np.ndarray:
+    """Bytes of gradients that a conversion takes, without those of what it makes."""
+    return np.where(tables.unreduced > 0, tables.unreduced - tables.reduced, 0.0)
 
 
 def _divided(made: np.ndarray, is_again: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,6 +9,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, type_of
 from autopar.space.lifetimes import Lifetimes, readers
+from autopar.space.schedule import travels_alone
 from autopar.space.setting import Setting
 from autopar.space.space import Site
 from autopar.space.windows import buckets
@@ -29,7 +30,7 @@ class GradientBuckets:
     def of(trained: Sequence[fx.Node], lifetimes: Lifetimes, wiring: Wiring, setting: Setting) -> GradientBuckets:
         clock, accumulates = lifetimes.clock, setting.passes > 1
         whole = [clock.mirrored(lifetimes.first_use(n)) for n in trained]
-        closes = _closes(whole, [type_of(n).nbytes for n in trained])
+        closes = _closes(whole, [type_of(n).nbytes for n in trained], [travels_alone(n) for n in trained])
         wait = [n for n in trained if not is_always(wiring.site(n), wiring.site(n).scattered)] if accumulates else []
         twice = setting.accumulation > 1 and setting.turns > 1
         closing = dict(zip(trained, closes, strict=True))
@@ -47,10 +48,10 @@ def trained_parameters(graph: Graph) -> list[fx.Node]:
     return [n for n in graph.parameters.values() if type_of(n).requires_grad and readers(n)]
 
 
-def _closes(ready: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """The times at which the buckets of gradients are full, from when each gradient is made and its bytes."""
-    order = sorted(range(len(ready)), key=lambda k: ready[k])
-    closes = [0] * len(ready)
+def _closes(ready: Sequence[int], sizes: Sequence[int], alone: Sequence[bool]) -> list[int]:
+    """The times at which the buckets of gradients are full, from when each is made, its bytes, and if it is alone."""
+    order = sorted((k for k in range(len(ready)) if not alone[k]), key=lambda k: ready[k])
+    closes = list(ready)
     for bucket in buckets([sizes[k] for k in order]):
         for i in bucket:
             closes[order[i]] = ready[order[bucket[-1]]]

@@ -137,6 +137,17 @@ class Lifetimes:
             return max(map(self.last_use, self.views(user, value)), default=self.clock.at[runs])
         return self._place(value) if self.clock.has_loss and type_of(value).shape else self.clock.n - 1
 
+    def gives_first(self, value: fx.Node, op: fx.Node) -> bool:
+        """Is what this op's backward gives, through no view, all that there is of the value's gradient by then?
+
+        A conversion of it runs behind that backward, when what this was the last to read is gone.
+        """
+        last = self.last_use(value)
+        gives = [u for u in self.users[value] if u in self.clock.at and self._last_read(value, u) == last]
+        is_once = sum(operand is value for operand in op.target.operands(op.kwargs)) == 1
+        is_direct = gives == [op] and is_once and op not in self.runs_with and not self.views(op, value)
+        return is_direct and not self.is_view[value]
+
     def first_use(self, value: fx.Node) -> int:
         """The first op of the forward that reads a value, through what only hands it on to one.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import torch.fx as fx
 
-from autopar.graph.graph import Graph, info
+from autopar.graph.graph import Graph, info, type_of
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.costs import optimizer_figures
 from autopar.space.conversion_bytes import Temporaries
@@ -32,6 +33,7 @@ def memory_of(
     conversions: ShapeConsistencyManager,
 ) -> Memory:
     """The pieces of a graph's step."""
+    schedule = schedule.moving(_gathered(wiring, parameters, bytes_))
     trained = trained_parameters(graph)
     clock = Clock.of(graph, _updates(len(trained), setting))
     groups = held_by_kernels(graph, setting)
@@ -47,6 +49,15 @@ def memory_of(
     passages = passages_of(wiring, lifetimes, bytes_)
     temporaries = Temporaries(wiring, lifetimes, schedule, passages, pieces, conversions, bytes_)
     return Memory(pieces, tuple(info(n).key for n in clock.ops), clock.updates, passages, edges.readers, temporaries)
+
+
+def _gathered(wiring: Wiring, parameters: ParameterValues, bytes_: LocalBytes) -> set[fx.Node]:
+    """The parameters that some choice gathers."""
+    found = set()
+    for edge, value in zip(wiring.edges, wiring.values, strict=True):
+        if value in parameters.owners and bytes_.is_any(bytes_.by_flows(edge, type_of(value)).made):
+            found.add(parameters.owners[value])
+    return found
 
 
 def _unread(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:

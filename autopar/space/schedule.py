@@ -6,8 +6,8 @@ Ops are numbered in the order of the forward. Op i runs at time i, its backward 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
@@ -18,6 +18,8 @@ from autopar.ops.entry import facts_of
 from autopar.space.windows import BUCKET, buckets
 
 Span = tuple[int, int]  # first and last op
+TABLE = 2**20  # bytes from which on the gradient of a table shares no bucket
+NEVER = -1  # in place of an op: no backward reads it by itself, for its region runs in chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,20 @@ class Schedule:
     # parameter -> the ops that read anything of the bucket in which it moves when it moves alone: the first of them in
     # forward, and the last whose backward does
     buckets: Mapping[fx.Node, Span]
+    # parameter -> the number of its bucket, and the ops that read it: the first, and the last whose backward does
+    members: Mapping[fx.Node, tuple[int, Span]]
     # parameters first read in the last of several windows: what is gathered of them is still there as backward begins,
     # and is not gathered again
     stays: frozenset[fx.Node]
+
+    def moving(self, parameters: Container[fx.Node]) -> Schedule:
+        """The same schedule where only these parameters ever move: the others of their buckets wait for nothing."""
+        spans: dict[int, list[Span]] = {}
+        for parameter, (number, span) in self.members.items():
+            if parameter in parameters:
+                spans.setdefault(number, []).append(span)
+        found = {p: _joined(spans[number]) for p, (number, _) in self.members.items() if p in parameters}
+        return replace(self, buckets={**self.buckets, **found})
 
     def _bucket(self, parameter: fx.Node, op: int) -> Span:
         """The ops that read a parameter's bucket; of one that leaves and that no op reads, the op that it leaves at."""
@@ -86,13 +99,28 @@ def schedule_of(ops: Sequence[fx.Node], least: int = BUCKET) -> Schedule:
     reading = sorted({i for places in readers.values() for i in places if info(ops[i]).chunks == 1})
     last_reads = {window_of[i]: i for i in reading}
     last_begins = spans[-1][0] if len(spans) > 1 else len(ops)
-    return Schedule(
+    of_none = Schedule(
         tuple(window_of),
         spans,
         tuple(last_reads.get(w, last) for w, (_, last) in enumerate(spans)),
-        _bucket_spans(ops, readers, reads, spans),
+        {},
+        _members(ops, readers, reads, spans),
         frozenset(parameter for parameter, places in readers.items() if min(places) >= last_begins),
     )
+    return of_none.moving(readers)
+
+
+def travels_alone(parameter: fx.Node) -> bool:
+    """Does its gradient share no bucket? It is a table of some size whose rows are looked up.
+
+    It is the last to be made, and whether it is a sum depends on where the tokens are: others would wait for it.
+    """
+    reading = (user for user in walks.uses(parameter, _is_same) if info(user).kind == "op")
+    return type_of(parameter).nbytes >= TABLE and any(facts_of(op_name(user)).counts for user in reading)
+
+
+def _is_same(user: fx.Node) -> bool:
+    return info(user).kind == "op" and facts_of(op_name(user)).same
 
 
 def _readers(ops: Sequence[fx.Node]) -> dict[fx.Node, list[int]]:
@@ -131,22 +159,31 @@ def _spans(ops: Sequence[fx.Node], reads: Sequence[Sequence[fx.Node]], least: in
     return tuple((end - count, end - 1) for end, count in zip(ends, counts, strict=True))
 
 
-def _bucket_spans(
+def _members(
     ops: Sequence[fx.Node],
     readers: Mapping[fx.Node, Sequence[int]],
     reads: Sequence[Sequence[fx.Node]],
     spans: Sequence[Span],
-) -> dict[fx.Node, Span]:
-    """The ops that read anything of the bucket of each parameter."""
-    found: dict[fx.Node, Span] = {}
+) -> dict[fx.Node, tuple[int, Span]]:
+    """Of each parameter the number of its bucket, and the ops that read it."""
+    found: dict[fx.Node, tuple[int, Span]] = {}
+    numbers = itertools.count()
     for first, last in spans:
         read = [parameters for parameters in reads[first : last + 1] if parameters]
         for places in buckets([_bytes(parameters) for parameters in read]):
-            bucket = [parameter for k in places for parameter in read[k]]
-            reading = [i for parameter in bucket for i in readers[parameter]]
-            back = [i for i in reading if info(ops[i]).chunks == 1]
-            found.update(dict.fromkeys(bucket, (min(reading), max(back, default=min(reading)))))
+            number = next(numbers)
+            for parameter in (p for k in places for p in read[k]):
+                reading = readers[parameter]
+                back = [i for i in reading if info(ops[i]).chunks == 1]
+                found[parameter] = number, (min(reading), max(back, default=NEVER))
     return found
+
+
+def _joined(spans: Sequence[Span]) -> Span:
+    """The first op of all, and the last whose backward reads; if there is none, the first."""
+    first = min(first for first, _ in spans)
+    last = max(last for _, last in spans)
+    return first, first if last == NEVER else last
 
 
 def _bytes(parameters: Iterable[fx.Node]) -> int:
