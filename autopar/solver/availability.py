@@ -6,6 +6,7 @@ op to what it reads, and on to what made that.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,11 +29,14 @@ class Availability:
 class AvailabilityPrices:
     """Finds what availability is worth, at one priced time of a space."""
 
-    def __init__(self, space: Space, passages: Passages, time: int) -> None:
+    def __init__(self, space: Space, passages: Passages, time: int, kind_of_window: Sequence[int]) -> None:
         self.space = space
         self.passages = passages
         self.time = time
         self.kinds = numbered(space)
+        self.kind_of_window = kind_of_window
+        self._at = {op.site: t for t, op in enumerate(passages.ops)}
+        self._adds: dict[Sequence[float], tuple[float, ...]] = {}  # the last that were asked for
         last = 2 * len(passages.ops) - 1
         # is the backward of this op still to come, or there?
         self.wants = [last - t >= time for t in range(len(passages.ops))]
@@ -43,7 +47,7 @@ class AvailabilityPrices:
             if source[0] >= 0 and k in inside and k not in passages.gathered:
                 self.leaving_edges.setdefault(source, []).append(k)
         self._flow = CutFlow(frozenset(), {}, {})  # of the line that was cut last, at which price
-        self._last: tuple[int, float] = (0, 0.0)
+        self._last: tuple[int, float, tuple[float, ...]] = (0, 0.0, ())
         self._line: Timeline | None = None  # it is held, so that its id stays its
 
     def _kept(self, op: Passage, back: int) -> tuple[bool, ...]:
@@ -58,20 +62,41 @@ class AvailabilityPrices:
         is_there = 2 * len(self.passages.ops) - 1 - run.time == self.time
         return [v for v in run.keeps if v not in run.first] if is_there else run.keeps
 
-    def worth(self, line: Timeline, price: float) -> Availability:
-        """The worth of availability under one sharding, the same for edges that are alike."""
-        leaving, arriving = self._shared_out(line, self._cut(line, price))
+    def worth(self, line: Timeline, price: float, exposed: Sequence[float] | None = None) -> Availability:
+        """The worth of availability under one sharding, the same for edges that are alike.
+
+        Of each kind of window a share may count as `exposed`.
+        """
+        leaving, arriving = self._shared_out(line, self._cut(line, price, self.adds(exposed)))
         return Availability(self._alike(leaving), self._alike(arriving))
 
-    def cheapest(self, line: Timeline, price: float) -> frozenset[int]:
+    def cheapest(self, line: Timeline, price: float, exposed: Sequence[float] | None = None) -> frozenset[int]:
         """The runs of one sharding to repeat at a price."""
-        return self._cut(line, price).again
+        return self._cut(line, price, self.adds(exposed)).again
 
-    def _cut(self, line: Timeline, price: float) -> CutFlow:
-        if (id(line), price) != self._last:
+    def adds(self, exposed: Sequence[float] | None) -> tuple[float, ...]:
+        """The share of its seconds that repeating each op adds, at least, where so much of each kind of window counts.
+
+        Backward repeats it in its own window, or in one that comes before: compute there hides what counts as exposed.
+        """
+        if exposed is None or not any(exposed):
+            return (1.0,) * len(self.passages.ops)
+        if exposed not in self._adds:
+            share, hides = self.space.setting.cluster.hidden / self.space.setting.passes, [0.0] * len(self.passages.ops)
+            for window, kind in zip(self.space.windows, self.kind_of_window, strict=True):
+                if window.way == "backward":
+                    hides[self._at[window.span[1]]] += share * exposed[kind] * window.times
+            most = itertools.accumulate(reversed(hides), max)
+            self._adds = {exposed: tuple(1.0 - h for h in most)[::-1]}
+        return self._adds[exposed]
+
+    def _cut(self, line: Timeline, price: float, adds: tuple[float, ...]) -> CutFlow:
+        if (id(line), price, adds) != self._last:
             wanted = {v for run in line.runs if run.is_op for v in self._wanted(run)}
-            self._flow = cut(line, wanted, {v: price * float(line.bytes[v]) for v in range(len(line.bytes))})
-            self._last, self._line = (id(line), price), line
+            saved = {v: price * float(line.bytes[v]) for v in range(len(line.bytes))}
+            again = [run.seconds * adds[run.time] if run.is_op else run.seconds for run in line.runs]
+            self._flow = cut(line, wanted, saved, again)
+            self._last, self._line = (id(line), price, adds), line
         return self._flow
 
     def _shared_out(self, line: Timeline, flow: CutFlow) -> tuple[np.ndarray, np.ndarray]:

@@ -24,6 +24,7 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
     chosen = list(zip(space.sites, picked, strict=True))
     conversions, moved = _conversions(space, picked)
     beside, hidden = _overlap(space, picked)
+    hidden += point.recompute_hidden_s
     decisions = _decisions(space, picked)
     step = sum(d.seconds for d in decisions.values())
     for seconds in moved:

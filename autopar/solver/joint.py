@@ -1,11 +1,12 @@
 """Sharding and recompute in one search, under one bound.
 
-    minimise   seconds(x) + sum_u f_u(x) A_u + sum_e c_e(x) A_e + price * (bytes(x, K) - budget)
+    minimise   seconds(x) + sum_u (1 - h_u) f_u(x) A_u + sum_e c_e(x) A_e + price * (bytes(x, K) - budget)
     such that  r_v <= K_v + A_v           v is there when backward wants it: it was saved, or its op runs again
                R_e <= r_v or K_e + A_e    what arrives over edge e: the value, or its conversion, saved or repeated
                A_e <= r_v,  A_u <= R_e    what runs again needs what it reads
 
-for one priced time of the step. Prices of the constraints (`leaving` of R_e and A_e <= r_v, `arriving` of A_u <= R_e)
+for one priced time of the step; h_u is the most that any window in which op u may be repeated counts as exposed: there
+it hides communication. Prices of the constraints (`leaving` of R_e and A_e <= r_v, `arriving` of A_u <= R_e)
 let every state be chosen where it stands: A_u and K_v in the table of a site, A_e and K_e in that of an edge. No table
 grows, and any prices give a bound for all schedules: whatever backward wants after the priced time is held then, or
 made from what is. Good ones are the flows of the minimum cut that gives the states of one sharding (`states.py`).
@@ -62,7 +63,7 @@ class JointTables:
         self.time = time
         self.bases: dict[tuple[float, ...] | None, Problem] = {}  # by what of each kind of window is exposed; the last
         self.steps = self.space.setting.passes
-        self.prices = AvailabilityPrices(self.space, self.passages, time)
+        self.prices = AvailabilityPrices(self.space, self.passages, time, counted.points.kind_of)
         self.fixed_sites, self.fixed_edges = self._fixed()
 
     @property
@@ -114,8 +115,9 @@ class JointTables:
             costs[i] = _plus(memo, costs[i], held, price)
         for k, held in self.fixed_edges.items():
             factors[k] = _of(factors[k], _plus(memo, factors[k].table, held, price))
+        adds = self.prices.adds(at.exposed)
         for time, op in enumerate(self.passages.ops):
-            costs[op.site] = self._site(memo, time, costs[op.site], price, worth)
+            costs[op.site] = self._site(memo, time, costs[op.site], price, worth, adds[time])
             for k, kept in zip(op.edges, self.prices.kept[time], strict=True):
                 if self.passages.sources[k][0] >= 0 and k not in self.passages.gathered:
                     table = self._edge(memo, k, kept, factors[k].table, price, worth)
@@ -124,9 +126,12 @@ class JointTables:
         return Problem(costs, factors, self.counted.regions)
 
     def _site(
-        self, memo: dict[Any, np.ndarray], time: int, cost: np.ndarray, price: float, worth: Availability
+        self, memo: dict[Any, np.ndarray], time: int, cost: np.ndarray, price: float, worth: Availability, adds: float
     ) -> np.ndarray:
-        """The cost of an op's choices, with the cheapest states of what it makes."""
+        """The cost of an op's choices, with the cheapest states of what it makes.
+
+        Repeating it `adds` this share of its seconds.
+        """
         op = self.passages.ops[time]
         site = self.space.sites[op.site]
         asked = sum(float(worth.arriving[k]) for k in op.edges if k not in self.passages.gathered)
@@ -143,9 +148,12 @@ class JointTables:
             tuple(gains),
             tuple((id(m.bytes), m.shows == OWN, m.is_kept and wants) for m in op.made),
             id(op.besides) if wants else 0,
+            adds,
         )
         if key not in memo:
-            again: np.ndarray = asked + (site.compute[0] * self.steps if site.compute else np.zeros(len(site.choices)))
+            again: np.ndarray = np.full(len(site.choices), asked)
+            if site.compute:
+                again = again + site.compute[0] * (self.steps * adds)
             saved: np.ndarray = np.zeros(len(site.choices))
             for made, gain in zip(op.made, gains, strict=True):
                 is_kept = made.is_kept and wants

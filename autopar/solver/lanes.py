@@ -52,6 +52,7 @@ class _Writer:
     point: Point
     now: float = 0.0
     events: list[Event] = field(default_factory=list)
+    repeated: dict[int, float] = field(default_factory=dict)  # seconds of ops that come again, by when, as forward runs
 
     def step(self) -> list[Event]:
         space, picked = self.space, self.point.picked
@@ -95,6 +96,8 @@ class _Writer:
         """The communication of windows that end here: its last part is what compute does not hide."""
         for window in windows:
             communication, compute = window.seconds(self.point.picked, self.space.edges)
+            if part == BACKWARD:
+                compute += self._repeated_in(window)
             whole, hidden = communication / self._hidden, min(communication, compute)
             end = self.now + window.times * (whole - hidden)
             begins = end - window.times * whole
@@ -102,6 +105,16 @@ class _Writer:
                 self.events.append(Event(_named(self.space, self.space.edges[k]), COMMUNICATION, part, begins, seconds))
                 begins += seconds
             self.now = end
+
+    def _repeated_in(self, window: Window) -> float:
+        """Seconds, each time, of what is repeated beside the communication of a window."""
+        if not self.repeated:
+            return 0.0
+        assert self.space.memory is not None
+        at = {op.site: time for time, op in enumerate(self.space.memory.passages.ops)}
+        first, last = (at[site] for site in window.span)
+        repeated = sum(seconds for time, seconds in self.repeated.items() if first <= time <= last)
+        return self._hidden * repeated / self.space.setting.passes
 
     @property
     def _hidden(self) -> float:
@@ -158,8 +171,10 @@ class _Writer:
         found: dict[int, list[tuple[str, float]]] = {}
         for i, time in zip(through.ran, through.times, strict=True):
             if i not in line.forced:  # a copy of a parameter, whose gathering is a movement
-                op = space.memory.passages.ops[2 * line.ops - 1 - time]
-                found.setdefault(op.site, []).append((line.runs[i].name, line.runs[i].seconds))
+                run, op = line.runs[i], 2 * line.ops - 1 - time
+                found.setdefault(space.memory.passages.ops[op].site, []).append((run.name, run.seconds))
+                if run.is_op:
+                    self.repeated[op] = self.repeated.get(op, 0.0) + run.seconds
         return found
 
 

@@ -25,7 +25,8 @@ class Point:
     in_line: float = 0.0  # seconds without the communication in windows
     over: tuple[float, ...] = ()  # of each kind of window: communication less compute
     recomputed: frozenset[str] = frozenset()  # values that backward makes again (see `space/timeline.py`),
-    recompute_s: float = 0.0  # and the part of its seconds that this takes
+    recompute_s: float = 0.0  # the seconds that this takes,
+    recompute_hidden_s: float = 0.0  # and those of them beside communication that nothing else hides
     passing: Mapping[str, str] = field(default_factory=dict)  # what it makes more than once, each with an op
 
     @property

@@ -67,7 +67,8 @@ class Lined:
             seconds=self.point.seconds + states.seconds,
             held=states.held,
             recomputed=what.names,
-            recompute_s=states.seconds,
+            recompute_s=states.seconds + states.hidden,
+            recompute_hidden_s=states.hidden,
             passing=what.passing,
         )
 
@@ -182,14 +183,14 @@ class JointSearch:
     def look(self, at: JointPrices, lined: Lined) -> Lined:
         """The sharding to which prices lead, with availability worth what it is under a sharding at them."""
         is_large = self.task.counted.is_large
-        self.worths[at] = self.tables.prices.worth(lined.line, at.of_byte)
+        self.worths[at] = self.tables.prices.worth(lined.line, at.of_byte, at.exposed)
         least = minimise(self.tables.problem(at, self.worths[at]), tries=1, is_rough=is_large)
         (self.rough if is_large else self.bounds)[at] = least.bound
         point = self.task.counted.point(least.picked)
         if not math.isfinite(point.seconds):
             return lined
         found = self.met.setdefault(tuple(point.picked), Lined.of(self.task, point))
-        found.states.of(self.tables.prices.cheapest(found.line, at.of_byte))
+        found.states.of(self.tables.prices.cheapest(found.line, at.of_byte, at.exposed))
         return found
 
     def ahead(self, budget: float) -> tuple[JointPrices, float]:

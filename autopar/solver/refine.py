@@ -97,7 +97,7 @@ def _with_parts(
     less between what led over the budget and what led under it.
     """
     least, most, needed = base.peak - budget, math.inf, base.peak - budget
-    seconds = np.array([sum(search.line.runs[i].seconds for i in part) for part in parts])
+    seconds = np.array([sum(search.line.costs[i] for i in part) for part in parts])
     lowered = np.array([_dropped(search, part, begins, time) for part in parts])
     for _ in range(_MIXED):
         chosen = lightest(seconds, lowered, needed)

@@ -1,6 +1,6 @@
 """The states of a line by an integer program: which values are saved, which runs come once more.
 
-    minimise   sum_u seconds_u A_u
+    minimise   sum_u seconds_u A_u                       those that a step is likely to take more
     such that  K_v + A_u >= 1        u makes v, and the backward of some op reads v
                K_v + A_u >= A_w      u makes v, and w reads it
                sum_v bytes_v (K_v [v is read in forward, and needed still] + (1 - K_v) [v is needed here]) <= budget
@@ -48,7 +48,7 @@ class _Program:
         makers = sorted({line.made_by[v] for v in able})
         self.runs = {u: pulp.LpVariable(f"A_{u}", cat="Binary") for u in makers}
         self.rows: list[tuple[pulp.LpConstraint, float]] = []  # of bytes, with those that are there in any case
-        self.program.setObjective(pulp.lpSum(line.runs[u].seconds * variable for u, variable in self.runs.items()))
+        self.program.setObjective(pulp.lpSum(line.costs[u] * variable for u, variable in self.runs.items()))
         self._add_availability()
         self._add_bytes()
 

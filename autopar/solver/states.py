@@ -7,7 +7,7 @@ is repeated, at its seconds:
     source -> needed(v)                 the backward of some op reads v
     repeated(u) -> needed(v)            run u reads v
     needed(v) -> repeated(run of v)     price of the bytes of v
-    repeated(u) -> sink                 seconds of u
+    repeated(u) -> sink                 seconds that u adds to the step
 
 The price is raised until states fit; between the last two prices there are states that are one up to some place and
 another from there on. `refine.py` looks closer.
@@ -34,12 +34,13 @@ _PAIRS = 2  # of states that are spliced
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepStates:
-    """Runs that backward repeats, the seconds that they take, and the bytes of a step at every time."""
+    """Runs that backward repeats, the seconds that they add to a step, and the bytes of a step at every time."""
 
     again: Again
     seconds: float
     held: np.ndarray
     passing: Passing = ()  # those of them that come more than once
+    hidden: float = 0.0  # seconds that they take besides, beside communication that nothing else hides
 
     @property
     def key(self) -> tuple[Again, Passing]:
@@ -68,8 +69,9 @@ class StateSearch:
             through = self.line.under(again, passing)
             ran, often = frozenset(through.ran), Counter(through.ran)
             often.subtract(self.line.once & ran)
-            seconds = sum(self.line.runs[i].seconds * n for i, n in often.items())
-            states = StepStates(ran, seconds, through.held, tuple(pair for pair in passing if pair[0] in ran))
+            seconds, hidden = sum(self.line.runs[i].seconds * n for i, n in often.items()), self.line.hidden(through)
+            come = tuple(pair for pair in passing if pair[0] in ran)
+            states = StepStates(ran, seconds - hidden, through.held, come, hidden)
             self.known[again, passing] = self.known[states.key] = states
         return self.known[again, passing]
 
@@ -207,8 +209,14 @@ class CutFlow:
     wanted: Mapping[int, float]  # value -> what backward itself asks for it
 
 
-def cut(line: Timeline, wanted: Collection[int], saved: Mapping[int, float]) -> CutFlow:
-    """The runs to repeat so that backward has the `wanted` values, where to save a value costs so many seconds."""
+def cut(
+    line: Timeline, wanted: Collection[int], saved: Mapping[int, float], again: Sequence[float] | None = None
+) -> CutFlow:
+    """The runs to repeat so that backward has the `wanted` values.
+
+    To save a value costs so many seconds; to repeat a run, those of the line if no others are given.
+    """
+    again = line.costs if again is None else again
     runs = len(line.runs)  # nodes: the runs, then the values, then source and sink
     source, sink = runs + len(line.bytes), runs + len(line.bytes) + 1
     network = Network(sink + 1)
@@ -223,7 +231,7 @@ def cut(line: Timeline, wanted: Collection[int], saved: Mapping[int, float]) -> 
         if u in ran:
             continue
         ran.add(u)
-        network.add(u, sink, line.runs[u].seconds)
+        network.add(u, sink, again[u])
         for w in line.runs[u].reads:
             if not line.fixed[w] and (u, w) not in reading:
                 reading[u, w] = network.add(u, runs + w, math.inf)

@@ -22,7 +22,8 @@ comes nearer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -100,6 +101,16 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Uncovered:
+    """Communication of a window of backward that compute does not hide: what is repeated there runs beside it."""
+
+    first: int  # the ops of the window, by their times in forward
+    last: int
+    seconds: float  # each time that the window comes
+    times: int  # in a step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Momentary:
     """Bytes that a plan holds at every time, but not all of that time."""
 
@@ -125,6 +136,10 @@ class Timeline:
     run_of: tuple[int, ...]  # of each op its run
     travels: dict[int, tuple[int, int]]  # edge -> the value that leaves and the value that arrives, of those in runs
     of_chunks: frozenset[int] = frozenset()  # values of a region in chunks: its backward follows at once
+    uncovered: tuple[Uncovered, ...] = ()
+    covers: float = (
+        1.0  # of each second of a run that is repeated: the seconds that it hides each time, if there are any
+    )
 
     def __post_init__(self) -> None:
         self.needed = frozenset(v for run in self.runs for v in run.keeps)  # values that some backward reads
@@ -154,6 +169,28 @@ class Timeline:
         """The runs that these names are of."""
         names = frozenset(recomputed)
         return frozenset(i for i, run in enumerate(self.runs) if run.name in names) | self.forced
+
+    def hidden(self, through: Through) -> float:
+        """Seconds of uncovered communication beside which what is repeated runs."""
+        if not self.uncovered:
+            return 0.0
+        by_time = np.zeros(self.ops)
+        for i, time in zip(through.ran, through.times, strict=True):
+            if self.runs[i].is_op:
+                by_time[2 * self.ops - 1 - time] += self.runs[i].seconds * self.covers
+        return sum(w.times * min(w.seconds, float(by_time[w.first : w.last + 1].sum())) for w in self.uncovered)
+
+    @functools.cached_property
+    def costs(self) -> tuple[float, ...]:
+        """Seconds that repeating each run is likely to add to a step, as if all ops of its window were repeated."""
+        seconds = np.array([run.seconds for run in self.runs])
+        at = np.array([run.time if run.is_op else -1 for run in self.runs])
+        left = np.ones(len(seconds))
+        for w in self.uncovered:
+            inside = (at >= w.first) & (at <= w.last)
+            whole = float(seconds[inside].sum())
+            left[inside] -= w.times * min(w.seconds, self.covers * whole) / whole if whole else 0.0
+        return tuple((seconds * left).tolist())
 
     def passing(self, named: Mapping[str, str]) -> Passing:
         """The runs that come in passing, by the names of runs and of ops."""
@@ -329,7 +366,18 @@ class _Writer:
             tuple(self.run_of),
             self.travels,
             frozenset(self.of_chunks),
+            tuple(self._uncovered()),
+            self.space.setting.cluster.hidden / self.times,
         )
+
+    def _uncovered(self) -> Iterator[Uncovered]:
+        at = {op.site: time for time, op in enumerate(self.passages.ops)}
+        for window in self.space.windows:
+            if window.way == "backward":
+                communication, compute = window.seconds(self.picked, self.space.edges)
+                if communication > compute:
+                    first, last = (at[site] for site in window.span)
+                    yield Uncovered(first, last, communication - compute, window.times)
 
     def _op(self, time: int, op: Passage) -> None:
         site, choice = self.space.sites[op.site], self.picked[op.site]
