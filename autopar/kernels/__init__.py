@@ -8,6 +8,7 @@ sharding and before differentiation, where no conversion stands between them.
     rms_norm      a normalisation by the root of the mean square, with a weight
     add_layer_norm  the same by mean and variance
     layer_norm    one by mean and variance, with weight and bias
+    dropout       a dropout by position, and the sum that follows it
     gated         silu(gate) * up, or a gelu of the gate
     gelu_tanh     a gelu that is written out with a tanh
     rotary_pair   the same of queries and keys, by the same angles
@@ -41,6 +42,7 @@ NAMES = (
     "rms_norm",
     "add_layer_norm",
     "layer_norm",
+    "dropout",
     "gated",
     "gelu_tanh",
     "rotary_pair",

@@ -26,6 +26,7 @@ from autopar.ops.entry import Op
 from autopar.runtime import forms
 
 _EITHER_WAY = ("add", "mul")
+_DRAWN = ("dropout", "dropout_by_position")  # of other ops those that draw at random match nothing
 _NEAR = 3  # nodes of an op that are looked at for a result beside the last one
 _Bound = Mapping[str, Any]  # of a pattern's names, the nodes and constants that they stand for
 
@@ -171,7 +172,7 @@ def _value(pattern: Pattern, name: str, given: Any, bound: _Bound) -> Iterator[_
         step = pattern.steps.get(name)
         if step is None:
             yield {**bound, name: given}
-        elif called(given) == step.op and info(given).random < 0:
+        elif called(given) == step.op and (info(given).random < 0 or step.op in _DRAWN):
             for arguments in _orders(step):
                 yield from _arguments(pattern, list(arguments.items()), given.kwargs, {**bound, name: given})
 

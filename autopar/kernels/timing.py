@@ -29,6 +29,7 @@ _SHAPES: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {  # of the operands
     "add_rms_norm": [((rows, d), (rows, d), (d,)) for rows, d in ((8192, 4096), (32768, 4096), (4096, 16384))],
     "add_layer_norm": [((rows, d), (rows, d), (d,), (d,)) for rows, d in ((8192, 4096), (65536, 768))],
     "layer_norm": [((rows, d), (d,), (d,)) for rows, d in ((8192, 4096), (32768, 4096), (65536, 768))],
+    "dropout": [((rows, d), (rows, d)) for rows, d in ((8192, 4096), (65536, 768))],
     "gated": [((rows, f), (rows, f)) for rows, f in ((8192, 14336), (8192, 1792))],
     "gelu_tanh": [((rows, f),) for rows, f in ((8192, 16384), (8192, 3072))],
     "rotary_pair": [
@@ -43,6 +44,7 @@ _SMALL: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {
     "layer_norm": [((4, 64), (64,), (64,))],
     "add_rms_norm": [((4, 64), (4, 64), (64,))],
     "add_layer_norm": [((4, 64), (4, 64), (64,), (64,))],
+    "dropout": [((4, 64), (4, 64))],
     "gated": [((4, 64), (4, 64))],
     "gelu_tanh": [((4, 64),)],
     "rotary_pair": [((2, 4, 4, 16), (2, 2, 4, 16), (1, 1, 4, 16), (1, 1, 4, 16))],
@@ -66,6 +68,7 @@ _BACK: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "layer_norm": ((0, 1), (0, 1, 2)),
     "add_rms_norm": ((0, 2), (0, 2)),
     "add_layer_norm": ((0, 2), (0, 2, 3)),
+    "dropout": ((), (0,)),
     "gated": ((0, 1), (0, 1)),
     "gelu_tanh": ((0,), (0,)),
     "rotary": ((1, 2), (0,)),
@@ -160,7 +163,7 @@ def _row(
 ) -> Row:
     torch.compiler.reset()
     operands = _operands(family.name, getattr(torch, dtype), shapes, device)
-    numbers = _NUMBERS.get(family.name, ())
+    numbers = _numbers(family.name, operands[0])
     wanted = [x for x in operands if x.requires_grad]
     made = _several(family.reference(*operands, *numbers))
     gradients = [torch.ones_like(y) for y in made]
@@ -196,6 +199,13 @@ def _row(
         peak,
         is_right,
     )
+
+
+def _numbers(name: str, x: Tensor) -> tuple[Any, ...]:
+    """What the call takes beside its operands; a draw its key, and the places of a tensor that is whole."""
+    if name == "dropout":
+        return torch.tensor(1234567, device=x.device), 0, tuple(x.shape), ((),) * x.dim(), 0.1
+    return _NUMBERS.get(name, ())
 
 
 def _step_of_adamw(device: str, copied: float, count: int) -> Row:

@@ -133,7 +133,9 @@ def _shares(found: Found, kernels: str) -> Iterator[tuple[fx.Node, Group]]:
         enters = {source_of(n) for n in op.all_input_nodes} - inside - seen
         seen |= enters
         written = {n for n in enters if type_of(n).requires_grad}
-        if op_name(op) == "add" and len({type_of(n).shape for n in written}) == 1:  # one gradient serves both
+        if op_name(op) == "add" and op is found.result:  # the gradient that comes is that of its operands
+            written = set()
+        elif op_name(op) == "add" and len({type_of(n).shape for n in written}) == 1:  # one gradient serves both
             written = {min(written)}
         has_gradient = op is found.result or not inside.issuperset(readers(op))
         leaves = (1.0, float(has_gradient) + float(op in needed)) if op in results else (0.0, 0.0)
@@ -157,6 +159,7 @@ def _needed(found: Found, kernels: str) -> set[fx.Node]:
     needed = set[fx.Node]()
     for op in sorted(found.nodes, reverse=True):
         values, makes = kept_by(op, kernels)
+        makes = 0 if info(op).random >= 0 else makes  # a mask by position is made again
         if makes or (op in needed and op not in found.results[:-1]):
             values = [*values, *op.all_input_nodes]
         needed.update(map(source_of, values))

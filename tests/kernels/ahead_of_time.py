@@ -18,11 +18,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autopar.kernels import adamw, cross_entropy, draws, gated, gelu_tanh, rotary, rows
+from autopar.kernels import adamw, cross_entropy, draws, dropout, gated, gelu_tanh, rotary, rows
 
 SHARED = {80: 163 * 2**10, 89: 99 * 2**10, 90: 227 * 2**10}  # bytes that a block may have, by capability
 INTEGERS = {"T": "*i64", "KEY": "*i32", "COLUMN": "*i32"}
-NUMBERS = ("eps", "of_target", "of_all", "kept", "length", "root", "beta1", "beta2")
+NUMBERS = ("eps", "factor", "of_target", "of_all", "kept", "length", "root", "beta1", "beta2")
 POINTERS = {"bfloat16": "*bf16", "float32": "*fp32"}
 PTXAS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
 
@@ -52,6 +52,8 @@ def variants(dtype, capability):
         yield gated.backward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, gated.WARPS, ()
     yield gelu_tanh.forward_kernel, {"BLOCK": gelu_tanh.BLOCK}, gelu_tanh.WARPS, ()
     yield gelu_tanh.backward_kernel, {"BLOCK": gelu_tanh.BLOCK}, gelu_tanh.WARPS, ()
+    for adds in (False, True):
+        yield dropout.kernel, {"ADDS": adds, "BLOCK": dropout.BLOCK}, dropout.WARPS, ()
     for is_mask in (False, True):
         yield draws.kernel, {"IS_MASK": is_mask, "BLOCK": draws.BLOCK}, draws.WARPS, ()
     for scaled, master in itertools.product((False, True), (False, True)):

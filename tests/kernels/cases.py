@@ -13,6 +13,7 @@ from autopar.kernels import (
     add_rms_norm,
     cross_entropy,
     cross_entropy_part,
+    dropout,
     gated,
     gelu_tanh,
     layer_norm,
@@ -21,6 +22,7 @@ from autopar.kernels import (
     rotary_pair,
 )
 from autopar.kernels.family import Family
+from autopar.runtime import random
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,18 @@ class Case:
         return [*made, torch.tensor(self.places, device=device)] if self.places else made
 
     def reference(self, *operands: torch.Tensor) -> torch.Tensor:
-        return self.module.reference(*operands, *self.numbers)
+        return self.module.reference(*operands, *self.besides(operands[0]))
 
     def in_double(self, *operands: torch.Tensor) -> torch.Tensor:
         """The same function without any rounding between its ops."""
-        return _EXACT[self.family.name](*operands, *self.numbers)
+        return _EXACT[self.family.name](*operands, *self.besides(operands[0]))
 
     def call(self, *operands: torch.Tensor) -> torch.Tensor:
-        return self.family.call(*operands, *self.numbers)
+        return self.family.call(*operands, *self.besides(operands[0]))
+
+    def besides(self, x: torch.Tensor) -> list[Any]:
+        """The numbers, where the first operand is."""
+        return [n.to(x.device) if isinstance(n, torch.Tensor) else n for n in self.numbers]
 
 
 def _growing(x: torch.Tensor) -> torch.Tensor:
@@ -85,12 +91,19 @@ def _by_variance(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, eps: float) 
     return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + eps).sqrt() * w + b
 
 
+def _exact_drop(x, added, key, op, shape, cuts, p):
+    places = [torch.arange(n, device=x.device) for n in shape]
+    left = x * random._kept_at(key, op, p, list(shape), places) / (1 - p)
+    return left if added is None else left + added
+
+
 # in the words of torch, not in those of the families
 _EXACT: dict[str, Callable[..., Any]] = {
     "rms_norm": _by_root,
     "add_rms_norm": lambda x, r, *given: (x + r, _by_root(x + r, *given)),
     "layer_norm": _by_variance,
     "add_layer_norm": lambda x, r, *given: (x + r, _by_variance(x + r, *given)),
+    "dropout": _exact_drop,
     "gated": _exact_gate,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "rotary": _exact_turn,
@@ -102,6 +115,11 @@ _EXACT: dict[str, Callable[..., Any]] = {
         x.flatten(0, -2), t, reduction="sum", ignore_index=ignored, label_smoothing=smoothing
     ),
 }
+
+
+def drawn_whole(*first: Any, shape: tuple[int, ...], p: float = 0.1) -> tuple[Any, ...]:
+    """The numbers of a call of dropout on all of a tensor."""
+    return *first, torch.tensor(0x1234_5678_9ABC), 7, shape, ((),) * len(shape), p
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:
@@ -127,6 +145,14 @@ CASES = {
     "layer_norm, one row": Case(layer_norm, ((1, 48), (48,), (48,)), (1e-5,)),
     "layer_norm, odd columns": Case(layer_norm, ((4, 7, 99), (99,), (99,)), (1e-5,)),
     "layer_norm, no rows": Case(layer_norm, ((0, 3, 16), (16,), (16,)), (1e-5,)),
+    "dropout": Case(dropout, ((3, 5, 57),), drawn_whole(None, shape=(3, 5, 57))),
+    "dropout, most of it, more columns than a block": Case(
+        dropout, ((2, 3000),), drawn_whole(None, shape=(2, 3000), p=0.9)
+    ),
+    "dropout of every other column": Case(dropout, ((6, 40),), drawn_whole(None, shape=(6, 40), p=0.5), lies=_halves),
+    "dropout, and a sum": Case(dropout, ((7, 130), (7, 130)), drawn_whole(shape=(7, 130))),
+    "dropout of one row, and a sum": Case(dropout, ((64,), (64,)), drawn_whole(shape=(64,))),
+    "dropout of nothing": Case(dropout, ((0, 8),), drawn_whole(None, shape=(0, 8))),
     "gated by silu": Case(gated, ((3, 7, 130), (3, 7, 130)), (0,)),
     "gated by gelu": Case(gated, ((5, 411), (5, 411)), (1,)),
     "gated by gelu tanh": Case(gated, ((2, 1024), (2, 1024)), (2,)),

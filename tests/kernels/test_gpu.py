@@ -15,13 +15,14 @@ from autopar.kernels import (
     add_rms_norm,
     cross_entropy,
     draws,
+    dropout,
     gated,
     layer_norm,
     rms_norm,
     rotary_pair,
 )
 from autopar.runtime import random
-from tests.kernels.cases import CASES, Case, is_near
+from tests.kernels.cases import CASES, Case, drawn_whole, is_near
 from tests.kernels.drawn import KEY, PARTS
 from tests.language import NO_PADDING, drawn, gpt2, llama
 
@@ -33,6 +34,7 @@ LARGE = {
     "add_rms_norm, wide": Case(add_rms_norm, ((999, 12000), (999, 12000), (12000,)), (1e-6, True)),
     "layer_norm": Case(layer_norm, ((4099, 768), (768,), (768,)), (1e-5,)),
     "add_layer_norm, wide": Case(add_layer_norm, ((700, 16384), (700, 16384), (16384,), (16384,)), (1e-5,)),
+    "dropout, and a sum": Case(dropout, ((3000, 4096), (3000, 4096)), drawn_whole(shape=(3000, 4096))),
     "gated": Case(gated, ((2000, 14336), (2000, 14336)), (0,)),
     "rotary_pair": Case(
         rotary_pair, ((2, 32, 1000, 128), (2, 8, 1000, 128), (1, 1, 1000, 128), (1, 1, 1000, 128)), still=2

@@ -22,6 +22,8 @@ WRONG = {  # a case, and what is written instead
     ),
     "rms_norm, wide": ("tl.store(ROOT + program, root)", "tl.store(ROOT + program, root * 1.01)"),
     "add_layer_norm, wide": ("dx = (dy - less - even * along)", "dx = (dy - even * along)"),
+    "dropout": ("tl.where(bits >= least, x * factor, 0.0)", "tl.where(bits >= least, x, 0.0)"),
+    "dropout, and a sum": ("bits >= least", "bits > least + 1000000000"),
     "gated by silu": ("(dy * u * slope)", "(dy * slope)"),
     "gelu_tanh": ("(dy * slope)", "(dy * slope * 0.99)"),
     "cross_entropy, some ignored": ("tl.where(target == ignored, 0.0, tl.load(DY)", "(tl.load(DY)"),

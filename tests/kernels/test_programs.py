@@ -16,6 +16,7 @@ from tests.models import eager_links
 
 MODELS = {
     "gpt2": lambda: gpt2(dropout=0.0),
+    "gpt2, dropout": lambda: gpt2(dropout=0.1),
     "llama": llama,
     "bert": lambda: bert(dropout=0.0),
     "qwen3": lambda: of("qwen3"),
@@ -75,11 +76,19 @@ def test_kernels_change_no_bit_on_a_cpu(model, how, threads):
     assert [n for n in gradients if not torch.equal(found[n], gradients[n])] == []
 
 
-@pytest.mark.parametrize("how", ["zero3 on four", "two by two, recompute", "two micro-batches"])
-def test_custom_ops_in_a_program_give_the_same_step(how, as_ops, threads):
+@pytest.mark.parametrize(
+    ("model", "how"),
+    [
+        ("llama", "zero3 on four"),
+        ("llama", "two by two, recompute"),
+        ("llama", "two micro-batches"),
+        ("gpt2, dropout", "two by two, recompute"),
+    ],
+)
+def test_custom_ops_in_a_program_give_the_same_step(model, how, as_ops, threads):
     """Their references run in one node each; sums of gradients have another order, and no more."""
-    _, plain, gradients = run(threads, "llama", how, False)
-    count, loss, found = run(threads, "llama", how, NAMES)
+    _, plain, gradients = run(threads, model, how, False)
+    count, loss, found = run(threads, model, how, NAMES)
     assert count > 0
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
     for name, gradient in gradients.items():

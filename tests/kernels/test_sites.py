@@ -23,7 +23,7 @@ from tests.language import drawn, llama
 ASSUMED = Assume(no_padding=True)
 LLAMA_LIKE = {"rms_norm": 1, "add_rms_norm": 4, "rotary_pair": 2, "gated": 2}
 EXPECTED = {
-    "gpt2": {"layer_norm": 1, "add_layer_norm": 4, "gelu_tanh": 2},
+    "gpt2": {"layer_norm": 1, "add_layer_norm": 4, "gelu_tanh": 2, "dropout": 5},
     "llama": LLAMA_LIKE,
     "mistral": LLAMA_LIKE,
     "qwen2": LLAMA_LIKE,
@@ -32,8 +32,8 @@ EXPECTED = {
     "phi3": LLAMA_LIKE,
     "olmo2": {**LLAMA_LIKE, "rms_norm": 8, "add_rms_norm": 1},
     "gpt_neox": {"layer_norm": 3, "add_layer_norm": 2, "rotary_pair": 2},
-    "bert": {"layer_norm": 2, "add_layer_norm": 4},
-    "t5 1.1": {"rms_norm": 2, "add_rms_norm": 10, "gated": 4},
+    "bert": {"layer_norm": 2, "add_layer_norm": 4, "dropout": 5},
+    "t5 1.1": {"rms_norm": 2, "add_rms_norm": 10, "gated": 4, "dropout": 18},
 }
 
 

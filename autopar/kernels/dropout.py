@@ -1,0 +1,146 @@
+"""Dropout, with the sum that follows it where one does: a mask by position, which is made again in backward and kept
+nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.graph.graph import type_of
+from autopar.kernels import backend
+from autopar.kernels.backend import jit, tl
+from autopar.kernels.family import Family, are_alike
+from autopar.kernels.patterns import Found, Pattern
+from autopar.runtime import forms, random
+from autopar.runtime.random import Cuts
+
+BLOCK, WARPS = 1024, 4
+
+
+def reference(
+    x: Tensor, added: Tensor | None, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float
+) -> Tensor:
+    """The ops of the group."""
+    dropped = forms.dropout_by_position(x, key, op, shape, cuts, p)
+    return dropped if added is None else dropped + added
+
+
+@jit
+def kernel(X, ADDED, KEY, COLUMN, Y, columns, least, factor, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of a row a program. What is left is rounded before it is added, as it is where it stands alone."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    key = tl.load(KEY + row).to(tl.uint32, bitcast=True)
+    h = key + tl.load(COLUMN + at, mask=inside, other=0).to(tl.uint32, bitcast=True) * 0x9E3779B9
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    bits = (h ^ (h >> 16)).to(tl.int32, bitcast=True)
+    place = row * columns + at
+    x = tl.load(X + place, mask=inside, other=0.0).to(tl.float32)
+    y = tl.where(bits >= least, x * factor, 0.0).to(Y.dtype.element_ty)
+    if ADDS:
+        added = tl.load(ADDED + place, mask=inside, other=0.0).to(tl.float32)
+        y = (y.to(tl.float32) + added).to(Y.dtype.element_ty)
+    tl.store(Y + place, y, mask=inside)
+
+
+def _launched(
+    x: Tensor, added: Tensor | None, key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]
+) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel():
+        x, columns = x.contiguous(), x.shape[-1]
+        row_key, column = random.keys_of_rows(key, op, shape, places)
+        rows = row_key.expand([*x.shape[:-1], 1]).contiguous()
+        grid = y.numel() // columns, -(-columns // BLOCK)
+        given = (x, x if added is None else added.contiguous(), rows, column.contiguous(), y, columns)
+        kernel[grid](*given, random.threshold(p), 1.0 / (1.0 - p), ADDS=added is not None, BLOCK=BLOCK, num_warps=WARPS)
+    return y
+
+
+@torch.library.custom_op("autopar::dropout", mutates_args=())
+def dropped(
+    x: Tensor, added: Tensor | None, key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]
+) -> Tensor:
+    """What survives at these places of each dim, scaled; and what is added."""
+    if backend.runs(x):
+        return _launched(x, added, key, op, p, shape, places)
+    left = torch.where(random.kept_at(key, op, p, shape, places), x * (1.0 / (1.0 - p)), 0)
+    return left.contiguous() if added is None else (left + added).contiguous()
+
+
+@dropped.register_fake
+def _(
+    x: Tensor, added: Tensor | None, key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("autopar::dropout_backward", mutates_args=())
+def dropped_backward(dy: Tensor, key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]) -> Tensor:
+    """The gradient of `x`; that of what is added is `dy` itself."""
+    if backend.runs(dy):
+        return _launched(dy, None, key, op, p, shape, places)
+    return (torch.where(random.kept_at(key, op, p, shape, places), dy, 0) * (1.0 / (1.0 - p))).contiguous()
+
+
+@dropped_backward.register_fake
+def _(dy: Tensor, key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]) -> Tensor:
+    return dy.new_empty(dy.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, added, key, ctx.op, ctx.p, ctx.whole, places = inputs
+    ctx.adds = added is not None
+    ctx.save_for_backward(key, *places)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    key, *places = ctx.saved_tensors
+    dx = dropped_backward(dy, key, ctx.op, ctx.p, ctx.whole, places)
+    return dx, dy if ctx.adds else None, None, None, None, None, [None] * len(places)
+
+
+dropped.register_autograd(_gradients, setup_context=_remember)
+
+
+def dropout(
+    x: Tensor, added: Tensor | None, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float
+) -> Tensor:
+    """One kernel in the place of the ops of the group."""
+    if not backend.is_traced(x.device.type):
+        return reference(x, added, key, op, shape, cuts, p)
+    return dropped(x, added, key, op, p, list(shape), random.places_of(key, cuts, x.shape))
+
+
+def _arguments(found: Found) -> Mapping[str, Any] | None:
+    """Those of the call, where something survives and what is added is as large.
+
+    A graph does not say yet at which places a device will draw.
+    """
+    x, added, p = found["x"], found.bound.get("added"), found.bound.get("P", 0.5)
+    operands = [x] if added is None else [x, added]
+    is_served = are_alike(operands) and len({type_of(n).shape for n in operands}) == 1 and type_of(x).shape
+    if not is_served or not 0 <= p < 1:
+        return None
+    drawn = {name.lower(): found.bound.get(name) for name in ("OP", "SHAPE", "CUTS")}
+    return {"x": x, "added": added, "key": found.bound.get("key"), **drawn, "p": p}
+
+
+_OF_GRAPHS = ("d = dropout(input=x, p=P)", "d = dropout(input=x)")
+_OF_PROGRAMS = tuple(
+    f"d = dropout_by_position(input=x, key=key, op=OP, shape=SHAPE, cuts=CUTS{p})" for p in (", p=P", "")
+)
+_ADDED = "\ny = add(input=d, other=added)"
+FAMILY = Family(
+    "dropout",
+    tuple(Pattern.of(text + more) for more in (_ADDED, "") for text in (*_OF_PROGRAMS, *_OF_GRAPHS)),
+    dropout,
+    reference,
+    _arguments,
+)
