@@ -19,7 +19,7 @@ from autopar.runtime.private import TRACING, FakeTensorMode, clean_room, functio
 
 _OURS = "autopar::"
 # what these tell of a device's part of a vocabulary has no type
-_OF_PARTS = "autopar::cross_entropy_rows", "autopar::cross_entropy_part"
+_OF_PARTS = "autopar::cross_entropy_rows", "autopar::cross_entropy_shares", "autopar::cross_entropy_part"
 
 
 def _name(target: Any) -> str:

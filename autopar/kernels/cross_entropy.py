@@ -17,6 +17,7 @@ from autopar.kernels.patterns import Found, Pattern
 
 BLOCK, WARPS = 8192, 8  # of a row that is read once
 BACK, WARPS_BACK = 2048, 4  # of a row whose gradient is written
+READ_ONCE = {"BLOCK": BLOCK, "num_warps": WARPS}
 _IGNORED = -100  # torch's default
 
 
@@ -34,15 +35,17 @@ def as_float32_rows(x: Tensor) -> Tensor:
 
 
 @jit
-def forward_kernel(X, T, ROWS, LOSS, columns, ignored, of_target, of_all, IS_WHOLE: tl.constexpr, SUMS: tl.constexpr,
-                   BLOCK: tl.constexpr):  # fmt: skip
+def forward_kernel(X, T, START, MOST, REST, LOSS, columns, ignored, of_target, of_all, IS_WHOLE: tl.constexpr,
+                   SUMS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One row a program, read once: its largest logit, and the logarithm of what is summed over that.
 
-    They stand apart: their sum would round what both are exact in. Of a part of a row the target's logit is written
-    beside them and, where labels are smoothed, the sum of all; of a whole one its loss.
+    They stand apart: their sum would round what both are exact in. Of a whole row they are written side by side, with
+    its loss; of a part, which starts at some column, the rest has the logarithm, the target's logit and, where labels
+    are smoothed, the sum of all.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(T + row)
+    counts = target != ignored
     most = -float("inf")
     total = 0.0
     whole = 0.0
@@ -55,66 +58,67 @@ def forward_kernel(X, T, ROWS, LOSS, columns, ignored, of_target, of_all, IS_WHO
         most = larger
         if SUMS:
             whole += tl.sum(tl.where(at < columns, x, 0.0))
-    is_column = (target != ignored) & (target >= 0) & (target < columns)
+    if not IS_WHOLE:
+        target -= tl.load(START)
+    is_column = counts & (target >= 0) & (target < columns)
     right = tl.load(X + row * columns + target, mask=is_column, other=float("nan")).to(tl.float32)
     if IS_WHOLE:
-        tl.store(ROWS + 2 * row, most)
-        tl.store(ROWS + 2 * row + 1, tl.log(total))
+        tl.store(REST + 2 * row, most)
+        tl.store(REST + 2 * row + 1, tl.log(total))
         loss = of_target * (most - right) + tl.log(total)
         if SUMS:
             loss += of_all * (most - whole / columns)
-        tl.store(LOSS + row, tl.where(target == ignored, 0.0, loss))
+        tl.store(LOSS + row, tl.where(counts, loss, 0.0))
     else:
-        tl.store(ROWS + 4 * row, most)
-        tl.store(ROWS + 4 * row + 1, tl.log(total))
-        tl.store(ROWS + 4 * row + 2, right)
-        tl.store(ROWS + 4 * row + 3, whole)
+        tl.store(MOST + row, most)
+        tl.store(REST + 3 * row, tl.log(total))
+        tl.store(REST + 3 * row + 1, right)
+        tl.store(REST + 3 * row + 2, whole)
 
 
 @jit
-def backward_kernel(DY, X, T, LSE, DX, columns, ignored, of_target, of_all, BLOCK: tl.constexpr):
+def backward_kernel(DY, X, T, START, LSE, DX, columns, ignored, of_target, of_all, IS_WHOLE: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
     """A block of columns of a row: its shares of the sum, less what the target and all columns count."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
     target = tl.load(T + row)
     dy = tl.where(target == ignored, 0.0, tl.load(DY).to(tl.float32))
+    if not IS_WHOLE:
+        target -= tl.load(START)
     x = tl.load(X + row * columns + at, mask=inside, other=0.0).to(tl.float32)
     share = tl.exp(x - tl.load(LSE + 2 * row) - tl.load(LSE + 2 * row + 1)) - of_all
     dx = tl.where(at == target, share - of_target, share) * dy
     tl.store(DX + row * columns + at, dx.to(DX.dtype.element_ty), mask=inside)
 
 
-def statistics(x: Tensor, target: Tensor, ignored: int, sums: bool) -> Tensor:
-    """For each row its largest logit, the logarithm of the sum of exponentials over that, the target's logit (no number
-    where the target is no column) and, with `sums`, the sum of all.
-    """
-    columns, rows = x.shape[-1], target.numel()
-    if not backend.runs(x):
-        wide = x.to(torch.float32).reshape(-1, columns)
-        most, is_column = wide.amax(-1), (target != ignored) & (target >= 0) & (target < columns)
-        right = wide.gather(1, torch.where(is_column, target, 0)[:, None])[:, 0]
-        whole = wide.sum(-1) if sums else torch.zeros_like(most)
-        log = torch.logsumexp(wide - torch.where(most == -torch.inf, 0, most)[:, None], -1)
-        return torch.stack([most, log, torch.where(is_column, right, torch.nan), whole], -1)
-    found = torch.empty((rows, 4), dtype=torch.float32, device=x.device)
-    if rows:
-        given = (x.contiguous(), target.contiguous(), found, found, columns, ignored, 1.0, 0.0)
-        forward_kernel[(rows,)](*given, IS_WHOLE=False, SUMS=sums, BLOCK=BLOCK, num_warps=WARPS)
-    return found
-
-
 def gradient_of_rows(
-    dy: Tensor, x: Tensor, target: Tensor, lse: Tensor, ignored: int, smoothing: float, classes: int
+    dy: Tensor,
+    x: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    ignored: int,
+    smoothing: float,
+    classes: int,
+    start: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the logits in their dtype, by the kernel."""
+    """The gradient of the logits in their dtype, by the kernel; of a part of the classes, which starts at one."""
     columns, rows = x.shape[-1], target.numel()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows and columns:
-        given = (dy, x.contiguous(), target.contiguous(), lse.contiguous(), dx, columns, ignored)
-        counts = (1.0 - smoothing, smoothing / classes)
-        backward_kernel[(rows, -(-columns // BACK))](*given, *counts, BLOCK=BACK, num_warps=WARPS_BACK)
+        target = target.contiguous()
+        begins = target if start is None else start
+        given = (dy, x.contiguous(), target, begins, lse.contiguous(), dx, columns, ignored)
+        how = {"IS_WHOLE": start is None, "BLOCK": BACK, "num_warps": WARPS_BACK}
+        backward_kernel[(rows, -(-columns // BACK))](*given, 1.0 - smoothing, smoothing / classes, **how)
     return dx
+
+
+def log_sums(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row, and the logarithm of the sum of exponentials over that, by ops."""
+    most = wide.amax(-1)
+    return most, torch.logsumexp(wide - torch.where(most == -torch.inf, 0, most)[:, None], -1)
 
 
 @torch.library.custom_op("autopar::cross_entropy", mutates_args=())
@@ -123,14 +127,15 @@ def entropies(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> tupl
     that.
     """
     if not backend.runs(x):
-        lse = statistics(x, target, ignored, False)[:, :2].contiguous()
+        lse = torch.stack(log_sums(x.to(torch.float32).reshape(-1, x.shape[-1])), -1)
         return reference(x, target, ignored, smoothing), lse
     columns, rows = x.shape[-1], target.numel()
     lse = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
     losses = torch.empty((rows,), dtype=torch.float32, device=x.device)
     if rows:
-        given = (x.contiguous(), target.contiguous(), lse, losses, columns, ignored, 1.0 - smoothing, smoothing)
-        forward_kernel[(rows,)](*given, IS_WHOLE=True, SUMS=smoothing > 0, BLOCK=BLOCK, num_warps=WARPS)
+        target = target.contiguous()
+        given = (x.contiguous(), target, target, lse, lse, losses, columns, ignored, 1.0 - smoothing, smoothing)
+        forward_kernel[(rows,)](*given, IS_WHOLE=True, SUMS=smoothing > 0, **READ_ONCE)
     return losses.sum(), lse
 
 

@@ -1,5 +1,5 @@
-"""The cross-entropies of rows whose vocabulary is cut: each device reads its own logits once, and two numbers
-a row are reduced.
+"""The cross-entropies of rows whose vocabulary is cut: each device reads its own logits once, and two numbers a row are
+reduced. What is done with these is a kernel between the two, and one behind them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,23 @@ import torch
 from torch import Tensor
 
 from autopar.kernels import backend
-from autopar.kernels.cross_entropy import arguments_of, as_float32_rows, gradient_of_rows, patterns_of, statistics
+from autopar.kernels.backend import jit, tl
+from autopar.kernels.cross_entropy import (
+    READ_ONCE,
+    arguments_of,
+    as_float32_rows,
+    forward_kernel,
+    gradient_of_rows,
+    log_sums,
+    patterns_of,
+)
 from autopar.kernels.family import Family, through
 from autopar.kernels.patterns import Found
 from autopar.runtime.forms import cross_entropy_part as form
 from autopar.runtime.forms import reduced
 from autopar.runtime.random import Cuts, start_of
 
-_NONE = -(2**31)  # a target that counts nowhere
+ROWS, WARPS = 256, 2  # of a program between and behind the reductions
 
 
 def reference(x: Tensor, target: Tensor, ignored: int, smoothing: float, cuts: Cuts, classes: int) -> Tensor:
@@ -26,42 +35,144 @@ def reference(x: Tensor, target: Tensor, ignored: int, smoothing: float, cuts: C
     return form(as_float32_rows(x), target, cuts, classes, None, ignored, smoothing)
 
 
+@jit
+def shares_kernel(MOST, REST, TOP, OUT, rows, ROWS: tl.constexpr):
+    """The sum of this device's exponentials over the largest logit of all."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    most = tl.load(MOST + row, mask=inside, other=0.0)
+    log = tl.load(REST + 3 * row, mask=inside, other=0.0)
+    tl.store(OUT + row, tl.exp(most - tl.load(TOP + row, mask=inside, other=0.0) + log), mask=inside)
+
+
+@jit
+def losses_kernel(T, REST, TOP, TOTAL, LSE, LOSS, rows, ignored, of_target, of_all, classes, ROWS: tl.constexpr):
+    """Of each row what this device takes from the loss, and behind those of all rows the logarithms, which one counts.
+
+    A target that is no class makes no number.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    target = tl.load(T + row, mask=inside, other=ignored)
+    counts = target != ignored
+    top = tl.load(TOP + row, mask=inside, other=0.0)
+    log = tl.log(tl.load(TOTAL + row, mask=inside, other=1.0))
+    right = tl.load(REST + 3 * row + 1, mask=inside, other=0.0)
+    whole = tl.load(REST + 3 * row + 2, mask=inside, other=0.0)
+    right = tl.where(right == right, right, 0.0)  # it has no number where the target is no column here
+    here = -of_target * right - tl.where(counts, of_all * whole, 0.0)
+    is_class = (target >= 0) & (target < classes)
+    logs = tl.where(counts, tl.where(is_class, top + log, float("nan")), 0.0)
+    tl.store(LSE + 2 * row, top, mask=inside)
+    tl.store(LSE + 2 * row + 1, log, mask=inside)
+    tl.store(LOSS + row, here, mask=inside)
+    tl.store(LOSS + rows + row, logs, mask=inside)
+
+
 @torch.library.custom_op("autopar::cross_entropy_rows", mutates_args=())
-def rows_of_part(x: Tensor, place: Tensor, sums: bool) -> Tensor:
-    """The `statistics` of this device's logits."""
-    return statistics(x, place, _NONE, sums)
+def rows_of_part(x: Tensor, target: Tensor, start: Tensor, ignored: int, sums: bool) -> tuple[Tensor, Tensor]:
+    """For each row its largest logit here; and the logarithm of the sum of exponentials over that, the target's logit
+    (no number where the target is no column here) and, with `sums`, the sum of all.
+    """
+    columns, rows = x.shape[-1], target.numel()
+    if not backend.runs(x):
+        wide, place = x.to(torch.float32).reshape(-1, columns), target - start
+        most, log = log_sums(wide)
+        is_column = (target != ignored) & (place >= 0) & (place < columns)
+        right = wide.gather(1, torch.where(is_column, place, 0)[:, None])[:, 0]
+        whole = wide.sum(-1) if sums else torch.zeros_like(most)
+        return most, torch.stack([log, torch.where(is_column, right, torch.nan), whole], -1)
+    most = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    rest = torch.empty((rows, 3), dtype=torch.float32, device=x.device)
+    if rows:
+        given = (x.contiguous(), target.contiguous(), start, most, rest, rest, columns, ignored, 1.0, 0.0)
+        forward_kernel[(rows,)](*given, IS_WHOLE=False, SUMS=sums, **READ_ONCE)
+    return most, rest
 
 
 @rows_of_part.register_fake
-def _(x: Tensor, place: Tensor, sums: bool) -> Tensor:
-    return x.new_empty((*place.shape, 4), dtype=torch.float32)
+def _(x: Tensor, target: Tensor, start: Tensor, ignored: int, sums: bool) -> tuple[Tensor, Tensor]:
+    made = x.new_empty((*target.shape, 3), dtype=torch.float32)
+    return made.new_empty(target.shape), made
+
+
+@torch.library.custom_op("autopar::cross_entropy_shares", mutates_args=())
+def shares(most: Tensor, rest: Tensor, top: Tensor) -> Tensor:
+    """The sum of this device's exponentials over the largest logit of all devices, by row."""
+    if not backend.runs(most):
+        return (most - top + rest[:, 0]).exp()
+    found, rows = torch.empty(most.shape, dtype=most.dtype, device=most.device), most.numel()
+    if rows:
+        shares_kernel[(-(-rows // ROWS),)](most, rest, top.contiguous(), found, rows, ROWS=ROWS, num_warps=WARPS)
+    return found
+
+
+@shares.register_fake
+def _(most: Tensor, rest: Tensor, top: Tensor) -> Tensor:
+    return most.new_empty(most.shape)
 
 
 @torch.library.custom_op("autopar::cross_entropy_part", mutates_args=())
-def less_here(x: Tensor, place: Tensor, rows: Tensor, lse: Tensor, smoothing: float, classes: int) -> Tensor:
-    """The logits that this device takes from the sum of all rows' logarithms: of targets, and of all classes.
+def less_here(
+    x: Tensor,
+    target: Tensor,
+    start: Tensor,
+    rest: Tensor,
+    top: Tensor,
+    total: Tensor,
+    ignored: int,
+    smoothing: float,
+    classes: int,
+) -> tuple[Tensor, Tensor]:
+    """What this device takes from the sum of all rows' logarithms, for targets and for all classes, and that sum; and
+    for backward the two parts of each row's logarithm.
 
-    Its gradient is that of the whole sum: each logit's share of it, by `lse`, is taken back here too.
+    Its gradient is that of the whole loss: each logit's share of the sum is taken back here too.
     """
-    right, whole = rows[:, 2], rows[:, 3]
-    found = torch.where(right.isnan(), 0, right).mul(smoothing - 1.0).sum()
-    return found - torch.where(place == _NONE, 0, whole).sum() * (smoothing / classes) if smoothing else found
+    rows = target.numel()
+    if not backend.runs(x):
+        counts, log = target != ignored, total.log()
+        right, whole = rest[:, 1], rest[:, 2]
+        here = torch.where(right.isnan(), 0, right) * (smoothing - 1.0)
+        here = here - torch.where(counts, whole * (smoothing / classes), 0)
+        logs = torch.where((target >= 0) & (target < classes), top + log, torch.nan)
+        sums = torch.stack([here, torch.where(counts, logs, 0)])
+        return sums.sum(-1), torch.stack([top, log], -1)
+    losses = torch.empty((2, rows), dtype=torch.float32, device=x.device)
+    lse = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
+    if rows:
+        given = (target.contiguous(), rest, top.contiguous(), total.contiguous(), lse, losses, rows, ignored)
+        counts_of = (1.0 - smoothing, smoothing / classes, classes)
+        losses_kernel[(-(-rows // ROWS),)](*given, *counts_of, ROWS=ROWS, num_warps=WARPS)
+    return losses.sum(-1), lse
 
 
 @less_here.register_fake
-def _(x: Tensor, place: Tensor, rows: Tensor, lse: Tensor, smoothing: float, classes: int) -> Tensor:
-    return x.new_empty((), dtype=torch.float32)
+def _(
+    x: Tensor,
+    target: Tensor,
+    start: Tensor,
+    rest: Tensor,
+    top: Tensor,
+    total: Tensor,
+    ignored: int,
+    smoothing: float,
+    classes: int,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty((2,), dtype=torch.float32), x.new_empty((*target.shape, 2), dtype=torch.float32)
 
 
 @torch.library.custom_op("autopar::cross_entropy_part_backward", mutates_args=())
-def less_here_backward(dy: Tensor, x: Tensor, place: Tensor, lse: Tensor, smoothing: float, classes: int) -> Tensor:
-    """The gradient of this device's logits, in their dtype."""
+def less_here_backward(
+    dy: Tensor, x: Tensor, target: Tensor, start: Tensor, lse: Tensor, ignored: int, smoothing: float, classes: int
+) -> Tensor:
+    """The gradient of this device's logits, in their dtype; `dy` is that of either sum."""
     if backend.runs(x):
-        return gradient_of_rows(dy, x, place, lse, _NONE, smoothing, classes)
+        return gradient_of_rows(dy, x, target, lse, ignored, smoothing, classes, start)
 
     def sums(x: Tensor) -> Tensor:
         wide = x.to(torch.float32).reshape(-1, x.shape[-1])
-        counts = place != _NONE
+        counts, place = target != ignored, target - start
         here = counts & (place >= 0) & (place < x.shape[-1])
         right = wide.gather(1, torch.where(here, place, 0)[:, None])[:, 0]
         share = torch.exp(wide.detach() - lse[:, :1] - lse[:, 1:])  # the slope of the logarithm of the sum
@@ -73,17 +184,20 @@ def less_here_backward(dy: Tensor, x: Tensor, place: Tensor, lse: Tensor, smooth
 
 
 @less_here_backward.register_fake
-def _(dy: Tensor, x: Tensor, place: Tensor, lse: Tensor, smoothing: float, classes: int) -> Tensor:
+def _(
+    dy: Tensor, x: Tensor, target: Tensor, start: Tensor, lse: Tensor, ignored: int, smoothing: float, classes: int
+) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, place, _, lse, ctx.smoothing, ctx.classes = inputs
-    ctx.save_for_backward(x, place, lse)
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, target, start, _, _, _, *ctx.numbers = inputs
+    ctx.save_for_backward(x, target, start, output[1])
 
 
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-    return less_here_backward(dy, *ctx.saved_tensors, ctx.smoothing, ctx.classes), None, None, None, None, None
+def _gradients(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    dx = less_here_backward(dy[0], *ctx.saved_tensors, *ctx.numbers)
+    return dx, *(None,) * (5 + len(ctx.numbers))
 
 
 less_here.register_autograd(_gradients, setup_context=_remember)
@@ -93,15 +207,12 @@ def cross_entropy_part(x: Tensor, target: Tensor, ignored: int, smoothing: float
     """Kernels in the place of the ops of the group: P(sum), as those give."""
     if not backend.is_traced(x.device.type):
         return reference(x, target, ignored, smoothing, cuts, classes)
-    place = torch.where(target == ignored, _NONE, target - start_of(x, cuts))
-    rows = rows_of_part(x.detach(), place, smoothing > 0)
-    axes, most = [axis for axis, _ in cuts], rows[:, 0]
+    axes, start = [axis for axis, _ in cuts], start_of(x, cuts) if cuts else target.new_zeros(())
+    most, rest = rows_of_part(x.detach(), target, start, ignored, smoothing > 0)
     top = reduced(most, "all_reduce_max", axes)
-    log = reduced((most - top + rows[:, 1]).exp(), "all_reduce", axes).log()
-    logs = torch.where(target == ignored, 0, top + log)
-    logs = torch.where((target != ignored) & ((target < 0) | (target >= classes)), torch.nan, logs).sum()  # no class
-    found = less_here(x, place, rows, torch.stack([top, log], -1), smoothing, classes)
-    return found + reduced(logs, "lodge", axes)  # one device counts them
+    total = reduced(shares(most, rest, top), "all_reduce", axes)
+    sums = less_here(x, target, start, rest, top, total, ignored, smoothing, classes)[0]
+    return sums[0] + reduced(sums[1].detach(), "lodge", axes)  # one device counts the logarithms
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:

@@ -18,10 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autopar.kernels import adamw, cross_entropy, draws, dropout, gated, gelu_tanh, rotary, rows
+from autopar.kernels import adamw, cross_entropy, cross_entropy_part, draws, dropout, gated, gelu_tanh, rotary, rows
 
 SHARED = {80: 163 * 2**10, 89: 99 * 2**10, 90: 227 * 2**10}  # bytes that a block may have, by capability
-INTEGERS = {"T": "*i64", "KEY": "*i32", "COLUMN": "*i32"}
+INTEGERS = {"T": "*i64", "START": "*i64", "KEY": "*i32", "COLUMN": "*i32"}
 NUMBERS = ("eps", "factor", "of_target", "of_all", "kept", "length", "root", "beta1", "beta2")
 POINTERS = {"bfloat16": "*bf16", "float32": "*fp32"}
 PTXAS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
@@ -61,8 +61,13 @@ def variants(dtype, capability):
         yield adamw.kernel, constants, adamw.WARPS, ("M", "V", "W", "SCALE")
     for whole, sums in itertools.product((False, True), (False, True)):
         constants = {"IS_WHOLE": whole, "SUMS": sums, "BLOCK": cross_entropy.BLOCK}
-        yield cross_entropy.forward_kernel, constants, cross_entropy.WARPS, ("ROWS", "LOSS")
-    yield cross_entropy.backward_kernel, {"BLOCK": cross_entropy.BACK}, cross_entropy.WARPS_BACK, ("DY", "LSE")
+        yield cross_entropy.forward_kernel, constants, cross_entropy.WARPS, ("MOST", "REST", "LOSS")
+        if not sums:
+            constants = {"IS_WHOLE": whole, "BLOCK": cross_entropy.BACK}
+            yield cross_entropy.backward_kernel, constants, cross_entropy.WARPS_BACK, ("DY", "LSE")
+    between = cross_entropy_part.WARPS, ("MOST", "REST", "TOP", "OUT", "TOTAL", "LSE", "LOSS")
+    for kernel in (cross_entropy_part.shares_kernel, cross_entropy_part.losses_kernel):
+        yield kernel, {"ROWS": cross_entropy_part.ROWS}, *between
     for half, is_back, is_pair in itertools.product((32, 64, 128), (False, True), (False, True)):
         block, heads = rotary.heads_of(half, 64)
         constants = {"HALF": half, "BLOCK": block, "HEADS": heads, "IS_BACK": is_back, "IS_PAIR": is_pair}
@@ -107,7 +112,7 @@ def _type(name, constants, wide, dtype):
         return "constexpr"
     if name in INTEGERS:
         return INTEGERS[name]
-    if name == "OUT":
+    if name == "OUT" and "IS_MASK" in constants:
         return "*i8" if constants["IS_MASK"] else "*i32"
     if name.isupper():
         return POINTERS["float32" if name in wide else dtype]
