@@ -9,6 +9,7 @@ sharding and before differentiation, where no conversion stands between them.
     add_layer_norm  the same by mean and variance
     layer_norm    one by mean and variance, with weight and bias
     dropout       a dropout by position, and the sum that follows it
+    masked_softmax  a softmax of scores that are scaled, capped and masked
     gated         silu(gate) * up, or a gelu of the gate
     gelu_tanh     a gelu that is written out with a tanh
     rotary_pair   the same of queries and keys, by the same angles
@@ -43,6 +44,7 @@ NAMES = (
     "add_layer_norm",
     "layer_norm",
     "dropout",
+    "masked_softmax",
     "gated",
     "gelu_tanh",
     "rotary_pair",

@@ -25,6 +25,8 @@ class Family:
     call: Callable[..., Any]  # what stands in the place of a group; it gives a tuple where there are several results
     reference: Callable[..., Any]  # the ops of a group, of the same arguments
     arguments: Callable[[Found], Mapping[str, Any] | None]  # of the call; None where the kernel does not serve a group
+    # what backward reads beside gradients, where that is not what the ops keep
+    keeps: Callable[[Found], Sequence[fx.Node]] | None = None
 
     def find(self, node: fx.Node) -> tuple[Found, Mapping[str, Any]] | None:
         """The group whose last result is this node, and the arguments of the call in its place."""

@@ -30,6 +30,7 @@ _SHAPES: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {  # of the operands
     "add_layer_norm": [((rows, d), (rows, d), (d,), (d,)) for rows, d in ((8192, 4096), (65536, 768))],
     "layer_norm": [((rows, d), (d,), (d,)) for rows, d in ((8192, 4096), (32768, 4096), (65536, 768))],
     "dropout": [((rows, d), (rows, d)) for rows, d in ((8192, 4096), (65536, 768))],
+    "masked_softmax": [((b, 16, s, s), (b, 1, s, s)) for b, s in ((8, 1024), (1, 4096))],
     "gated": [((rows, f), (rows, f)) for rows, f in ((8192, 14336), (8192, 1792))],
     "gelu_tanh": [((rows, f),) for rows, f in ((8192, 16384), (8192, 3072))],
     "rotary_pair": [
@@ -45,6 +46,7 @@ _SMALL: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {
     "add_rms_norm": [((4, 64), (4, 64), (64,))],
     "add_layer_norm": [((4, 64), (4, 64), (64,), (64,))],
     "dropout": [((4, 64), (4, 64))],
+    "masked_softmax": [((2, 2, 4, 16), (2, 1, 4, 16))],
     "gated": [((4, 64), (4, 64))],
     "gelu_tanh": [((4, 64),)],
     "rotary_pair": [((2, 4, 4, 16), (2, 2, 4, 16), (1, 1, 4, 16), (1, 1, 4, 16))],
@@ -69,6 +71,7 @@ _BACK: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "add_rms_norm": ((0, 2), (0, 2)),
     "add_layer_norm": ((0, 2), (0, 2, 3)),
     "dropout": ((), (0,)),
+    "masked_softmax": ((0,), (0,)),
     "gated": ((0, 1), (0, 1)),
     "gelu_tanh": ((0,), (0,)),
     "rotary": ((1, 2), (0,)),
@@ -76,7 +79,7 @@ _BACK: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "cross_entropy": ((0, 1), (0,)),
     "cross_entropy_part": ((0, 1), (0,)),
 }
-_STILL = {"rotary": 2, "rotary_pair": 2}  # so many of the last operands get no gradient
+_STILL = {"rotary": 2, "rotary_pair": 2, "masked_softmax": 1}  # so many of the last operands get no gradient
 log = logging.getLogger("autopar")
 _LEAST_S = 0.01  # of measuring one call on a CPU
 
@@ -205,6 +208,8 @@ def _numbers(name: str, x: Tensor) -> tuple[Any, ...]:
     """What the call takes beside its operands; a draw its key, and the places of a tensor that is whole."""
     if name == "dropout":
         return torch.tensor(1234567, device=x.device), 0, tuple(x.shape), ((),) * x.dim(), 0.1
+    if name == "masked_softmax":
+        return 0.125, None, True, x.dtype
     return _NUMBERS.get(name, ())
 
 

@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.kernels import backend, groups
+from autopar.kernels.family import Family
 from autopar.kernels.patterns import Found, readers
 from autopar.ops.entry import Line, facts_of
 from autopar.space.saved import kept_by
@@ -118,7 +119,7 @@ def groups_of(graph: Graph, setting: Setting) -> dict[fx.Node, Group]:
 
     kind = setting.cluster.device.kernels
     all_ = groups(graph.nodes, setting.kernels, is_taken)
-    return {op: share for _, found, _ in all_ for op, share in _shares(found, kind)}
+    return {op: share for family, found, _ in all_ for op, share in _shares(family, found, kind)}
 
 
 def held_by_kernels(graph: Graph, setting: Setting) -> dict[fx.Node, Group]:
@@ -126,9 +127,9 @@ def held_by_kernels(graph: Graph, setting: Setting) -> dict[fx.Node, Group]:
     return groups_of(graph, setting) if backend.is_traced(setting.cluster.device.kernels) else {}
 
 
-def _shares(found: Found, kernels: str) -> Iterator[tuple[fx.Node, Group]]:
+def _shares(family: Family, found: Found, kernels: str) -> Iterator[tuple[fx.Node, Group]]:
     inside, results = set(found.nodes), set(found.results)
-    needed, seen = _needed(found, kernels), set[fx.Node]()
+    needed, seen = _needed(family, found, kernels), set[fx.Node]()
     for op in sorted(inside):
         enters = {source_of(n) for n in op.all_input_nodes} - inside - seen
         seen |= enters
@@ -154,8 +155,10 @@ def _shares(found: Found, kernels: str) -> Iterator[tuple[fx.Node, Group]]:
         )
 
 
-def _needed(found: Found, kernels: str) -> set[fx.Node]:
+def _needed(family: Family, found: Found, kernels: str) -> set[fx.Node]:
     """The values that the backward of ops in one kernel reads: kept ones, and those that these are made of."""
+    if family.keeps is not None:
+        return set(map(source_of, family.keeps(found)))
     needed = set[fx.Node]()
     for op in sorted(found.nodes, reverse=True):
         values, makes = kept_by(op, kernels)

@@ -18,11 +18,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autopar.kernels import adamw, cross_entropy, cross_entropy_part, draws, dropout, gated, gelu_tanh, rotary, rows
+from autopar.kernels import (
+    adamw,
+    cross_entropy,
+    cross_entropy_part,
+    draws,
+    dropout,
+    gated,
+    gelu_tanh,
+    masked_softmax,
+    rotary,
+    rows,
+)
 
 SHARED = {80: 163 * 2**10, 89: 99 * 2**10, 90: 227 * 2**10}  # bytes that a block may have, by capability
 INTEGERS = {"T": "*i64", "START": "*i64", "KEY": "*i32", "COLUMN": "*i32"}
-NUMBERS = ("eps", "factor", "of_target", "of_all", "kept", "length", "root", "beta1", "beta2")
+NUMBERS = ("eps", "factor", "scale", "cap", "of_target", "of_all", "kept", "length", "root", "beta1", "beta2")
 POINTERS = {"bfloat16": "*bf16", "float32": "*fp32"}
 PTXAS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
 
@@ -52,6 +63,12 @@ def variants(dtype, capability):
         yield gated.backward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, gated.WARPS, ()
     yield gelu_tanh.forward_kernel, {"BLOCK": gelu_tanh.BLOCK}, gelu_tanh.WARPS, ()
     yield gelu_tanh.backward_kernel, {"BLOCK": gelu_tanh.BLOCK}, gelu_tanh.WARPS, ()
+    for columns, (caps, masks) in itertools.product((128, 1024, 4096, masked_softmax.MOST_COLUMNS), flags):
+        tile = masked_softmax.held(columns)
+        how, warps = {"SCALES": True, "CAPS": caps}, tile.pop("num_warps")
+        yield masked_softmax.forward_kernel, {**how, "MASKS": masks, **tile}, warps, ()
+        if not masks:
+            yield masked_softmax.backward_kernel, {**how, **tile}, warps, ()
     for adds in (False, True):
         yield dropout.kernel, {"ADDS": adds, "BLOCK": dropout.BLOCK}, dropout.WARPS, ()
     for is_mask in (False, True):

@@ -17,6 +17,7 @@ from autopar.kernels import (
     gated,
     gelu_tanh,
     layer_norm,
+    masked_softmax,
     rms_norm,
     rotary,
     rotary_pair,
@@ -59,7 +60,8 @@ class Case:
 
     def besides(self, x: torch.Tensor) -> list[Any]:
         """The numbers, where the first operand is."""
-        return [n.to(x.device) if isinstance(n, torch.Tensor) else n for n in self.numbers]
+        found = [n.to(x.device) if isinstance(n, torch.Tensor) else n for n in self.numbers]
+        return [*found[:-1], x.dtype] if self.family.name == "masked_softmax" else found
 
 
 def _growing(x: torch.Tensor) -> torch.Tensor:
@@ -97,6 +99,13 @@ def _exact_drop(x, added, key, op, shape, cuts, p):
     return left if added is None else left + added
 
 
+def _exact_softmax(x, *given):
+    mask, scale, cap, _, _ = given if len(given) == 5 else (None, *given)
+    x = x * (scale or 1.0)
+    x = x if cap is None else cap * torch.tanh(x / cap)
+    return (x if mask is None else x + mask).softmax(-1)
+
+
 # in the words of torch, not in those of the families
 _EXACT: dict[str, Callable[..., Any]] = {
     "rms_norm": _by_root,
@@ -104,6 +113,7 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "layer_norm": _by_variance,
     "add_layer_norm": lambda x, r, *given: (x + r, _by_variance(x + r, *given)),
     "dropout": _exact_drop,
+    "masked_softmax": _exact_softmax,
     "gated": _exact_gate,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "rotary": _exact_turn,
@@ -153,6 +163,18 @@ CASES = {
     "dropout, and a sum": Case(dropout, ((7, 130), (7, 130)), drawn_whole(shape=(7, 130))),
     "dropout of one row, and a sum": Case(dropout, ((64,), (64,)), drawn_whole(shape=(64,))),
     "dropout of nothing": Case(dropout, ((0, 8),), drawn_whole(None, shape=(0, 8))),
+    "masked_softmax": Case(masked_softmax, ((2, 3, 5, 37), (2, 1, 5, 37)), (0.125, None, True, None), still=1),
+    "masked_softmax, capped": Case(masked_softmax, ((2, 3, 4, 64), (1, 1, 4, 64)), (0.25, 5.0, True, None), still=1),
+    "masked_softmax of a mask a key": Case(
+        masked_softmax, ((2, 2, 3, 40), (2, 1, 1, 40)), (None, None, False, None), still=1
+    ),
+    "masked_softmax, no mask, more columns than a tile": Case(
+        masked_softmax, ((3, 1030),), (None, 0.5, None, True, None)
+    ),
+    "masked_softmax, turned": Case(
+        masked_softmax, ((2, 5, 4, 24), (2, 1, 4, 24)), (3.0, 50.0, True, None), still=1, lies=lambda x: _transposed(x)
+    ),
+    "masked_softmax of nothing": Case(masked_softmax, ((0, 2, 3, 8), (1, 1, 3, 8)), (0.5, None, True, None), still=1),
     "gated by silu": Case(gated, ((3, 7, 130), (3, 7, 130)), (0,)),
     "gated by gelu": Case(gated, ((5, 411), (5, 411)), (1,)),
     "gated by gelu tanh": Case(gated, ((2, 1024), (2, 1024)), (2,)),

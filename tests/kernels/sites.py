@@ -17,6 +17,7 @@ T5 = {"num_layers": 2, "d_model": 64, "d_ff": 96, "num_heads": 4, "d_kv": 16, "v
 SITES = {  # of two layers each
     "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=64)),
     "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED)),
+    "llama, eager": (hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED, attn_implementation="eager")),
     "mistral": (hf.MistralForCausalLM, hf.MistralConfig(**GROUPED)),
     "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config(**GROUPED)),
     "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config(**GROUPED, head_dim=16)),

@@ -65,7 +65,7 @@ def predicted(graph):
     return moved
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gpt_neox", "bert", "t5 1.1"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "qwen3", "gpt_neox", "bert", "t5 1.1"])
 def test_bytes_are_those_that_are_counted(name, as_ops, monkeypatch):
     for family in families(NAMES):  # no mode sees what autograd of functions does: bytes are those of any numbers
         module = sys.modules[family.call.__module__]

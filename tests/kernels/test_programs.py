@@ -20,6 +20,7 @@ MODELS = {
     "llama": llama,
     "bert": lambda: bert(dropout=0.0),
     "qwen3": lambda: of("qwen3"),
+    "gemma2": lambda: of("gemma2"),
     "gpt_neox": lambda: of("gpt_neox"),
     "t5 1.1": lambda: of("t5 1.1", dropout_rate=0.0),
 }
@@ -27,7 +28,10 @@ HOW = {
     "zero3 on four": ((4,), {"parallel": "zero3"}),
     "two by two, recompute": ((2, 2), {"parallel": {"data": 2, "tensor": 2}, "recompute": "full"}),
     "two micro-batches": ((4,), {"parallel": "dp", "microbatches": 2}),
-    "bfloat16, a head in chunks": ((2,), {"precision": Precision("bfloat16", "float32"), "chunks": 4}),
+    "bfloat16, a head in chunks": (
+        (2,),
+        {"precision": Precision("bfloat16", "float32"), "chunks": 4, "parallel": "dp"},
+    ),
 }
 
 
@@ -83,6 +87,7 @@ def test_kernels_change_no_bit_on_a_cpu(model, how, threads):
         ("llama", "two by two, recompute"),
         ("llama", "two micro-batches"),
         ("gpt2, dropout", "two by two, recompute"),
+        ("gemma2", "zero3 on four"),
     ],
 )
 def test_custom_ops_in_a_program_give_the_same_step(model, how, as_ops, threads):

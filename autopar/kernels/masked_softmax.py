@@ -1,0 +1,226 @@
+"""A softmax of scores with what stands before it: they are scaled, capped by a tanh, and masked by a sum."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.graph.graph import type_of
+from autopar.kernels import backend
+from autopar.kernels.backend import jit, tl
+from autopar.kernels.family import FLOATS, Family, are_alike, through
+from autopar.kernels.patterns import Found, Pattern
+
+MOST_COLUMNS = 16384  # of a row that a program holds
+
+
+def reference(
+    x: Tensor, mask: Tensor | None, scale: float | None, cap: float | None, is_wide: bool, dtype: torch.dtype
+) -> Tensor:
+    """The ops of the group."""
+    if scale is not None:
+        x = x * scale
+    if cap is not None:
+        x = torch.tanh(x / cap) * cap
+    if mask is not None:
+        x = x + mask
+    return torch.softmax(x, -1, dtype=torch.float32 if is_wide else None).to(dtype)
+
+
+@jit
+def _tanh(x):
+    """By an exponential, or near nothing, where that would cancel, by its series."""
+    square = x * x
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    series = 0.13333333333333333 + square * (-0.053968253968253968 + square * 0.021869488536155203)
+    near = x * (1.0 + square * (-0.33333333333333333 + square * series))
+    return tl.where(square < 0.04, near, tl.where(x < 0, -far, far))
+
+
+@jit
+def forward_kernel(X, MASK, Y, rows, columns, heads, queries, of_batch, of_head, of_query, of_key, scale, cap,
+                   SCALES: tl.constexpr, CAPS: tl.constexpr, MASKS: tl.constexpr, ROWS: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    """Some rows a program; scores are rounded after each step, as they are by ops. A mask lies as its strides say."""
+    at = tl.arange(0, BLOCK)[None, :]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = (row < rows) & (at < columns)
+    x = tl.load(X + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+    if SCALES:
+        x = (x * scale).to(X.dtype.element_ty).to(tl.float32)
+    if CAPS:
+        x = _tanh((x / cap).to(X.dtype.element_ty).to(tl.float32)).to(X.dtype.element_ty).to(tl.float32)
+        x = (x * cap).to(X.dtype.element_ty).to(tl.float32)
+    if MASKS:
+        place = row // queries // heads * of_batch + row // queries % heads * of_head + row % queries * of_query
+        mask = tl.load(MASK + place + at * of_key, mask=inside, other=0.0).to(tl.float32)
+        x = (x + mask).to(X.dtype.element_ty).to(tl.float32)
+    x = tl.where(at < columns, x, -float("inf"))
+    e = tl.exp(x - tl.max(x, 1)[:, None])
+    tl.store(Y + row * columns + at, (e / tl.sum(e, 1)[:, None]).to(Y.dtype.element_ty), mask=inside)
+
+
+@jit
+def backward_kernel(DY, X, Y, DX, rows, columns, scale, cap, SCALES: tl.constexpr, CAPS: tl.constexpr,
+                    ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The same rows; the slope of the cap is made of the scores once more."""
+    at = tl.arange(0, BLOCK)[None, :]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = (row < rows) & (at < columns)
+    dy = tl.load(DY + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(Y + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+    dx = y * (dy - tl.sum(y * dy, 1)[:, None])
+    if CAPS:
+        x = tl.load(X + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+        if SCALES:
+            x *= scale
+        t = _tanh(x / cap)
+        dx *= 1.0 - t * t
+    if SCALES:
+        dx *= scale
+    tl.store(DX + row * columns + at, dx.to(DX.dtype.element_ty), mask=inside)
+
+
+def held(columns: int) -> dict[str, int]:
+    """The tile of rows of so many columns that a program holds, and its warps: one for short rows."""
+    block = 1 << max(4, (columns - 1).bit_length())
+    return {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": 1 if block <= 1024 else block // 512}
+
+
+def _grid(x: Tensor) -> tuple[int]:
+    return (-(-(x.numel() // x.shape[-1]) // held(x.shape[-1])["ROWS"]),)
+
+
+@torch.library.custom_op("autopar::masked_softmax", mutates_args=())
+def shares(
+    x: Tensor, mask: Tensor | None, scale: float | None, cap: float | None, is_wide: bool, dtype: torch.dtype
+) -> Tensor:
+    """The softmax along the last dim, in a dtype."""
+    if not backend.runs(x):
+        return reference(x, mask, scale, cap, is_wide, dtype).contiguous()
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if y.numel():
+        x, columns = x.contiguous(), x.shape[-1]
+        _, heads, queries, _ = whole = (1,) * (4 - x.dim()) + tuple(x.shape)
+        strides = (0, 0, 0, 0) if mask is None else mask.expand(whole).stride()
+        given = (x, x if mask is None else mask, y, x.numel() // columns, columns, heads, queries, *strides)
+        flags = {"SCALES": scale is not None, "CAPS": cap is not None, "MASKS": mask is not None}
+        forward_kernel[_grid(x)](*given, scale or 1.0, cap or 1.0, **flags, **held(columns))
+    return y
+
+
+@shares.register_fake
+def _(
+    x: Tensor, mask: Tensor | None, scale: float | None, cap: float | None, is_wide: bool, dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@torch.library.custom_op("autopar::masked_softmax_backward", mutates_args=())
+def shares_backward(
+    dy: Tensor, x: Tensor | None, y: Tensor, scale: float | None, cap: float | None, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of the scores in their dtype; they are read where they were capped."""
+    if not backend.runs(dy):
+        wide = y.to(torch.float32)
+        ds = torch.ops.aten._softmax_backward_data(dy.to(torch.float32), wide, -1, dtype)
+        if x is None:
+            return (ds if scale is None else ds * scale).contiguous()
+        return through(lambda x: _capped(x, scale, cap), ds, x)[0]
+    dx = torch.empty(y.shape, dtype=dtype, device=y.device)
+    if dx.numel():
+        columns, y = y.shape[-1], y.contiguous()
+        given = (dy.contiguous(), y if x is None else x.contiguous(), y, dx, y.numel() // columns, columns)
+        flags = {"SCALES": scale is not None, "CAPS": cap is not None}
+        backward_kernel[_grid(y)](*given, scale or 1.0, cap or 1.0, **flags, **held(columns))
+    return dx
+
+
+def _capped(x: Tensor, scale: float | None, cap: float | None) -> Tensor:
+    x = x if scale is None else x * scale
+    return x if cap is None else torch.tanh(x / cap) * cap
+
+
+@shares_backward.register_fake
+def _(dy: Tensor, x: Tensor | None, y: Tensor, scale: float | None, cap: float | None, dtype: torch.dtype) -> Tensor:
+    return y.new_empty(y.shape, dtype=dtype)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, _, ctx.scale, ctx.cap, _, _ = inputs
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(output, *(() if ctx.cap is None else (x,)))
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    y, *x = ctx.saved_tensors
+    dx = shares_backward(dy, x[0] if x else None, y, ctx.scale, ctx.cap, ctx.dtype)
+    return dx, None, None, None, None, None
+
+
+shares.register_autograd(_gradients, setup_context=_remember)
+
+
+def masked_softmax(
+    x: Tensor, mask: Tensor | None, scale: float | None, cap: float | None, is_wide: bool, dtype: torch.dtype
+) -> Tensor:
+    """One kernel in the place of the ops of the group."""
+    function = shares if backend.is_traced(x.device.type) else reference
+    return function(x, mask, scale, cap, is_wide, dtype)
+
+
+def _arguments(found: Found) -> Mapping[str, Any] | None:
+    """Those of the call, of rows along the last dim that a program holds; a mask has no gradient."""
+    x, mask, bound = found["x"], found.bound.get("mask"), found.bound
+    about, given = type_of(x), [n for n in (x, mask) if n is not None]
+    dtype = type_of(found.result).dtype
+    is_row = 0 < len(about.shape) <= 4 and found["DIM"] in (-1, len(about.shape) - 1)
+    is_served = is_row and are_alike(given) and dtype in FLOATS and about.shape[-1] <= MOST_COLUMNS
+    if (
+        not is_served
+        or type_of(found.result).shape != about.shape
+        or (mask is not None and type_of(mask).requires_grad)
+    ):
+        return None
+    return {
+        "x": x,
+        "mask": mask,
+        "scale": bound.get("SCALE"),
+        "cap": bound.get("CAP"),
+        "is_wide": found.pattern.variant["is_wide"],
+        "dtype": getattr(torch, dtype),
+    }
+
+
+def _keeps(found: Found) -> list[Any]:
+    """What backward reads: the result, and the scores where they were capped."""
+    return [found.result, *([found["x"]] if "CAP" in found.bound else [])]
+
+
+_SCALED = "{to} = mul(input={of}, other=SCALE)\n"
+_CAPPED = "less = div(input={of}, other=CAP)\nbent = tanh(input=less)\n{to} = mul(input=bent, other=CAP)\n"
+_MASKED = "{to} = add(input={of}, other=mask)\n"
+
+
+def _patterns() -> list[Pattern]:
+    """Those of more ops first; a softmax with nothing before or behind it stays an op."""
+    found = []
+    for is_cast, is_wide, *has in itertools.product((True, False), (True, False), *[(True, False)] * 3):
+        text, of = "", "x"
+        for there, step, to in zip(has, (_SCALED, _CAPPED, _MASKED), ("scaled", "capped", "masked"), strict=True):
+            if there:
+                text, of = text + step.format(of=of, to=to), to
+        wide = ", dtype=torch.float32" if is_wide else ""
+        text += f"{'s' if is_cast else 'y'} = softmax(input={of}, dim=DIM{wide})\n"
+        text += "y = to(input=s, dtype=DTYPE)\n" if is_cast else ""
+        if is_cast or any(has):
+            found.append(Pattern.of(text, is_wide=is_wide))
+    return sorted(found, key=lambda pattern: -len(pattern.steps))
+
+
+FAMILY = Family("masked_softmax", tuple(_patterns()), masked_softmax, reference, _arguments, _keeps)
