@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from autopar.graph.graph import TensorType, info, op_name, type_of
 from autopar.space.gradient_buckets import GradientBuckets, is_always
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import EdgeBytes, LocalBytes
-from autopar.space.memory import Piece, Readers
+from autopar.space.memory import Merged, Piece, Readers
 from autopar.space.schedule import Schedule
 from autopar.space.space import Edge
 from autopar.space.wiring import Wiring
@@ -48,12 +49,28 @@ class EdgePieces:
         self.found: list[Piece] = []
         # of each value that is all of its memory: the time until which that is counted, and (edge, bytes, its part)
         self.read: dict[fx.Node, tuple[int, list[tuple[int, np.ndarray, int, int]]]] = {}
+        # of each form of a parameter that several read: (edge, bytes before it is reduced over those behind, backward)
+        self.uses: dict[fx.Node, list[tuple[int, np.ndarray, int]]] = {}
 
     @property
     def readers(self) -> tuple[Readers, ...]:
         """The readers of values that several need."""
         each = (rows for _, rows in self.read.values() if len(rows) > 1)
         return tuple(Readers(*map(tuple, zip(*rows, strict=True))) for rows in each)
+
+    def merged(self, arrives: Sequence[np.ndarray]) -> tuple[Merged, ...]:
+        """The uses of parameters that several read, by what arrives at each edge."""
+        found = []
+        for value, uses in self.uses.items():
+            edges, over, backs = zip(*uses, strict=True)
+            owner, settled = self.owners[value], self.clock.settled
+            waits = owner in self.buckets.wait
+            spans = [(min(backs) + 1, settled - 1 if waits else self.buckets.closes[owner] - 1)]
+            spans += [(0, settled)] * (waits + (waits and self.buckets.adds_twice))
+            spans = [span for span in spans if span[0] <= span[1]]
+            if len(edges) > 1:
+                found.append(Merged(edges, tuple(arrives[k] for k in edges), over, tuple(spans)))
+        return tuple(found)
 
     def add(self, index: int) -> None:
         """Add the pieces of an edge.
@@ -181,7 +198,12 @@ class EdgePieces:
         pair = self.bytes.once("sums", (tables,), lambda: np.where(tables.is_sum, tables.unreduced, 0.0)), stored
         scattered = self.bytes.once("scattered", pair, lambda: _scattered(*pair))
         packed = self.bytes.once("packed", pair, lambda: _packed(*pair))
+        in_each = passage.edge.marked(self.wiring.sites[passage.edge.source].scattered)[:, None]
         if not self._enters(passage):
+            if self.lifetimes.has_several_uses(passage.value):
+                is_late = tables.is_sum & ~in_each
+                over = np.where(is_late, np.maximum(0.0, tables.gradient - stored), 0.0)
+                self.uses.setdefault(passage.value, []).append((passage.index, over, back))
             whole = self.bytes.once(("grows", width), (tables,), lambda: _growing(tables, width))
         self._put("gradients", passage, cut, back, back)
         if owner not in self.buckets.wait:
@@ -199,7 +221,6 @@ class EdgePieces:
             return
         settled = self.clock.settled
         # reduced in each micro-batch; else it waits as it comes
-        in_each = passage.edge.marked(self.wiring.sites[passage.edge.source].scattered)[:, None]
         waits = np.where(in_each & tables.is_sum, np.minimum(whole, stored), whole)
         self._put("gradients", passage, waits, 0, settled)
         if self.buckets.adds_twice:

@@ -8,10 +8,10 @@ Pieces, each with the bytes of every choice and the time during which it is ther
 
 A piece belongs to a site (bytes by its choice) or to an edge (bytes by what leaves and what arrives: a conversion makes
 something). The memory at a time is a sum over choices, so it is a row of the solver; the peak of a plan is the largest
-of them, and of what no sum counts (`Readers`, `Temporaries`). Values that lie on one memory (views) are one piece, as
-long as nothing converts between them. States of the optimizer are there from the second step on: that step counts, and
-`first` is the other. What is counted is what the emitted program holds with its outputs in the user's hands until
-backward has ended, which begins at the loss, where there is one. `pieces.py` builds it.
+of them, and of what no sum counts (`Readers`, `Merged`, `Temporaries`). Values that lie on one memory (views) are one
+piece, as long as nothing converts between them. States of the optimizer are there from the second step on: that step
+counts, and `first` is the other. What is counted is what the emitted program holds with its outputs in the user's hands
+until backward has ended, which begins at the loss, where there is one. `pieces.py` builds it.
 """
 
 from __future__ import annotations
@@ -69,6 +69,19 @@ class Readers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Merged:
+    """The edges by which several ops read a parameter: where all gather it alike, they read one copy.
+
+    Their gradients are added up whole then, and reduced once. Pieces count each of them as reduced where it comes.
+    """
+
+    edges: tuple[int, ...]
+    arrives: tuple[np.ndarray, ...]  # of each edge a number for each flow of `taken`: equal ones are gathered once
+    over: tuple[np.ndarray, ...]  # bytes by which the gradient is more before it is reduced, by [given, taken]
+    spans: tuple[tuple[int, int], ...]  # the first and the last time at which it is there: now, or of what waits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Memory:
     """All pieces of a step."""
 
@@ -77,6 +90,7 @@ class Memory:
     updates: int = 1  # times of the optimizer's step
     passages: Passages = field(default_factory=Passages)  # how values lie on each other: what recompute asks
     readers: tuple[Readers, ...] = ()  # of values that several read
+    merged: tuple[Merged, ...] = ()  # of parameters that several read
     temporaries: Temporaries | None = None  # of conversions
 
     @property
@@ -104,6 +118,13 @@ class Memory:
                 for n, begin, last in zip(found, readers.begins, readers.ends, strict=True):
                     if not n and begin <= min(last, end):
                         yield amount, begin, min(last, end)
+
+        for merged in self.merged:
+            places = [place(k) for k in merged.edges]
+            over = min(float(table[at]) for table, at in zip(merged.over, places, strict=True))
+            if over and len({int(flows[at[1]]) for flows, at in zip(merged.arrives, places, strict=True)}) == 1:
+                for begin, last in merged.spans:
+                    yield over, begin, last
 
     def held(self, picked: Sequence[int], edges: Sequence[Edge]) -> dict[str, np.ndarray]:
         """Bytes at every time, by kind."""

@@ -48,7 +48,8 @@ def memory_of(
     pieces = (*sites.found, *edges.found, *_unread(graph, wiring, clock), *_rows_out(graph, wiring, clock))
     passages = passages_of(wiring, lifetimes, bytes_)
     temporaries = Temporaries(wiring, lifetimes, schedule, passages, pieces, conversions, bytes_)
-    return Memory(pieces, tuple(info(n).key for n in clock.ops), clock.updates, passages, edges.readers, temporaries)
+    ops, merged = tuple(info(n).key for n in clock.ops), edges.merged(passages.arrives)
+    return Memory(pieces, ops, clock.updates, passages, edges.readers, merged, temporaries)
 
 
 def _gathered(wiring: Wiring, parameters: ParameterValues, bytes_: LocalBytes) -> set[fx.Node]:
