@@ -65,7 +65,13 @@ def _measured_now(device: str, names: tuple[str, ...]) -> Mapping[str, float]:
 
     said = f"autopar: measuring its kernels on {device}, once; kept in {path()}"
     print(said, file=sys.stderr, flush=True)
-    gains = least_gains(measure(names, "cuda", quick=True))
+    gains = dict[str, float]()
+    for name in names:
+        try:
+            gains |= least_gains(measure((name,), "cuda", quick=True))
+        except Exception as e:  # what cannot be compiled or launched there stands nowhere, and the ops run
+            gains[name] = 0.0
+            print(f"autopar: the kernels of {name} do not run on {device}: {e!r}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):  # a folder that cannot be written: measured again by the next process
         keep(device, gains)
     found = ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items())

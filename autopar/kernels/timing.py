@@ -139,7 +139,7 @@ def _over(seconds: float, taken: float) -> float:
 
 def measure(names: Sequence[str], device: str, small: bool = False, quick: bool = False) -> Iterator[Row]:
     """A row for each family, dtype and shape; `quick`: the first shape alone, and without torch.compile."""
-    large = 2**17 if small else 2**32
+    large = 2**17 if small else 2**28 if quick else 2**32
     copied = large / _copy_s(large, device)
     for family in families(names):
         for dtype in ("bfloat16", "float32"):

@@ -61,6 +61,8 @@ def test_a_new_device_is_measured_once(monkeypatch, tmp_path, capsys):
     def rows(names, device, quick):
         asked.append((names, device, quick))
         for name in names:
+            if name == "dropout":
+                raise RuntimeError("no such instruction")
             for seconds in (1.0, 2.0):  # in two dtypes: the larger decides
                 kernel, ops = Times(seconds / 2, seconds / 2), Times(1.0, 0.5)
                 yield Row(
@@ -75,11 +77,13 @@ def test_a_new_device_is_measured_once(monkeypatch, tmp_path, capsys):
     keep("a new card", {"gated": 1.2, "rotary": 3.0})
     try:
         assert faster() == ("gated", "rotary")
-        assert asked == [(tuple(n for n in NAMES if n not in ("gated", "rotary")), "cuda", True)]
-        assert "measuring its kernels on a new card" in capsys.readouterr().err
-        assert faster() == ("gated", "rotary") and len(asked) == 1  # the file has all now
+        assert asked == [((n,), "cuda", True) for n in NAMES if n not in ("gated", "rotary")]
+        said = capsys.readouterr().err
+        assert "measuring its kernels on a new card" in said
+        assert "the kernels of dropout do not run on a new card: RuntimeError('no such instruction')" in said
+        assert faster() == ("gated", "rotary") and len(asked) == len(NAMES) - 2  # the file has all now
         measured.path().unlink()
-        assert faster() == () and len(asked) == 2  # 0.75 of the ops' speed, and rotary is wrong
+        assert faster() == () and len(asked) == 2 * len(NAMES) - 2  # 0.75 of the ops' speed, and rotary is wrong
     finally:
         measured._measured_now.cache_clear()
 
