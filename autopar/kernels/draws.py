@@ -16,16 +16,21 @@ BLOCK, WARPS = 1024, 4
 
 
 @jit
+def bits_of(key, column):
+    """The bits of some columns of a row, by its key."""
+    h = key.to(tl.uint32, bitcast=True) + column.to(tl.uint32, bitcast=True) * 0x9E3779B9
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return (h ^ (h >> 16)).to(tl.int32, bitcast=True)
+
+
+@jit
 def kernel(KEY, COLUMN, OUT, columns, least, IS_MASK: tl.constexpr, BLOCK: tl.constexpr):
     """A block of a row a program."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
-    key = tl.load(KEY + row).to(tl.uint32, bitcast=True)
-    h = key + tl.load(COLUMN + at, mask=inside, other=0).to(tl.uint32, bitcast=True) * 0x9E3779B9
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    bits = (h ^ (h >> 16)).to(tl.int32, bitcast=True)
+    bits = bits_of(tl.load(KEY + row), tl.load(COLUMN + at, mask=inside, other=0))
     if IS_MASK:
         tl.store(OUT + row * columns + at, (bits >= least).to(tl.int8), mask=inside)
     else:

@@ -13,6 +13,7 @@ from torch import Tensor
 from autopar.graph.graph import type_of
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
+from autopar.kernels.draws import bits_of
 from autopar.kernels.family import Family, are_alike
 from autopar.kernels.patterns import Found, Pattern
 from autopar.runtime import forms, random
@@ -35,11 +36,7 @@ def kernel(X, ADDED, KEY, COLUMN, Y, columns, least, factor, ADDS: tl.constexpr,
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
-    key = tl.load(KEY + row).to(tl.uint32, bitcast=True)
-    h = key + tl.load(COLUMN + at, mask=inside, other=0).to(tl.uint32, bitcast=True) * 0x9E3779B9
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    bits = (h ^ (h >> 16)).to(tl.int32, bitcast=True)
+    bits = bits_of(tl.load(KEY + row), tl.load(COLUMN + at, mask=inside, other=0))
     place = row * columns + at
     x = tl.load(X + place, mask=inside, other=0.0).to(tl.float32)
     y = tl.where(bits >= least, x * factor, 0.0).to(Y.dtype.element_ty)
