@@ -24,6 +24,7 @@ MODELS = {
     "gpt_neox": lambda: of("gpt_neox"),
     "t5 1.1": lambda: of("t5 1.1", dropout_rate=0.0),
 }
+LONG = ("t5 1.1", "gemma2", "gpt2, dropout")  # whose other ways are nightly
 HOW = {
     "zero3 on four": ((4,), {"parallel": "zero3"}),
     "two by two, recompute": ((2, 2), {"parallel": {"data": 2, "tensor": 2}, "recompute": "full"}),
@@ -67,7 +68,7 @@ def run(threads, model, how, kernels):
 @pytest.mark.parametrize(
     "model, how",
     [
-        pytest.param(m, h, marks=pytest.mark.nightly if m == "t5 1.1" and i else [])
+        pytest.param(m, h, marks=pytest.mark.nightly if m in LONG and i else [])
         for m in MODELS
         for i, h in enumerate(HOW)
     ],
