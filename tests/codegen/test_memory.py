@@ -14,6 +14,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import autopar
 from autopar import Cluster
+from benchmarks import memory
 from tests.language import gpt2, llama, zeros
 from tests.models import MLP
 
@@ -121,3 +122,20 @@ def test_the_peak_is_what_one_rank_holds(name, mesh, how, fake_world):
         first, third = peaks(parallel, batch, plan.accumulation)
     assert 0.98 <= plan.first_peak_bytes / first <= 1.05
     assert 0.98 <= plan.peak_bytes / third <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("llama zero3 bfloat16", 0.7),  # the embedding's gradient is no sum: the others wait for no bucket with it
+        ("llama 2d", 0.5),  # norms are whole: the message of what is gathered again comes where the others are read
+        pytest.param("llama tight", 0.7, marks=pytest.mark.nightly),  # a gradient is gathered behind its op's backward
+        # a tied table's gradients are added up before they are reduced, and wait so
+        pytest.param("bert free, head in 2 chunks, 2 micro-batches", 0.7, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_plan_that_recomputes_holds_what_it_says(name, share):
+    pair = memory.PAIRS[name]
+    plan = memory.planned(pair, share)
+    assert plan.recomputed
+    assert 0.99 <= plan.peak_bytes / memory.run_plan(plan, pair, 0, by_tracker=True)[3] <= 1.03
