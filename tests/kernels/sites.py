@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import transformers as hf
+
+import autopar
+from autopar import Assume
+from autopar.codegen.local import local_program
+from autopar.codegen.local_passes import is_kernel
+from autopar.kernels import NAMES
+from autopar.tracer import ColoTracer
+
+ASSUMED = Assume(no_padding=True)
 
 SIZES = {
     "hidden_size": 64,
@@ -31,3 +42,14 @@ SITES = {  # of two layers each
         hf.T5Config(**T5, feed_forward_proj="gated-gelu", decoder_start_token_id=0),
     ),
 }
+
+
+def program_of(model, batch, **how):
+    """A model's program on one device, before kernels take their places."""
+    plan = autopar.plan(model, batch, mesh=(1,), memory_budget="inf", kernels=NAMES, assume=ASSUMED, **how)
+    graph = ColoTracer().trace(model, batch, assume=ASSUMED, precision=how.get("precision"))
+    return local_program(graph, plan, (0,))
+
+
+def counts(program):
+    return dict(Counter(n.target.__name__ for n in program.fx.nodes if is_kernel(n)))

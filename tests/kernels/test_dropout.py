@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopar.codegen.local_passes import use_kernels
 from autopar.kernels.dropout import dropped
 from autopar.runtime import random
-from tests.kernels.test_sites import counts, program_of, use_kernels
+from tests.kernels.sites import counts, program_of
 
 KEY = torch.tensor(0x1234_5678_9ABC)
 SHAPE = (6, 5, 40)

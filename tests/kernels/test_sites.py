@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 import torch.fx as fx
 import transformers as hf
 
 import autopar
-from autopar import Assume
 from autopar.codegen.local import local_program
-from autopar.codegen.local_passes import is_kernel, use_kernels
+from autopar.codegen.local_passes import use_kernels
 from autopar.graph.graph import run, type_of
 from autopar.kernels import NAMES, families
 from autopar.letters import BadPlan
 from autopar.tracer import ColoTracer
-from tests.kernels.sites import SITES
+from tests.kernels.sites import SITES, counts, program_of
 from tests.language import drawn, llama
 
-ASSUMED = Assume(no_padding=True)
 LLAMA_LIKE = {"rms_norm": 1, "add_rms_norm": 4, "rotary_pair": 2, "gated": 2}
 EXPECTED = {
     "gpt2": {"layer_norm": 1, "add_layer_norm": 4, "gelu_tanh": 2, "dropout": 5},
@@ -36,17 +32,6 @@ EXPECTED = {
     "bert": {"layer_norm": 2, "add_layer_norm": 4, "dropout": 5},
     "t5 1.1": {"rms_norm": 2, "add_rms_norm": 10, "gated": 4, "dropout": 18},
 }
-
-
-def program_of(model, batch, **how):
-    """A model's program on one device, before kernels take their places."""
-    plan = autopar.plan(model, batch, mesh=(1,), memory_budget="inf", kernels=NAMES, assume=ASSUMED, **how)
-    graph = ColoTracer().trace(model, batch, assume=ASSUMED, precision=how.get("precision"))
-    return local_program(graph, plan, (0,))
-
-
-def counts(program):
-    return dict(Counter(n.target.__name__ for n in program.fx.nodes if is_kernel(n)))
 
 
 @pytest.mark.parametrize("name", SITES)
