@@ -92,6 +92,11 @@ def held(columns: int) -> dict[str, int]:
     return {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": 1 if block <= 1024 else block // 512}
 
 
+def _numbers(scale: float | None, cap: float | None) -> tuple[float, float]:
+    """As the kernels take them; what there is not is not read."""
+    return 1.0 if scale is None else scale, 1.0 if cap is None else cap
+
+
 def _grid(x: Tensor) -> tuple[int]:
     return (-(-(x.numel() // x.shape[-1]) // held(x.shape[-1])["ROWS"]),)
 
@@ -110,7 +115,7 @@ def shares(
         strides = (0, 0, 0, 0) if mask is None else mask.expand(whole).stride()
         given = (x, x if mask is None else mask, y, x.numel() // columns, columns, heads, queries, *strides)
         flags = {"SCALES": scale is not None, "CAPS": cap is not None, "MASKS": mask is not None}
-        forward_kernel[_grid(x)](*given, scale or 1.0, cap or 1.0, **flags, **held(columns))
+        forward_kernel[_grid(x)](*given, *_numbers(scale, cap), **flags, **held(columns))
     return y
 
 
@@ -137,7 +142,7 @@ def shares_backward(
         columns, y = y.shape[-1], y.contiguous()
         given = (dy.contiguous(), y if x is None else x.contiguous(), y, dx, y.numel() // columns, columns)
         flags = {"SCALES": scale is not None, "CAPS": cap is not None}
-        backward_kernel[_grid(y)](*given, scale or 1.0, cap or 1.0, **flags, **held(columns))
+        backward_kernel[_grid(y)](*given, *_numbers(scale, cap), **flags, **held(columns))
     return dx
 
 

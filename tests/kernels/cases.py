@@ -101,7 +101,7 @@ def _exact_drop(x, added, key, op, shape, cuts, p):
 
 def _exact_softmax(x, *given):
     mask, scale, cap, _, _ = given if len(given) == 5 else (None, *given)
-    x = x * (scale or 1.0)
+    x = x * (1.0 if scale is None else scale)
     x = x if cap is None else cap * torch.tanh(x / cap)
     return (x if mask is None else x + mask).softmax(-1)
 
@@ -173,6 +173,9 @@ CASES = {
     ),
     "masked_softmax, turned": Case(
         masked_softmax, ((2, 5, 4, 24), (2, 1, 4, 24)), (3.0, 50.0, True, None), still=1, lies=lambda x: _transposed(x)
+    ),
+    "masked_softmax, scaled by nothing": Case(
+        masked_softmax, ((2, 1, 3, 20), (2, 1, 3, 20)), (0.0, None, True, None), still=1
     ),
     "masked_softmax of nothing": Case(masked_softmax, ((0, 2, 3, 8), (1, 1, 3, 8)), (0.5, None, True, None), still=1),
     "gated by silu": Case(gated, ((3, 7, 130), (3, 7, 130)), (0,)),
