@@ -148,17 +148,7 @@ def less_here(
 
 
 @less_here.register_fake
-def _(
-    x: Tensor,
-    target: Tensor,
-    start: Tensor,
-    rest: Tensor,
-    top: Tensor,
-    total: Tensor,
-    ignored: int,
-    smoothing: float,
-    classes: int,
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty((2,), dtype=torch.float32), x.new_empty((*target.shape, 2), dtype=torch.float32)
 
 
