@@ -137,9 +137,7 @@ class Timeline:
     travels: dict[int, tuple[int, int]]  # edge -> the value that leaves and the value that arrives, of those in runs
     of_chunks: frozenset[int] = frozenset()  # values of a region in chunks: its backward follows at once
     uncovered: tuple[Uncovered, ...] = ()
-    covers: float = (
-        1.0  # of each second of a run that is repeated: the seconds that it hides each time, if there are any
-    )
+    covers: float = 1.0  # seconds of it that a second of what is repeated hides, each time
 
     def __post_init__(self) -> None:
         self.needed = frozenset(v for run in self.runs for v in run.keeps)  # values that some backward reads
