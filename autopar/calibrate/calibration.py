@@ -5,8 +5,8 @@ hides.
 
 Run by every rank of the job (`autopar calibrate`). The collectives are those that emitted programs call, with their
 packing, the ops are ATen code as emitted programs hold it; of a repetition the slowest rank counts, of repetitions the
-median. A call is repeated within a repetition until it has run for a few milliseconds: ranks that share cores take
-turns.
+median. A call is repeated within a repetition until it has run for some milliseconds, a collective for many: ranks that
+share cores take turns.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 # bytes of the whole tensor: those of a number (the least that an axis divides), then 4 KiB to 16 MiB
 SIZES = (4, *(4**k * 4096 for k in range(7)))
 LASTS, HELD = 4e-3, 64 * 2**20  # seconds that a repetition takes at least, and bytes of results that it holds at once
+TURNS_S = 60e-3  # the same of collectives: many turns of the ranks that share a core, which are some milliseconds each
 AHEAD_S = 2e-3  # of work that a GPU has in front of what is timed
 KEPT = 2**20  # bytes that an allocator on the host keeps at hand
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -181,7 +182,8 @@ def _timed(
 
     Medians of rounds, so that what else happens on the machine meets all of them alike.
 
-    Of a round all ranks start together, and each makes as many calls as last a few milliseconds.
+    Of a round all ranks start together, and each makes as many calls as outlast the turns of ranks that share cores:
+    a call alone takes a fifth to twice the time of one in a row, by whose turn it is.
     """
 
     def once(run: Callable[[], Any], calls: int) -> float:
@@ -197,7 +199,7 @@ def _timed(
 
     for run in runs:  # the first warms up
         once(run, 1)
-    calls = [max(1, min(1000, round(LASTS / once(run, 1)))) for run in runs]
+    calls = [max(1, min(1000, round(TURNS_S / once(run, 1)))) for run in runs]
     rounds = list[list[float]]()
     for _ in range(repetitions):
         rounds.append([once(run, n) for run, n in zip(runs, calls, strict=True)])

@@ -67,11 +67,6 @@ class Measured:
         """Bytes/s of the collective that was measured."""
         return self.bytes_per_s
 
-    def slowed(self, by: float) -> Measured:
-        """All of its seconds times a number."""
-        rate = self.bytes_per_s / by
-        return replace(self, latency_s=by * self.latency_s, bytes_per_s=rate, times=_slowed(self.times, by))
-
 
 @dataclass(frozen=True, slots=True)
 class Timed:
@@ -103,7 +98,7 @@ class Cluster:
     measured: tuple[Measured, ...] = ()  # by `autopar calibrate`: they come before the links' figures
     timed: tuple[Timed, ...] = ()  # by `autopar calibrate`: they come before the device's rates
     hidden: float = 1.0  # of the shorter of compute and communication at once, the share that takes no time
-    # what a step took by the sum of its ops and collectives, which were measured one at a time
+    # what the ops of a step took by the sum of them, each measured alone
     together: float = 1.0
 
     def __str__(self) -> str:
@@ -120,7 +115,7 @@ class Cluster:
         size, stride, node = mesh.shape[axis], math.prod(mesh.shape[axis + 1 :]), self.devices_per_node
         for m in self.measured:
             if (m.kind, m.size, m.stride) == (kind, size, stride):
-                return ((size, m.slowed(self.together)),)
+                return ((size, m),)
         inner, outer = self.links[0], self.links[-1]
         if mesh.ranks:
             counts = set[int]()  # of ranks of a group that share a node
