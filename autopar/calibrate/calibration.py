@@ -42,7 +42,9 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 SIZES = (4, *(4**k * 4096 for k in range(7)))
 LASTS, HELD = 4e-3, 64 * 2**20  # seconds that a repetition takes at least, and bytes of results that it holds at once
 TURNS_S = 60e-3  # the same of collectives: many turns of the ranks that share a core, which are some milliseconds each
+BETWEEN = 2  # products of half the width, about a millisecond, between a collective and the next
 AHEAD_S = 2e-3  # of work that a GPU has in front of what is timed
+LEAST_S = 1e-6  # of a collective: none is faster than a function that does nothing
 KEPT = 2**20  # bytes that an allocator on the host keeps at hand
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -73,7 +75,7 @@ def calibrate(
     seconds_of = stages.run(
         "collectives",
         repetitions,
-        lambda tick: _timed([run for *_, run in asked], device, repetitions, tick),
+        lambda tick: _behind_work([run for *_, run in asked], device, repetitions, tick),
     )
     for (a, kind, nbytes, _), taken in zip(asked, seconds_of, strict=True):
         times.setdefault((a, kind), {})[nbytes] = taken
@@ -205,6 +207,33 @@ def _timed(
         rounds.append([once(run, n) for run, n in zip(runs, calls, strict=True)])
         tick()
     return [statistics.median(taken) for taken in zip(*rounds, strict=True)]
+
+
+def _behind_work(
+    runs: Sequence[Callable[[], Any]], device: str, repetitions: int, tick: Callable[[], None]
+) -> list[float]:
+    """Seconds that collectives add to work which each stands behind, as in a step.
+
+    Ranks that share cores come from their work one after the other, and those that are there first wait. In a row of
+    collectives nobody does, and those of two mesh axes take half of what they take in a step. Ranks on GPUs share none.
+    """
+    if device != "cpu":
+        return _timed(runs, device, repetitions, tick)
+    square = torch.ones(*[_width(device) // 2] * 2)
+
+    def work() -> None:
+        for _ in range(BETWEEN):
+            square @ square
+
+    def behind(run: Callable[[], Any]) -> Callable[[], None]:
+        def both() -> None:
+            work()
+            run()
+
+        return both
+
+    alone, *both = _timed([work, *map(behind, runs)], device, repetitions, tick)
+    return [max(taken - alone, LEAST_S) for taken in both]
 
 
 class Alone:
