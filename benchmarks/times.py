@@ -201,7 +201,9 @@ def digest(plan: autopar.Plan) -> str:
 
 
 def profile_of(rank: int, meshes: list[Mesh], lock: str) -> Cluster:
-    """One profile for meshes of several shapes."""
+    """One profile for meshes of several shapes, whose process groups all stand, as they do when plans are measured."""
+    for mesh in meshes:
+        mesh.to_torch("cpu")
     with Turns(lock if rank == 0 else ""):
         found = [calibrate(mesh, "cpu", "here", workloads=WORKLOADS if i == 0 else ()) for i, mesh in enumerate(meshes)]
     return replace(found[0], measured=tuple(m for cluster in found for m in cluster.measured))

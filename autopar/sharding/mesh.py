@@ -9,11 +9,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from autopar.letters import BadSharding, Disagreement, NotServed
 
 if TYPE_CHECKING:
     import torch.distributed.device_mesh
+
+
+# the meshes of torch's that stand, by the job's process group: on every rank the same, for each is made by all
+_made: WeakKeyDictionary[Any, dict[tuple[DeviceMesh, str], torch.distributed.device_mesh.DeviceMesh]] = (
+    WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -101,8 +108,11 @@ class DeviceMesh:
         return DeviceMesh(tuple(self.shape[a] for a in chosen), tuple(self.axes[a] for a in chosen))
 
     def to_torch(self, device_type: str) -> torch.distributed.device_mesh.DeviceMesh:
-        """torch's own mesh over the same ranks; needs a process group of exactly this size."""
-        import torch.distributed.device_mesh  # here, for start-up time: meshes are planned for without torch
+        """torch's own mesh over the same ranks; needs a process group of exactly this size.
+
+        Of equal meshes of one job it is the same: models share process groups, which cost threads and device memory.
+        """
+        import torch.distributed  # here, for start-up time: meshes are planned for without torch
 
         ranks = torch.distributed.get_world_size()
         if ranks != self.size:
@@ -116,6 +126,14 @@ class DeviceMesh:
                 seen=f"ranks {list(self.ranks)}",
                 advice="start the job with its ranks in the mesh's order",
             )
+        made = _made.setdefault(torch.distributed.group.WORLD, {})
+        if (self, device_type) not in made:
+            made[self, device_type] = self._new(device_type)
+        return made[self, device_type]
+
+    def _new(self, device_type: str) -> torch.distributed.device_mesh.DeviceMesh:
+        import torch.distributed.device_mesh
+
         if self.ranks:
             places = torch.tensor(self.ranks).view(self.shape)
             return torch.distributed.device_mesh.DeviceMesh(device_type, places, mesh_dim_names=self.axes)

@@ -52,6 +52,18 @@ def test_torchs_own_mesh_is_taken_as_it_is(fake_world):
         assert torch.equal(ours.to_torch("cpu").mesh, turned.mesh)
 
 
+def test_models_of_one_job_share_process_groups(fake_world):
+    """Of equal meshes; those of the job before have ended with it."""
+    mesh, turned = DeviceMesh((2, 4), ("dp", "tp")), DeviceMesh((2, 4), ("dp", "tp"), (0, 1, 2, 4, 3, 5, 6, 7))
+    with fake_world(8):
+        first = mesh.to_torch("cpu")
+        assert DeviceMesh((2, 4), ("dp", "tp")).to_torch("cpu") is first
+        others = [turned, DeviceMesh((2, 4), ("tp", "dp")), DeviceMesh((8,))]
+        assert len({id(m.to_torch("cpu")) for m in (mesh, *others)}) == 4
+    with fake_world(8):
+        assert mesh.to_torch("cpu") is not first
+
+
 def test_ranks_in_another_order_train_alike(threads):
     model, batch = mlp_case()
     mesh = DeviceMesh((2, 2), ("dp", "tp"), ranks=(0, 2, 1, 3))
