@@ -38,11 +38,12 @@ from autopar.sharding.device import Device
 from autopar.sharding.mesh import DeviceMesh
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-# bytes of the whole tensor: those of a number (the least that an axis divides), then 4 KiB to 16 MiB
-SIZES = (4, *(4**k * 4096 for k in range(7)))
+# bytes of the whole tensor: those of a number and of 16, between which gloo's sums need more and more messages, then
+# 4 KiB to 16 MiB
+SIZES = (4, 64, *(4**k * 4096 for k in range(7)))
 LASTS, HELD = 4e-3, 64 * 2**20  # seconds that a repetition takes at least, and bytes of results that it holds at once
 TURNS_S = 60e-3  # the same of collectives: many turns of the ranks that share a core, which are some milliseconds each
-BETWEEN = 2  # products of half the width, about a millisecond, between a collective and the next
+BETWEEN = 3  # products of half the width, about two milliseconds, between a collective and the next
 AHEAD_S = 2e-3  # of work that a GPU has in front of what is timed
 LEAST_S = 1e-6  # of a collective: none is faster than a function that does nothing
 KEPT = 2**20  # bytes that an allocator on the host keeps at hand
@@ -64,20 +65,17 @@ def calibrate(
     """
     stages = stages or Stages(out=io.StringIO())
     axes = bind_axes(mesh.to_torch(device))
-    asked = [
-        (a, kind, *_collective(kind, axis, size, device))
-        for a, axis in enumerate(axes.values())
-        if axis.size > 1
-        for kind in COLLECTIVES
-        for size in sizes
-    ]
+    asked = dict[tuple[int, str, int], Callable[[], Any]]()  # by axis, kind and bytes
+    for a, axis in enumerate(axes.values()):
+        for kind in COLLECTIVES if axis.size > 1 else ():
+            asked |= {(a, kind, nbytes): run for nbytes, run in (_collective(kind, axis, n, device) for n in sizes)}
     times: dict[tuple[int, str], dict[int, float]] = {}
     seconds_of = stages.run(
         "collectives",
         repetitions,
-        lambda tick: _behind_work([run for *_, run in asked], device, repetitions, tick),
+        lambda tick: _behind_work(list(asked.values()), device, repetitions, tick),
     )
-    for (a, kind, nbytes, _), taken in zip(asked, seconds_of, strict=True):
+    for (a, kind, nbytes), taken in zip(asked, seconds_of, strict=True):
         times.setdefault((a, kind), {})[nbytes] = taken
     measured = [_measured(mesh, a, kind, of) for (a, kind), of in times.items()]
     slowest = min((m for m in measured if m.kind == "all_gather"), key=lambda m: m.bytes_per_s, default=None)
