@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
-import math
 import os
 import statistics
 import time
@@ -22,30 +21,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar.calibrate.collectives import SIZES, of_axes, timed
 from autopar.calibrate.stages import Stages
 from autopar.calibrate.steps import beside_its_parts
 from autopar.calibrate.workloads import WORKLOADS, Workload, traced
 from autopar.optim import AdamW
 from autopar.runtime.collectives import STEPS, Axis, begin_all_reduce, bind_axes, finish, pack_all_reduce
-from autopar.sharding.cluster import Cluster, Link, Measured, Timed
-from autopar.sharding.costs import seconds
+from autopar.sharding.cluster import Cluster, Link, Timed
 from autopar.sharding.device import Device
 from autopar.sharding.mesh import DeviceMesh
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-# bytes of the whole tensor: those of a number and of 16, between which gloo's sums need more and more messages, then
-# 4 KiB to 16 MiB
-SIZES = (4, 64, *(4**k * 4096 for k in range(7)))
 LASTS, HELD = 4e-3, 64 * 2**20  # seconds that a repetition takes at least, and bytes of results that it holds at once
-TURNS_S = 60e-3  # the same of collectives: many turns of the ranks that share a core, which are some milliseconds each
-BETWEEN = 3  # products of half the width, about two milliseconds, between a collective and the next
 AHEAD_S = 2e-3  # of work that a GPU has in front of what is timed
-LEAST_S = 1e-6  # of a collective: none is faster than a function that does nothing
 KEPT = 2**20  # bytes that an allocator on the host keeps at hand
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -65,19 +56,7 @@ def calibrate(
     """
     stages = stages or Stages(out=io.StringIO())
     axes = bind_axes(mesh.to_torch(device))
-    asked = dict[tuple[int, str, int], Callable[[], Any]]()  # by axis, kind and bytes
-    for a, axis in enumerate(axes.values()):
-        for kind in COLLECTIVES if axis.size > 1 else ():
-            asked |= {(a, kind, nbytes): run for nbytes, run in (_collective(kind, axis, n, device) for n in sizes)}
-    times: dict[tuple[int, str], dict[int, float]] = {}
-    seconds_of = stages.run(
-        "collectives",
-        repetitions,
-        lambda tick: _behind_work(list(asked.values()), device, repetitions, tick),
-    )
-    for (a, kind, nbytes), taken in zip(asked, seconds_of, strict=True):
-        times.setdefault((a, kind), {})[nbytes] = taken
-    measured = [_measured(mesh, a, kind, of) for (a, kind), of in times.items()]
+    measured = of_axes(mesh, axes, device, sizes, repetitions, stages)
     slowest = min((m for m in measured if m.kind == "all_gather"), key=lambda m: m.bytes_per_s, default=None)
     link = (
         Link("the slowest measured axis", slowest.latency_s, slowest.bytes_per_s)
@@ -85,7 +64,7 @@ def calibrate(
         else Link("nobody else", 1e-6, 1e12)
     )
     local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
-    timed, figures = _alone(mesh, device, min(5, repetitions), workloads, stages)
+    ops, figures = _alone(mesh, device, min(5, repetitions), workloads, stages)
     hidden = 1.0
     if mesh.size > 1:
         axis, product_s = next(a for a in axes.values() if a.size > 1), figures[DTYPES.index("float32")]
@@ -103,22 +82,16 @@ def calibrate(
         local,
         max(1, mesh.size // local),
         (("measured", how),),
-        tuple(measured),
-        timed,
+        measured,
+        ops,
         hidden,
     )
-    if timed:
+    if ops:
         (together,) = stages.run("a whole step", 0, lambda _: [beside_its_parts(mesh, device, cluster, repetitions)])
         cluster = replace(cluster, together=together)
     box = [cluster]
     dist.broadcast_object_list(box, 0)
     return box[0]
-
-
-def _measured(mesh: DeviceMesh, axis: int, kind: str, times: dict[int, float]) -> Measured:
-    """A collective on one axis, from its seconds by bytes."""
-    size, stride = mesh.shape[axis], math.prod(mesh.shape[axis + 1 :])
-    return Measured(kind, size, stride, *fit(kind, size, times), tuple(sorted(times.items())))
 
 
 def merged(base: Cluster, found: Cluster) -> Cluster:
@@ -136,102 +109,6 @@ def merged(base: Cluster, found: Cluster) -> Cluster:
         together=found.together if found.timed else base.together,
         sources=tuple(sorted({**dict(base.sources), **dict(found.sources)}.items())),
     )
-
-
-def fit(kind: str, n: int, times: dict[int, float]) -> tuple[float, float]:
-    """Latency in seconds and bytes/s with which a collective's formula is nearest to measured times.
-
-    By relative differences.
-    """
-    terms = []
-    for size, taken in times.items():  # a formula is linear in its latency and in one over its bandwidth
-        per_latency = float(seconds(kind, n=n, whole=0, latency=1.0, wire=1.0))
-        per_byte = float(seconds(kind, n=n, whole=size, latency=0.0, wire=1.0))
-        terms.append((per_latency / taken, per_byte / taken))
-    matrix, ones = np.array(terms), np.ones(len(terms))
-    best = np.linalg.lstsq(matrix, ones, rcond=None)[0]
-    if (best <= 0).any():  # one of the two does not show at these sizes
-        alone = [float(matrix[:, i] @ ones / (matrix[:, i] @ matrix[:, i])) for i in range(2)]
-        errors = [float(((matrix[:, i] * alone[i] - 1) ** 2).sum()) for i in range(2)]
-        best = np.array([alone[0], 1e-15]) if errors[0] < errors[1] else np.array([1e-9, alone[1]])
-    return float(best[0]), 1.0 / float(best[1])
-
-
-def _collective(kind: str, axis: Axis, size: int, device: str) -> tuple[int, Callable[[], Any]]:
-    """Bytes of a tensor of about that size, and a collective of it."""
-    n = axis.size
-    rows = max(1, round(size / 4 / n / n / 16))
-    whole = (n * rows, n * 16)  # cut evenly either way
-    if kind == "all_reduce" and size < math.prod(whole) * 4:
-        whole = (1, max(1, size // 4))
-    local = (rows, whole[1]) if kind in ("all_gather", "all_to_all") else whole
-    x = torch.ones(local, device=device)
-    arguments = {
-        "all_gather": (0, whole[0]),
-        "reduce_scatter": (0, whole[0]),
-        "all_reduce": (),
-        "all_to_all": (0, whole[0], (), 1, whole[1], ()),
-    }[kind]
-    return math.prod(whole) * 4, lambda: STEPS[kind](x, axis, *arguments)
-
-
-def _timed(
-    runs: Sequence[Callable[[], Any]], device: str, repetitions: int, tick: Callable[[], None] = lambda: None
-) -> list[float]:
-    """Seconds of one call of each, of what ranks do together, on the slowest rank.
-
-    Medians of rounds, so that what else happens on the machine meets all of them alike.
-
-    Of a round all ranks start together, and each makes as many calls as outlast the turns of ranks that share cores:
-    a call alone takes a fifth to twice the time of one in a row, by whose turn it is.
-    """
-
-    def once(run: Callable[[], Any], calls: int) -> float:
-        dist.barrier()
-        _wait(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        _wait(device)
-        taken = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64, device=device)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return float(taken.item())
-
-    for run in runs:  # the first warms up
-        once(run, 1)
-    calls = [max(1, min(1000, round(TURNS_S / once(run, 1)))) for run in runs]
-    rounds = list[list[float]]()
-    for _ in range(repetitions):
-        rounds.append([once(run, n) for run, n in zip(runs, calls, strict=True)])
-        tick()
-    return [statistics.median(taken) for taken in zip(*rounds, strict=True)]
-
-
-def _behind_work(
-    runs: Sequence[Callable[[], Any]], device: str, repetitions: int, tick: Callable[[], None]
-) -> list[float]:
-    """Seconds that collectives add to work which each stands behind, as in a step.
-
-    Ranks that share cores come from their work one after the other, and those that are there first wait. In a row of
-    collectives nobody does, and those of two mesh axes take half of what they take in a step. Ranks on GPUs share none.
-    """
-    if device != "cpu":
-        return _timed(runs, device, repetitions, tick)
-    square = torch.ones(*[_width(device) // 2] * 2)
-
-    def work() -> None:
-        for _ in range(BETWEEN):
-            square @ square
-
-    def behind(run: Callable[[], Any]) -> Callable[[], None]:
-        def both() -> None:
-            work()
-            run()
-
-        return both
-
-    alone, *both = _timed([work, *map(behind, runs)], device, repetitions, tick)
-    return [max(taken - alone, LEAST_S) for taken in both]
 
 
 class Alone:
@@ -404,7 +281,7 @@ def _hidden(axis: Axis, device: str, repetitions: int, product_s: float) -> floa
     All of it where they share nothing, none where they share their cores.
     """
     x, y = torch.ones(2**20, device=device), torch.ones(*[_width(device)] * 2, device=device)
-    (move,) = _timed([lambda: STEPS["all_reduce"](x, axis)], device, repetitions)
+    (move,) = timed([lambda: STEPS["all_reduce"](x, axis)], device, repetitions)
     count = max(1, round(move / product_s))
 
     def both() -> None:
@@ -413,13 +290,8 @@ def _hidden(axis: Axis, device: str, repetitions: int, product_s: float) -> floa
             y @ y
         finish(pending)
 
-    run, together = count * product_s, _timed([both], device, repetitions)[0]
+    run, together = count * product_s, timed([both], device, repetitions)[0]
     return min(1.0, max(0.0, (run + move - together) / min(run, move)))
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def _width(device: str) -> int:
@@ -454,32 +326,3 @@ def _device(device: str, local: int, figures: Sequence[float]) -> Device:
         launch,
         "cuda" if device == "cuda" else "cpu",
     )
-
-
-def pairs(
-    device: str, small: int = 64, large: int = 2**22, repetitions: int = 5
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Latency in seconds and bytes/s between any two ranks, pair by pair.
-
-    What `autopar.sharding.topology` makes a mesh of.
-    """
-    ranks, me = dist.get_world_size(), dist.get_rank()
-    latency, bandwidth = ([[0.0] * ranks for _ in range(ranks)] for _ in range(2))
-    for a in range(ranks):
-        for b in range(a + 1, ranks):
-            taken = []
-            for size in (small, large):
-                x = torch.ones(size // 4, device=device)
-
-                def there_and_back(x: torch.Tensor = x, a: int = a, b: int = b) -> None:
-                    if me == a:
-                        dist.send(x, b)
-                        dist.recv(x, b)
-                    elif me == b:
-                        dist.recv(x, a)
-                        dist.send(x, a)
-
-                taken.append(_timed([there_and_back], device, repetitions)[0] / 2)
-            latency[a][b] = latency[b][a] = taken[0]
-            bandwidth[a][b] = bandwidth[b][a] = large / max(taken[1] - taken[0], 1e-9)
-    return latency, bandwidth

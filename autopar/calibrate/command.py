@@ -7,7 +7,8 @@ from importlib.metadata import version
 
 import torch.distributed as dist
 
-from autopar.calibrate.calibration import SIZES, calibrate, merged, pairs
+from autopar.calibrate.calibration import calibrate, merged
+from autopar.calibrate.collectives import SIZES, pairs
 from autopar.calibrate.stages import Stages
 from autopar.calibrate.workloads import WORKLOADS
 from autopar.letters import BadSharding

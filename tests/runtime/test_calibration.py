@@ -14,8 +14,9 @@ from torch import nn
 
 import autopar
 from autopar import Cluster, DeviceMesh
-from autopar.calibrate import calibration
-from autopar.calibrate.calibration import COLLECTIVES, calibrate, fit, merged
+from autopar.calibrate import collectives
+from autopar.calibrate.calibration import calibrate, merged
+from autopar.calibrate.collectives import KINDS, fit
 from autopar.calibrate.stages import Stages
 from autopar.calibrate.workloads import WORKLOADS, traced
 from autopar.cli import main
@@ -32,7 +33,7 @@ from autopar.tracer import ColoTracer
 from tests.models import eager_links, mlp_case
 
 
-@pytest.mark.parametrize("kind", COLLECTIVES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_fit_finds_what_the_times_were_made_of(kind):
     rng = np.random.default_rng(0)
     for n, latency, wire in ((2, 1e-5, 1e9), (8, 3e-4, 2e11)):
@@ -100,7 +101,7 @@ def test_every_axis_and_collective_is_measured_and_all_ranks_agree(processes):
     everyone = processes(4, measured)
     assert all(c == everyone[0] for c in everyone)
     assert {(m.kind, m.size, m.stride) for m in everyone[0].measured} == {
-        (kind, 2, stride) for kind in COLLECTIVES for stride in (1, 2)
+        (kind, 2, stride) for kind in KINDS for stride in (1, 2)
     }
     assert everyone[0].device.kernels == "cpu" and everyone[0].devices_per_node == 4
     assert [t.op for t in everyone[0].timed] == ["relu", *(f"optimizer {name}" for name in OPTIMIZERS)]
@@ -124,7 +125,7 @@ def slow_gather(rank):
             time.sleep(0.06)
         return swift(*args)
 
-    calibration.STEPS = {**STEPS, "all_gather": slow}
+    collectives.STEPS = {**STEPS, "all_gather": slow}
     return calibrate(DeviceMesh(2), "cpu", "here", sizes=(4096, 16384), repetitions=3, workloads=())
 
 
@@ -202,7 +203,7 @@ def test_a_workload_is_the_call_and_its_gradients(workload):
 def test_what_a_step_took_by_the_sum_of_its_ops_is_in_all_of_them(tmp_path):
     """Of ops and optimizers alike; collectives are measured with all ranks running, and take what they took."""
     curve = ((1.0, 1e-6), (1e6, 1e-3))
-    found = tuple(Measured(kind, 2, 1, 1e-5, 1e9, curve) for kind in COLLECTIVES)
+    found = tuple(Measured(kind, 2, 1, 1e-5, 1e9, curve) for kind in KINDS)
     timed = tuple(Timed(op, "float32", curve, curve) for op in ("linear", "relu", "add", "sum", "optimizer adamw"))
     alone = replace(Cluster.of("generic"), measured=found, timed=timed, hidden=0.0)
     replace(alone, together=1.5).save(tmp_path / "slowed.json")

@@ -1,0 +1,197 @@
+"""What collectives of a machine take, on every axis of a mesh by size, and what any two of its ranks do.
+
+They are those that emitted programs call, with their packing. Of a repetition the slowest rank counts, of repetitions
+the median.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autopar.calibrate.stages import Stages
+from autopar.runtime.collectives import STEPS, Axis
+from autopar.sharding.cluster import Measured
+from autopar.sharding.costs import seconds
+from autopar.sharding.mesh import DeviceMesh
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+# bytes of the whole tensor: those of a number and of 16, between which gloo's sums need more and more messages, then
+# 4 KiB to 16 MiB
+SIZES = (4, 64, *(4**k * 4096 for k in range(7)))
+TURNS_S = 60e-3  # that a repetition takes at least: many turns of the ranks that share a core, some milliseconds each
+WIDTH, BETWEEN = 256, 3  # products of that width, about two milliseconds, between a collective and the next on a CPU
+LEAST_S = 1e-6  # of a collective: none is faster than a function that does nothing
+
+Run = Callable[[], Any]
+
+
+def of_axes(
+    mesh: DeviceMesh, axes: Mapping[str, Axis], device: str, sizes: Sequence[int], repetitions: int, stages: Stages
+) -> tuple[Measured, ...]:
+    """Every kind of collective on every axis that has several devices."""
+    places = [(a, axis) for a, axis in enumerate(axes.values()) if axis.size > 1]
+    asked = dict[tuple[str, tuple[int, ...]], list[Run]]()  # by kind and bytes, on each axis
+    for kind in KINDS if places else ():
+        for size in sizes:
+            made = [_collective(kind, axis, size, device) for _, axis in places]
+            asked[kind, tuple(nbytes for nbytes, _ in made)] = [run for _, run in made]
+    taken = stages.run(
+        "collectives", repetitions, lambda tick: _in_a_step(list(asked.values()), device, repetitions, tick)
+    )
+    keys = [(a, kind, nbytes) for kind, of in asked for (a, _), nbytes in zip(places, of, strict=True)]
+    times = dict[tuple[int, str], dict[int, float]]()
+    for (a, kind, nbytes), each in zip(keys, taken, strict=True):
+        times.setdefault((a, kind), {})[nbytes] = each
+    return tuple(_measured(mesh, a, kind, times[a, kind]) for a, _ in places for kind in KINDS)
+
+
+def _measured(mesh: DeviceMesh, axis: int, kind: str, times: dict[int, float]) -> Measured:
+    """A collective on one axis, from its seconds by bytes."""
+    size, stride = mesh.shape[axis], math.prod(mesh.shape[axis + 1 :])
+    return Measured(kind, size, stride, *fit(kind, size, times), tuple(sorted(times.items())))
+
+
+def fit(kind: str, n: int, times: dict[int, float]) -> tuple[float, float]:
+    """Latency in seconds and bytes/s with which a collective's formula is nearest to measured times.
+
+    By relative differences.
+    """
+    terms = []
+    for size, taken in times.items():  # a formula is linear in its latency and in one over its bandwidth
+        per_latency = float(seconds(kind, n=n, whole=0, latency=1.0, wire=1.0))
+        per_byte = float(seconds(kind, n=n, whole=size, latency=0.0, wire=1.0))
+        terms.append((per_latency / taken, per_byte / taken))
+    matrix, ones = np.array(terms), np.ones(len(terms))
+    best = np.linalg.lstsq(matrix, ones, rcond=None)[0]
+    if (best <= 0).any():  # one of the two does not show at these sizes
+        alone = [float(matrix[:, i] @ ones / (matrix[:, i] @ matrix[:, i])) for i in range(2)]
+        errors = [float(((matrix[:, i] * alone[i] - 1) ** 2).sum()) for i in range(2)]
+        best = np.array([alone[0], 1e-15]) if errors[0] < errors[1] else np.array([1e-9, alone[1]])
+    return float(best[0]), 1.0 / float(best[1])
+
+
+def _collective(kind: str, axis: Axis, size: int, device: str) -> tuple[int, Callable[[], Any]]:
+    """Bytes of a tensor of about that size, and a collective of it."""
+    n = axis.size
+    rows = max(1, round(size / 4 / n / n / 16))
+    whole = (n * rows, n * 16)  # cut evenly either way
+    if kind == "all_reduce" and size < math.prod(whole) * 4:
+        whole = (1, max(1, size // 4))
+    local = (rows, whole[1]) if kind in ("all_gather", "all_to_all") else whole
+    x = torch.ones(local, device=device)
+    arguments = {
+        "all_gather": (0, whole[0]),
+        "reduce_scatter": (0, whole[0]),
+        "all_reduce": (),
+        "all_to_all": (0, whole[0], (), 1, whole[1], ()),
+    }[kind]
+    return math.prod(whole) * 4, lambda: STEPS[kind](x, axis, *arguments)
+
+
+def _in_a_step(asked: Sequence[Sequence[Run]], device: str, repetitions: int, tick: Callable[[], None]) -> list[float]:
+    """Seconds of collectives, each given on all axes, as a step meets them.
+
+    Ranks that share cores come from their work one after the other, and who is there first waits; who waits on one
+    axis is late on the next. So there is work before each, and those of several axes are timed in turn too: what a turn
+    takes longer than its parts is shared out. Ranks on GPUs share nothing, and work would hide what starts a
+    collective.
+    """
+    runs = [run for by_axis in asked for run in by_axis]
+    if device != "cpu":
+        return timed(runs, device, repetitions, tick)
+    square = torch.ones(WIDTH, WIDTH)
+
+    def behind_work(*runs: Run) -> Callable[[], None]:
+        def in_turn() -> None:
+            for run in runs:
+                for _ in range(BETWEEN):
+                    square @ square
+                run()
+
+        return in_turn
+
+    turns = [by_axis for by_axis in asked if len(by_axis) > 1]
+    rows = [behind_work(lambda: None), *map(behind_work, runs), *(behind_work(*turn) for turn in turns)]
+    work, *rest = timed(rows, device, repetitions, tick)
+    alone, in_turns = iter(rest[: len(runs)]), iter(rest[len(runs) :])
+    found = list[float]()
+    for by_axis in asked:
+        each = [max(next(alone) - work, LEAST_S) for _ in by_axis]
+        slower = (next(in_turns) - len(each) * work) / sum(each) if len(each) > 1 else 1.0
+        found += [max(slower * seconds, LEAST_S) for seconds in each]
+    return found
+
+
+def timed(
+    runs: Sequence[Callable[[], Any]], device: str, repetitions: int, tick: Callable[[], None] = lambda: None
+) -> list[float]:
+    """Seconds of one call of each, of what ranks do together, on the slowest rank.
+
+    Medians of rounds, so that what else happens on the machine meets all of them alike.
+
+    Of a round all ranks start together, and each makes as many calls as outlast the turns of ranks that share cores:
+    a call alone takes a fifth to twice the time of one in a row, by whose turn it is.
+    """
+
+    def once(run: Callable[[], Any], calls: int) -> float:
+        dist.barrier()
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        wait(device)
+        taken = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64, device=device)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        return float(taken.item())
+
+    for run in runs:  # the first warms up
+        once(run, 1)
+    calls = [max(1, min(1000, round(TURNS_S / once(run, 1)))) for run in runs]
+    rounds = list[list[float]]()
+    for _ in range(repetitions):
+        rounds.append([once(run, n) for run, n in zip(runs, calls, strict=True)])
+        tick()
+    return [statistics.median(taken) for taken in zip(*rounds, strict=True)]
+
+
+def wait(device: str) -> None:
+    """Until a GPU has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def pairs(
+    device: str, small: int = 64, large: int = 2**22, repetitions: int = 5
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Latency in seconds and bytes/s between any two ranks, pair by pair.
+
+    What `autopar.sharding.topology` makes a mesh of.
+    """
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    latency, bandwidth = ([[0.0] * ranks for _ in range(ranks)] for _ in range(2))
+    for a in range(ranks):
+        for b in range(a + 1, ranks):
+            taken = []
+            for size in (small, large):
+                x = torch.ones(size // 4, device=device)
+
+                def there_and_back(x: torch.Tensor = x, a: int = a, b: int = b) -> None:
+                    if me == a:
+                        dist.send(x, b)
+                        dist.recv(x, b)
+                    elif me == b:
+                        dist.recv(x, a)
+                        dist.send(x, a)
+
+                taken.append(timed([there_and_back], device, repetitions)[0] / 2)
+            latency[a][b] = latency[b][a] = taken[0]
+            bandwidth[a][b] = bandwidth[b][a] = large / max(taken[1] - taken[0], 1e-9)
+    return latency, bandwidth
