@@ -15,7 +15,7 @@ from torch import nn
 import autopar
 from autopar import Cluster, DeviceMesh
 from autopar.calibrate import collectives
-from autopar.calibrate.calibration import calibrate, merged
+from autopar.calibrate.calibration import Alone, calibrate, merged
 from autopar.calibrate.collectives import KINDS, fit
 from autopar.calibrate.stages import Stages
 from autopar.calibrate.workloads import WORKLOADS, traced
@@ -129,6 +129,15 @@ def slow_gather(rank):
     return calibrate(DeviceMesh(2), "cpu", "here", sizes=(4096, 16384), repetitions=3, workloads=())
 
 
+def test_collectives_of_two_axes_share_what_their_turn_takes_longer(monkeypatch):
+    """On a CPU; a GPU's are timed in rows, without work between."""
+    given = iter(([2.0, 3.0, 4.0, 2.5, 10.0], [1.0, 2.0, 0.5]))
+    monkeypatch.setattr(collectives, "timed", lambda rows, *_: next(given))
+    asked = [[print, print], [print]]
+    assert collectives._in_a_step(asked, "cpu", 1, print) == [2.0, 4.0, 0.5]  # of the turn 6 s, of both alone 1 and 2
+    assert collectives._in_a_step(asked, "cuda", 1, print) == [1.0, 2.0, 0.5]
+
+
 def test_the_command_writes_a_profile_that_plans_use(tmp_path, capsys):
     path = tmp_path / "mine.json"
     assert main(["calibrate", "--ranks", "2", "--largest", "65536", "--pairs", "--without-ops", "-o", str(path)]) == 0
@@ -167,7 +176,7 @@ def busy(seconds):
 
 def alone(rank):
     """Times of calls of one and four milliseconds, and how crowded the machine was."""
-    timer = calibration.Alone("cpu", 5)
+    timer = Alone("cpu", 5)
     times = [timer(lambda s=s: busy(s)(torch.ones(4))) for s in (1e-3, 4e-3)]
     return times, timer.crowding
 
