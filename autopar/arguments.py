@@ -50,10 +50,11 @@ def kernels_of(given: Any) -> bool | tuple[str, ...]:
     if isinstance(given, bool):
         return given
     names = (given,) if isinstance(given, str) else given
-    if not isinstance(names, Collection) or not all(name in NAMES for name in names):
+    unknown = [name for name in names if name not in NAMES] if isinstance(names, Collection) else [given]
+    if unknown:
         raise NotServed(
             f"kernels={given!r} names no kernels",
-            seen=among(NAMES, given),
+            seen=among(NAMES, unknown[0]),
             advice="True, those that were measured to be faster on the device; False; or some of these",
         )
     return tuple(name for name in NAMES if name in names)

@@ -142,6 +142,8 @@ def test_kernels_are_named_or_none():
     for wrong in ("rms", 3, ["gated", "rms"], [[]], None):
         with pytest.raises(autopar.NotServed, match="names no kernels"):
             autopar.plan(model, batch, mesh=(1,), kernels=wrong)
+    with pytest.raises(autopar.NotServed, match="did you mean 'layer_norm'"):
+        autopar.plan(model, batch, mesh=(1,), kernels=("rms_norm", "layer_nrom"))
     plan = autopar.plan(model, batch, mesh=(1,), kernels=("gated", "rms_norm"), memory_budget="inf")
     assert plan.kernels == ("rms_norm", "gated") and autopar.Plan.from_dict(plan.to_dict()) == plan
     with pytest.raises(BadPlan, match="names no kernels"):
