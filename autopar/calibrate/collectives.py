@@ -7,6 +7,7 @@ the median.
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,8 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 # 4 KiB to 16 MiB
 SIZES = (4, 64, *(4**k * 4096 for k in range(7)))
 TURNS_S = 60e-3  # that a repetition takes at least: many turns of the ranks that share a core, some milliseconds each
-WIDTH, BETWEEN = 256, 3  # products of that width, about two milliseconds, between a collective and the next on a CPU
+PAIR_S = 4e-3  # the same of two ranks, of which there are many
+WIDTH, BETWEEN = 256, 3  # products of that width, about two milliseconds, between a collective and the next
 LEAST_S = 1e-6  # of a collective: none is faster than a function that does nothing
 
 Run = Callable[[], Any]
@@ -43,9 +45,9 @@ def of_axes(
         for size in sizes:
             made = [_collective(kind, axis, size, device) for _, axis in places]
             asked[kind, tuple(nbytes for nbytes, _ in made)] = [run for _, run in made]
-    taken = stages.run(
-        "collectives", repetitions, lambda tick: _in_a_step(list(asked.values()), device, repetitions, tick)
-    )
+    runs = list(asked.values())
+    in_step = _in_a_step if _share_cores(device) else _in_rows
+    taken = stages.run("collectives", repetitions, lambda tick: in_step(runs, device, repetitions, tick))
     keys = [(a, kind, nbytes) for kind, of in asked for (a, _), nbytes in zip(places, of, strict=True)]
     times = dict[tuple[int, str], dict[int, float]]()
     for (a, kind, nbytes), each in zip(keys, taken, strict=True):
@@ -96,17 +98,29 @@ def _collective(kind: str, axis: Axis, size: int, device: str) -> tuple[int, Cal
     return math.prod(whole) * 4, lambda: STEPS[kind](x, axis, *arguments)
 
 
-def _in_a_step(asked: Sequence[Sequence[Run]], device: str, repetitions: int, tick: Callable[[], None]) -> list[float]:
-    """Seconds of collectives, each given on all axes, as a step meets them.
+def _share_cores(device: str) -> bool:
+    """Has any machine of the job fewer cores than threads that compute?"""
+    if device != "cpu":
+        return False
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    is_crowded = torch.tensor(float(ranks * torch.get_num_threads() > (os.cpu_count() or 1)))
+    dist.all_reduce(is_crowded, dist.ReduceOp.MAX)
+    return bool(is_crowded)
 
-    Ranks that share cores come from their work one after the other, and who is there first waits; who waits on one
-    axis is late on the next. So there is work before each, and those of several axes are timed in turn too: what a turn
-    takes longer than its parts is shared out. Ranks on GPUs share nothing, and work would hide what starts a
-    collective.
+
+def _in_rows(asked: Sequence[Sequence[Run]], device: str, repetitions: int, tick: Callable[[], None]) -> list[float]:
+    """Seconds of collectives, each given on all axes: of each a row of calls."""
+    return timed([run for by_axis in asked for run in by_axis], device, repetitions, tick)
+
+
+def _in_a_step(asked: Sequence[Sequence[Run]], device: str, repetitions: int, tick: Callable[[], None]) -> list[float]:
+    """The same as a step meets them, of ranks that share cores.
+
+    They come from their work one after the other, and who is there first waits; who waits on one axis is late on the
+    next. So there is work before each, and those of several axes are timed in turn too: what a turn takes longer than
+    its parts is shared out.
     """
     runs = [run for by_axis in asked for run in by_axis]
-    if device != "cpu":
-        return timed(runs, device, repetitions, tick)
     square = torch.ones(WIDTH, WIDTH)
 
     def behind_work(*runs: Run) -> Callable[[], None]:
@@ -131,7 +145,11 @@ def _in_a_step(asked: Sequence[Sequence[Run]], device: str, repetitions: int, ti
 
 
 def timed(
-    runs: Sequence[Callable[[], Any]], device: str, repetitions: int, tick: Callable[[], None] = lambda: None
+    runs: Sequence[Run],
+    device: str,
+    repetitions: int,
+    tick: Callable[[], None] = lambda: None,
+    lasts: float = TURNS_S,
 ) -> list[float]:
     """Seconds of one call of each, of what ranks do together, on the slowest rank.
 
@@ -154,7 +172,7 @@ def timed(
 
     for run in runs:  # the first warms up
         once(run, 1)
-    calls = [max(1, min(1000, round(TURNS_S / once(run, 1)))) for run in runs]
+    calls = [max(1, min(1000, round(lasts / once(run, 1)))) for run in runs]
     rounds = list[list[float]]()
     for _ in range(repetitions):
         rounds.append([once(run, n) for run, n in zip(runs, calls, strict=True)])
@@ -191,7 +209,7 @@ def pairs(
                         dist.recv(x, a)
                         dist.send(x, a)
 
-                taken.append(timed([there_and_back], device, repetitions)[0] / 2)
+                taken.append(timed([there_and_back], device, repetitions, lasts=PAIR_S)[0] / 2)
             latency[a][b] = latency[b][a] = taken[0]
             bandwidth[a][b] = bandwidth[b][a] = large / max(taken[1] - taken[0], 1e-9)
     return latency, bandwidth

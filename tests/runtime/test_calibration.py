@@ -130,12 +130,12 @@ def slow_gather(rank):
 
 
 def test_collectives_of_two_axes_share_what_their_turn_takes_longer(monkeypatch):
-    """On a CPU; a GPU's are timed in rows, without work between."""
-    given = iter(([2.0, 3.0, 4.0, 2.5, 10.0], [1.0, 2.0, 0.5]))
-    monkeypatch.setattr(collectives, "timed", lambda rows, *_: next(given))
+    """Where ranks share cores; elsewhere they are timed in rows, without work between."""
+    given = {5: [2.0, 3.0, 4.0, 2.5, 10.0], 3: [1.0, 2.0, 0.5]}  # with work alone and a turn, and without
+    monkeypatch.setattr(collectives, "timed", lambda rows, *_: given[len(rows)])
     asked = [[print, print], [print]]
     assert collectives._in_a_step(asked, "cpu", 1, print) == [2.0, 4.0, 0.5]  # of the turn 6 s, of both alone 1 and 2
-    assert collectives._in_a_step(asked, "cuda", 1, print) == [1.0, 2.0, 0.5]
+    assert collectives._in_rows(asked, "cpu", 1, print) == [1.0, 2.0, 0.5]
 
 
 def test_the_command_writes_a_profile_that_plans_use(tmp_path, capsys):
