@@ -156,7 +156,7 @@ def timed(
     Medians of rounds, so that what else happens on the machine meets all of them alike.
 
     Of a round all ranks start together, and each makes as many calls as outlast the turns of ranks that share cores:
-    a call alone takes a fifth to twice the time of one in a row, by whose turn it is.
+    a call alone takes a quarter to twice the time of one in a row, by whose turn it is.
     """
 
     def once(run: Callable[[], Any], calls: int) -> float:
