@@ -87,8 +87,10 @@ def calibrate(
         hidden,
     )
     if ops:
-        (together,) = stages.run("a whole step", 0, lambda _: [beside_its_parts(mesh, device, cluster, repetitions)])
-        cluster = replace(cluster, together=together)
+        slope, height = stages.run(
+            "whole steps", 0, lambda _: list(beside_its_parts(mesh, device, cluster, repetitions))
+        )
+        cluster = replace(cluster, together=slope, step_s=height)
     box = [cluster]
     dist.broadcast_object_list(box, 0)
     return box[0]
@@ -107,6 +109,7 @@ def merged(base: Cluster, found: Cluster) -> Cluster:
         timed=(*(t for t in base.timed if (t.op, t.dtype) not in ops), *found.timed),
         hidden=found.hidden,
         together=found.together if found.timed else base.together,
+        step_s=found.step_s if found.timed else base.step_s,
         sources=tuple(sorted({**dict(base.sources), **dict(found.sources)}.items())),
     )
 

@@ -181,7 +181,7 @@ def timed(
 
 
 def wait(device: str) -> None:
-    """Until a GPU has done what it was given."""
+    """Return when a GPU has finished its queue; at once on a CPU."""
     if device == "cuda":
         torch.cuda.synchronize()
 

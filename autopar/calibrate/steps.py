@@ -1,14 +1,15 @@
-"""A whole step of a small model, measured and predicted.
+"""Whole steps of a small model, measured and predicted.
 
 Kernels and collectives are measured one at a time, in loops whose operands are at hand. In a step they meet cold
-caches, ranks that are not quite as far, and the code around them. What all of that takes is seen on a step alone.
+caches, ranks that are not quite as far, and the code around them. What all of that takes is seen on steps alone, of
+which there are two, for some of it grows with the work and some does not.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.tracer.precision import Precision
 
 WARM = 2
+ROWS = 2, 8  # of a device, in the small step and in the large one
+ROUNDS = 3  # times the repetitions of a kernel: all else is multiplied by what steps take
 LEAST = 0.5  # of the seconds of ops alone: less than that is an error of the collectives
 
 
@@ -42,17 +45,39 @@ class Reference(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-def beside_its_parts(mesh: DeviceMesh, device: str, cluster: Cluster, repetitions: int) -> float:
-    """What the ops of a step of the reference take, by what is predicted of them; the batch is cut over all devices.
+def beside_its_parts(mesh: DeviceMesh, device: str, cluster: Cluster, repetitions: int) -> tuple[float, float]:
+    """Seconds of a step's ops over their prediction, and the seconds of a step that do not grow with its ops.
 
-    Its communication takes what was measured of it: collectives are measured with all ranks running, in rows.
+    The line through two steps of the reference, whose batch is cut over all devices. Their communication takes what
+    was measured of it: collectives are measured with all ranks running, in rows.
     """
+    made = [_step(mesh, device, cluster, rows) for rows in ROWS]
+    taken = _slowest([step for step, *_ in made], device, ROUNDS * repetitions)
+    few, many = (computed for _, computed, _ in made)
+    least, most = (
+        max(LEAST * computed, seconds - communicated)
+        for seconds, (_, computed, communicated) in zip(taken, made, strict=True)
+    )
+    return line(few, least, many, most)
+
+
+def line(few: float, least: float, many: float, most: float) -> tuple[float, float]:
+    """Slope and height of the line through (few, least) and (many, most), which takes something for every op.
+
+    And nothing less than nothing for none: where steps are not that regular, the line from there to the large one.
+    """
+    slope = max(LEAST, (most - least) / (many - few))
+    height = most - slope * many
+    return (slope, height) if height > 0 else (most / many, 0.0)
+
+
+def _step(mesh: DeviceMesh, device: str, cluster: Cluster, rows: int) -> tuple[Callable[[], None], float, float]:
+    """A step of the reference on so many rows a device, and what is predicted of its ops and of its communication."""
     torch.manual_seed(0)
     # on a GPU long enough that it does not wait for the host
-    width, rows, length = (4096, 8, 2048) if device == "cuda" else (256, 2, 64)
+    width, length = (4096, 2048) if device == "cuda" else (256, 64)
     tokens = torch.randint(0, 1024, (rows * mesh.size, length), device=device)
     batch = {"tokens": tokens, "targets": tokens.clone()}
-    precision = Precision("bfloat16", "float32") if device == "cuda" else None
     model = autoparallelize(
         Reference(width).to(device),
         batch,
@@ -60,7 +85,7 @@ def beside_its_parts(mesh: DeviceMesh, device: str, cluster: Cluster, repetition
         cluster=cluster,
         parallel="dp",
         memory_budget="inf",
-        precision=precision,
+        precision=Precision("bfloat16", "float32") if device == "cuda" else None,
         kernels=False,
     )
     optimizer = torch.optim.AdamW(model.parameters())
@@ -71,20 +96,21 @@ def beside_its_parts(mesh: DeviceMesh, device: str, cluster: Cluster, repetition
         optimizer.step()
 
     computed = sum(decision.seconds for decision in model.plan.decisions.values())
-    communicated = model.plan.step_time_s - computed
-    return max(LEAST * computed, _slowest(step, device, repetitions) - communicated) / computed
+    return step, computed, model.plan.step_time_s - computed
 
 
-def _slowest(step: Callable[[], None], device: str, repetitions: int) -> float:
-    """Seconds of the slowest rank, the median of repetitions."""
-    taken = list[float]()
+def _slowest(steps: Sequence[Callable[[], None]], device: str, repetitions: int) -> list[float]:
+    """Seconds of steps of the slowest rank, the median of repetitions; they take turns, so that noise meets all."""
+    taken: list[list[float]] = [[] for _ in steps]
     for _ in range(WARM + repetitions):
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        taken.append(seconds.item())
-    return statistics.median(taken[WARM:])
+        for step, seconds in zip(steps, taken, strict=True):
+            step()  # its memory and its code are at hand from now on, as in training
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds.append(slowest.item())
+    return [statistics.median(seconds[WARM:]) for seconds in taken]

@@ -38,7 +38,7 @@ Call = tuple[
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """How an op is called at a size."""
+    """The call of an op at a size."""
 
     name: str
     call: Callable[[Any], Call]

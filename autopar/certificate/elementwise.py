@@ -114,7 +114,7 @@ rule("lerp.Scalar")(_elementwise("all"))
 
 
 def _added(linear: str) -> Rule:
-    """What another op makes of two operands, added to a third."""
+    """The rule of an op that adds the result of another, of two operands, to a third."""
 
     def of(call: Call) -> Type:
         x, one, other = call.args[:3]

@@ -79,7 +79,7 @@ def _are_groups_cut(channels: Dim, weight: Type) -> bool:
 
 
 def _of_rows(call: Call, x: Type, others: list[Type]) -> Type:
-    """What is known of an op that treats rows alike: that they are cut."""
+    """The type of an op that treats rows alike: its rows are cut as those of `x` are."""
     rows = frozenset(axes_of(x.dims[:1]))
     lost = frozenset(a for t in (x, *others) for a in t.known) - rows | frozenset(a for t in others for a in t.known)
     return Type((x.dims[0], *plain(call.shapes[0][1:]))).opened(lost | x.open)

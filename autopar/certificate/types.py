@@ -30,7 +30,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """How a value lies."""
+    """The type of a value: how it lies on the mesh."""
 
     dims: tuple[Dim, ...]
     sums: frozenset[str] = _NONE  # axes along which it is a part of a sum,

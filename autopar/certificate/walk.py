@@ -52,7 +52,7 @@ _UNFORESEEN = (IndexError, AttributeError, TypeError, ValueError, KeyError)
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """How values enter a program and have to leave it: a sharding for each, None of what is whole."""
+    """Shardings in which values enter a program and have to leave it; None where they are whole."""
 
     axes: Mapping[str, int]  # and their sizes
     primals: tuple[Any, ...]  # inputs, parameters, buffers
@@ -65,7 +65,7 @@ class Interface:
 
 @dataclass(slots=True)
 class Certificate:
-    """What was typed: values, and those of them of which something is unknown along an axis."""
+    """The values that were typed, and those of them of which something is unknown along an axis."""
 
     values: int = 0
     open: int = 0

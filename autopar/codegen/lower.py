@@ -33,7 +33,7 @@ from autopar.space.schedule import schedule_of, travels_alone
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lowered:
-    """What a rank needs to run one traced program: pure code, no process group."""
+    """All that a rank needs to run one traced program: pure code, no process group."""
 
     graph: Graph
     plan: Plan
@@ -119,7 +119,7 @@ def _lowered(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str, g
 
 
 def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows: Rows) -> Interface:
-    """How values enter the program and leave it: all that its certificate is told of the plan.
+    """The shardings at the program's ends: all that its certificate is told of the plan.
 
     Of the model it is told the whole shapes of what each op reads and gives.
     """

@@ -143,7 +143,7 @@ def _refuse_counted_items(named: Mapping[str, Any]) -> None:
 
 
 class Parts:
-    """What ranks pass of each input, and how a call of one rank becomes that of all."""
+    """The part of each input that a rank passes, and the call of all ranks that is made of one rank's."""
 
     def __init__(
         self, plan: Plan, device: torch.device, axes: Sequence[int], known: Sequence[str], cut: Collection[str]

@@ -67,7 +67,7 @@ def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Passing:
-    """What comes in passing, in the times of ops: conversions and parts have those of their ops."""
+    """Values that come in passing, by the times of ops: conversions and parts have those of their ops."""
 
     times: Mapping[fx.Node, int]
     until: Mapping[fx.Node, int]  # of each such node: it is made in passing for the backward of later ops
@@ -108,7 +108,7 @@ class _Passing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Demands:
-    """What the backward of each op asks for of what is not saved, the last op first."""
+    """Values that are not saved and that the backward of each op reads, the last op first."""
 
     nodes: Sequence[fx.Node]
     found: Mapping[fx.Node, None]

@@ -43,7 +43,7 @@ _BEGUN_BY = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Read:
-    """Where the forward first reads a parameter: in which window, in which bucket of it.
+    """The place at which forward first reads a parameter: a window, and a bucket of it.
 
     The bytes of the whole parameter; whether what is gathered of it is still there as backward begins; and whether its
     gradient shares no bucket.

@@ -34,7 +34,7 @@ from autopar.runtime.private import FakeTensor, FakeTensorMode, OpOverload, clea
 
 @dataclass(frozen=True, slots=True)
 class Lies:
-    """How a value lies in memory, and whether it has a gradient: all of it that a trace depends on."""
+    """The layout of a value in memory, and whether it has a gradient: all of it that a trace depends on."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -235,7 +235,7 @@ def _said(node: fx.Node, number: Mapping[fx.Node, str]) -> tuple[Any, ...]:
 
 
 class _Said(str):
-    """Where an operand comes from, in the text of a call."""
+    """The source of an operand, as the text of a call names it."""
 
     def __repr__(self) -> str:
         return str(self)

@@ -45,7 +45,7 @@ class Told:
 
     @staticmethod
     def of(plan: Plan) -> Told:
-        """What can be told of a plan."""
+        """The figures of a plan, as far as they are known."""
         kinds = tuple(_kind(plan, axis) for axis in range(len(plan.mesh.shape)))
         if kinds.count("tensor") > 1:
             raise BadPlan(
@@ -106,7 +106,7 @@ def _has_weight(op: str) -> bool:
 
 
 def _kind(plan: Plan, axis: int) -> str:
-    """What an axis does, by the seconds of products."""
+    """The kind of parallelism of an axis, by the seconds of products."""
     seconds = {"weights": 0.0}
     for d in plan.decisions.values():
         if d.kind == "op" and _has_weight(d.op):

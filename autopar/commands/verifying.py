@@ -71,7 +71,7 @@ def verify(asked: argparse.Namespace) -> int:
 
 
 def _certificate(graph: Graph, plan: Plan) -> str:
-    """What the certificate of the program of the first device says."""
+    """The certificate of the first device's program, in words."""
     try:
         found = lower(graph, plan, (0,) * len(plan.mesh.shape)).certified()
     except NotCertified as e:

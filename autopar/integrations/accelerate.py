@@ -104,7 +104,7 @@ class Accelerator(WholeBatches):
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def _first_call(self) -> Any:
-        """What the model is called with first; random numbers are drawn as if nobody had looked."""
+        """The arguments of the model's first call; random numbers are drawn as if nobody had looked."""
         if self._loader is None:
             raise NotServed("no data loader is prepared with the model", advice="accelerator.prepare(model, loader)")
         with torch.random.fork_rng():

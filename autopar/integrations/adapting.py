@@ -76,7 +76,7 @@ def whole(value: Any) -> Any:
 
 
 def agreed(decision: bool, device: torch.device, everyone: bool) -> bool:
-    """What ranks decide together: yes where all do, or where any does."""
+    """The decision of all ranks: yes where every one says so, or where any does."""
     if not dist.is_initialized():
         return decision
     told = torch.tensor(int(decision), device=device)

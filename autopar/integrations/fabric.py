@@ -149,7 +149,7 @@ class AutoparStrategy(DDPStrategy):
 
 
 class _Waits:
-    """What Fabric asks for `no_backward_sync`."""
+    """The object that Fabric asks for `no_backward_sync`."""
 
     def no_backward_sync(self, module: Any, enabled: bool) -> Any:
         return module.no_sync() if enabled else contextlib.nullcontext()

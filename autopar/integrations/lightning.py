@@ -163,7 +163,7 @@ class _Called(Exception):
 
 
 def _first_call(trainer: pl.Trainer, part: nn.Module) -> Any:
-    """What a part is called with in a step on the first batch; random numbers are drawn as if nobody had looked."""
+    """A part's arguments in a step on the first batch; random numbers are drawn as if nobody had looked."""
     module = trainer.lightning_module
     step, loop = {
         TrainerFn.FITTING: ("training_step", trainer.fit_loop),

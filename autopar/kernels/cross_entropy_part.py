@@ -47,7 +47,7 @@ def shares_kernel(MOST, REST, TOP, OUT, rows, ROWS: tl.constexpr):
 
 @jit
 def losses_kernel(T, REST, TOP, TOTAL, LSE, LOSS, rows, ignored, of_target, of_all, classes, ROWS: tl.constexpr):
-    """Of each row what this device takes from the loss, and behind those of all rows the logarithms, which one counts.
+    """This device's share of each row's loss; and behind all of them the rows' logarithms, which one device counts.
 
     A target that is no class makes no number.
     """
@@ -124,8 +124,10 @@ def less_here(
     smoothing: float,
     classes: int,
 ) -> tuple[Tensor, Tensor]:
-    """What this device takes from the sum of all rows' logarithms, for targets and for all classes, and that sum; and
-    for backward the two parts of each row's logarithm.
+    """This device's share of the loss; and for backward the two parts of each row's logarithm.
+
+    The share is the sum of all rows' logarithms, which one device counts, less the logits of targets and of all
+    classes that lie here.
 
     Its gradient is that of the whole loss: each logit's share of the sum is taken back here too.
     """

@@ -64,7 +64,7 @@ def _launched(
 def dropped(
     x: Tensor, added: Tensor | None, key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]
 ) -> Tensor:
-    """What survives at these places of each dim, scaled; and what is added."""
+    """The elements that survive at these places of each dim, scaled, plus what is added."""
     if backend.runs(x):
         return _launched(x, added, key, op, p, shape, places)
     left = torch.where(random.kept_at(key, op, p, shape, places), x * (1.0 / (1.0 - p)), 0)

@@ -203,7 +203,7 @@ def _arguments(found: Found) -> Mapping[str, Any] | None:
 
 
 def _keeps(found: Found) -> list[Any]:
-    """What backward reads: the result, and the scores where they were capped."""
+    """The values that backward reads: the result, and the scores where they were capped."""
     return [found.result, *([found["x"]] if "CAP" in found.bound else [])]
 
 

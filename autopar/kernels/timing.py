@@ -205,7 +205,7 @@ def _row(
 
 
 def _numbers(name: str, x: Tensor) -> tuple[Any, ...]:
-    """What the call takes beside its operands; a draw its key, and the places of a tensor that is whole."""
+    """The arguments of a call beside its operands; of a draw its key, and the places of a tensor that is whole."""
     if name == "dropout":
         return torch.tensor(1234567, device=x.device), 0, tuple(x.shape), ((),) * x.dim(), 0.1
     if name == "masked_softmax":

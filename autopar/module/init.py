@@ -36,7 +36,7 @@ _UNWRITTEN = -7770777  # in whole numbers; nan in others
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor hangs: a module's dictionary, and the name in it."""
+    """The place of a tensor: a module's dictionary, and the name in it."""
 
     held: dict[str, Any]
     key: str

@@ -218,7 +218,7 @@ def _gradient(outputs: Sequence[Any], few: int, parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What rank 0 says of the gradient of the plain model on the rows."""
+    """Rank 0's findings about the gradient of the plain model on the rows."""
 
     why_not: str = ""
     factor: float = 1.0  # that of the whole batch over that of the rows
@@ -234,7 +234,7 @@ class _Alone:
         self.model, self.name, self.asked, self.rows, self.idle = model, name, asked, rows, idle
 
     def judged(self, judge: Callable[[_Plain], tuple[Tensor, _Said]]) -> tuple[Tensor, _Said]:
-        """What `judge` says, on every rank; the gradient is on rank 0, where nothing speaks against it."""
+        """The gradient and findings of `judge`, on every rank; the gradient is on rank 0, where nothing forbids it."""
         parameter = self.model.get_parameter(self.name)
         right = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         plain, why_not = None, ""

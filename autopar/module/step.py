@@ -101,7 +101,7 @@ def _in_order(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tangent:
-    """How the gradient of an output lies in memory, as backward was traced on it."""
+    """The layout of an output's gradient in memory, as backward was traced on it."""
 
     shape: torch.Size
     stride: tuple[int, ...]

@@ -19,7 +19,7 @@ from autopar.sharding.placement import Placement, R, Sharding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """Where the parts of one tensor lie."""
+    """The places of the parts of one tensor."""
 
     mesh: Any
     sharding: Sharding

@@ -36,7 +36,7 @@ log = logging.getLogger("autopar")
 
 
 class Watch:
-    """What `watch` gives: it looks by itself, or when it is told to, until it is removed."""
+    """A watch over copies: it looks by itself, or when it is told to, until it is removed."""
 
     def __init__(self, model: ParallelModule, every: int, optimizer: torch.optim.Optimizer | None, rows: int) -> None:
         self.model, self.every, self.optimizer, self.rows = model, every, optimizer, rows
@@ -158,7 +158,7 @@ def watch(
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """This rank's part of a tensor."""
     found: Tensor = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
     return found
 
@@ -192,7 +192,7 @@ def _minorities(sums: Sequence[int], copies: Sequence[Sequence[int]]) -> Iterato
 
 
 def _difference(mine: Tensor, odd: int, other: int) -> str:
-    """How many elements of a copy differ, and by how much; every rank is told by the odd one."""
+    """Words about the elements of a copy that differ, and by how much; every rank is told by the odd one."""
     box: list[Any] = [mine.cpu() if dist.get_rank() == other else None]
     dist.broadcast_object_list(box, other)
     said: list[Any] = [None]

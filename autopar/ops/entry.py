@@ -133,7 +133,7 @@ class OnACopy:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What one op keeps for its backward."""
+    """The values that an op keeps for its backward."""
 
     # names of arguments, and "out"; with each the argument whose gradient needs it, "" where any does
     values: tuple[tuple[str, str], ...]
@@ -148,7 +148,7 @@ class Line:
 
 @dataclass(slots=True)
 class Facts:
-    """What the compiler knows of an op beside how it is called. An op that nobody described has none."""
+    """Everything the compiler knows of an op beside how it is called. An op that nobody described has none."""
 
     rule: Rule | RuleFunction | None = None  # how it may be cut: `docs/rules.md`
     serves: str = ""  # the marks of rules that its local form or its local shape serves

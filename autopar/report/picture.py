@@ -21,7 +21,7 @@ def alike(plan: Plan) -> list[list[str]]:
 
 
 def cuts(plan: Plan, name: str) -> list[str]:
-    """How the first output of a place lies on each axis: `R`, `S0`, `P`."""
+    """The placement of a place's first output on each axis: `R`, `S0`, `P`."""
     return list(map(_first, values(plan.decisions[name].flows()).placements))
 
 

@@ -34,7 +34,7 @@ _ADVICE = (
 
 @dataclass(slots=True)
 class Standing:
-    """Where this rank stands among the others of its job."""
+    """The place of this rank among the others of its job."""
 
     store: Any = None  # the job's, for which this was written
     agreements: int = 0  # so many it has come to

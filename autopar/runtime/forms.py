@@ -142,7 +142,7 @@ def batch_norm_part(
 
 
 class BatchNormPart(torch.autograd.Function):
-    """What it keeps for backward is its input, as torch's own keeps it; backward exchanges once."""
+    """A batch norm of a part of the rows: it keeps its input for backward, as torch's does, which exchanges once."""
 
     @staticmethod
     def forward(

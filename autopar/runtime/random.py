@@ -36,7 +36,7 @@ SECOND = 1 << 24  # added to the number of a random op: its second stream
 
 @dataclass
 class RandomState:
-    """What a parallel model draws from.
+    """The source of a parallel model's random numbers.
 
     Drawn once from torch's generator on rank 0, so `torch.manual_seed` governs it.
     """
@@ -99,7 +99,7 @@ def _bits_at(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Te
 
 
 def threshold(p: float) -> int:
-    """What bits, taken as signed, are no less than where an element is kept."""
+    """The least signed bits at which an element is kept."""
     return int(p * 2**32) - 2**31
 
 

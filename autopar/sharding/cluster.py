@@ -48,7 +48,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a collective took on one axis of a machine while all of its ranks ran.
+    """Seconds of a collective on one axis of a machine, measured while all of its ranks ran.
 
     `size` devices, `stride` ranks apart.
     """
@@ -70,7 +70,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What an op took on one device while all of its ranks ran.
+    """Seconds of an op on one device, measured while all of its ranks ran.
 
     Seconds by amount, forward and backward (`autopar.calibrate.workloads`).
     """
@@ -98,8 +98,9 @@ class Cluster:
     measured: tuple[Measured, ...] = ()  # by `autopar calibrate`: they come before the links' figures
     timed: tuple[Timed, ...] = ()  # by `autopar calibrate`: they come before the device's rates
     hidden: float = 1.0  # of the shorter of compute and communication at once, the share that takes no time
-    # what the ops of a step took by the sum of them, each measured alone
+    # what the ops of a step took by the sum of them, each measured alone,
     together: float = 1.0
+    step_s: float = 0.0  # and seconds of a step whatever its ops do: its ranks wait for each other, and code around it
 
     def __str__(self) -> str:
         return f"{self.name} ({self.device.name}, {self.devices_per_node} a node)"
@@ -197,6 +198,14 @@ def _ratio(given: Any) -> float:
     return found
 
 
+def _seconds(given: Any) -> float:
+    """Seconds of a step as a file has them."""
+    found = float(given)
+    if not 0 <= found < math.inf:
+        raise ValueError(f"step_s: {given}, where nothing takes less than no time")
+    return found
+
+
 def _read(name: str, file: Any) -> Cluster:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -215,6 +224,7 @@ def _read(name: str, file: Any) -> Cluster:
             timed,
             float(data.get("hidden", 1.0)),
             _ratio(data.get("together", 1.0)),
+            _seconds(data.get("step_s", 0.0)),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise BadCluster(f"the cluster file {file} cannot be read", seen=f"{type(e).__name__}: {e}") from e

@@ -46,7 +46,7 @@ START = 4096.0  # bytes of a measured message that takes no longer than its star
 
 
 class Message(NamedTuple):
-    """What travels together: bytes, and of how many tensors."""
+    """Tensors that travel together: their bytes and their number."""
 
     nbytes: float
     tensors: float

@@ -18,7 +18,7 @@ Curve = tuple[tuple[float, float], ...]  # seconds, or a rate, by an amount, asc
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """What products of matrices reach: tiles of the result, one on each unit at a time, in waves."""
+    """The rate of products of matrices: tiles of the result, one on each unit at a time, in waves."""
 
     units: int
     tile: tuple[int, int]
@@ -33,7 +33,7 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What a fused kernel of attention reaches: FLOP/s by the length of the sequence, forward and backward.
+    """The rate of a fused kernel of attention: FLOP/s by the length of the sequence, forward and backward.
 
     Under a causal mask half of the square is counted. Backward does 2.5 times the work of forward.
     """

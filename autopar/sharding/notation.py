@@ -158,7 +158,7 @@ def _fitted(row: Sequence[Dim], shape: Shape, sizes: Mapping[str, int]) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What an axis may cut: one factor, or several that stand end to end somewhere.
+    """A way in which an axis may cut: along one factor, or several that stand end to end somewhere.
 
     And the blocks it cuts one by one.
     """

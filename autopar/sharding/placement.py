@@ -98,7 +98,7 @@ def P(reduction: str = "sum") -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What an edge carries on one axis: the value's placement forward, its gradient's backward."""
+    """The two ways of an edge on one axis: the value's placement forward, its gradient's backward."""
 
     value: Placement
     gradient: Placement

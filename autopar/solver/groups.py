@@ -154,7 +154,7 @@ class _Stages:
         return [i for i, run in enumerate(self.line.runs) if begin <= run.time < behind and run.makes]
 
     def before(self, op: int, states: StepStates) -> Iterator[Passing]:
-        """What comes in passing, with more that an op's backward need not have yet, the largest values first."""
+        """Passings with more values that an op's backward need not have yet, the largest first."""
         line, begin = self.line, max(t for t in self.begins if t <= op)
         lie = {
             v: line.runs[line.made_by[v]].time
@@ -223,7 +223,7 @@ class _Stages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Way:
-    """What stages save, and what that takes."""
+    """A choice of what stages save, with its bytes and seconds."""
 
     stages: int  # so many
     again: Again  # runs whose values are not saved
@@ -392,7 +392,7 @@ class _Tables:
                 self._note(until, [i], max(stages.reach[v] for v in stages.line.runs[i].makes))
 
     def _note(self, until: dict[int, int], runs: Iterable[int], time: int) -> None:
-        """What of these runs nothing behind an op reads comes in passing for the backward of what is behind it."""
+        """Note runs whose values no op behind one reads: they come in passing for the backward of what is behind it."""
         for i in runs:
             if all(self.stages.reach[v] <= time for v in self.stages.line.runs[i].makes):
                 until[i] = min(time, until.get(i, time))

@@ -137,7 +137,7 @@ class _Writer:
         return (forward, backward), besides if besides > 1e-9 * seconds else 0.0
 
     def _in_line(self) -> list[_Moved]:
-        """Of each edge the seconds that are in no window."""
+        """The seconds of each edge that are in no window."""
         space, picked = self.space, self.point.picked
         beside = {FORWARD: np.zeros(len(space.edges)), BACKWARD: np.zeros(len(space.edges))}
         for window in space.windows:
@@ -154,7 +154,7 @@ class _Writer:
         return found
 
     def _times(self, edge: Edge) -> int:
-        """How often a value is converted in a step: what is gathered and kept, once."""
+        """The number of times a value is converted in a step: one for what is gathered and kept."""
         source = self.space.sites[edge.source]
         is_kept = source.kind == "parameter" and not (
             source.regathered and source.regathered[self.point.picked[edge.source]]
@@ -162,7 +162,7 @@ class _Writer:
         return 1 if is_kept else self.space.setting.passes
 
     def _again(self) -> dict[int, list[tuple[str, float]]]:
-        """What backward makes again before that of each site: names and seconds."""
+        """Recomputed values before the backward of each site: names and seconds."""
         space, point = self.space, self.point
         if not point.recomputed or space.memory is None:
             return {}

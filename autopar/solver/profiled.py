@@ -17,7 +17,7 @@ MESSAGES = "messages"  # a place of its own: parameters and gradients that are p
 
 
 class Range(NamedTuple):
-    """What a run of ops of an emitted program is a part of, as a profiler names it."""
+    """The part of an emitted program to which a run of ops belongs, as a profiler names it."""
 
     place: str  # a name of the plan
     part: str  # "forward", "backward" or "recompute"

@@ -72,9 +72,12 @@ def _what(plan: Plan) -> Iterator[_Line]:
 
 def _takes(plan: Plan) -> Iterator[_Line]:
     """Seconds and bytes."""
-    compute, moved = sum(d.seconds for d in plan.decisions.values()), sum(c.seconds for c in plan.conversions)
+    of_step = sum(d.seconds for d in plan.decisions.values() if d.kind == "output")
+    compute = sum(d.seconds for d in plan.decisions.values()) - of_step
+    moved = sum(c.seconds for c in plan.conversions)
     parts = [
         (compute, "compute and optimizer"),
+        (of_step, "of a step itself"),
         (moved - plan.beside_s, "communication in line"),
         (plan.beside_s - plan.hidden_s, "communication that compute does not hide"),
         (plan.recompute_s, "recompute"),
@@ -174,7 +177,7 @@ def verdict(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """What an axis does: tenths of the seconds of products that each cut has, and of parameters that are stored cut."""
+    """The work of an axis: tenths of the seconds of products by cut, and of the parameters that are stored cut."""
 
     rows: int
     positions: int

@@ -93,9 +93,10 @@ def explained(plan: Plan, pattern: str) -> str:
         first, *others = _site_lines(plan, name)
         count = f"    and {len(alike) - 1} layers alike" if len(alike) > 1 else ""
         lines += [first + count, *others]
-        if knows_rivals and plan.decisions[name].kind in ("op", "parameter"):
+        if knows_rivals:
             lines += _price_lines(plan, name)
-            lines += _rival_lines(plan, name)
+            if plan.decisions[name].kind in ("op", "parameter"):
+                lines += _rival_lines(plan, name)
     if not knows_rivals:
         lines.append("(the rivals of a choice are known where it was planned: plan again to see them)")
     return "\n".join(lines)

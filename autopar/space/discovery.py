@@ -310,7 +310,7 @@ def _small(sizes: Sequence[int]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How numbers are drawn: floats of a scale, or from a list; whole numbers from a list."""
+    """A way to draw numbers: floats of a scale, or from a list; whole numbers from a list."""
 
     scale: float = 0.0
     floats: tuple[float, ...] = ()

@@ -39,7 +39,7 @@ class _End:
 
 
 class _Cargo(NamedTuple):
-    """What is on an edge."""
+    """The cargo of an edge."""
 
     type: TensorType
     is_parameter: bool  # or a parameter handed on: it is gathered, and its gradient reduced
@@ -215,7 +215,7 @@ class EdgeBuilder:
         return table if cargo.is_parameter else np.where(self._against_habit(given, taken), np.inf, table)
 
     def _reductions(self, cargo: _Cargo) -> ShapeConsistencyManager:
-        """What converts a gradient: behind the parameter's own edge it is reduced at once, in no bucket."""
+        """The conversions of a gradient: behind the parameter's own edge it is reduced at once, in no bucket."""
         return self.reductions if cargo.is_parameter and not cargo.is_handed_on else self.conversions
 
     def _backward(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo) -> tuple[np.ndarray, np.ndarray]:

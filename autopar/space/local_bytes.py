@@ -33,7 +33,7 @@ class EdgeBytes:
 
 
 class Tensors(NamedTuple):
-    """What is measured of each choice: one operand or output, as its value or its gradient lies."""
+    """The tensor whose bytes are asked for: one operand or output, as its value or its gradient lies."""
 
     place: int = 0
     end: Callable[[Choice, int], Flows] = Choice.output

@@ -27,7 +27,7 @@ class Taken:
 
 
 class Flows:
-    """What leaves and what arrives on every edge, by the choices at its ends."""
+    """The flows that leave and arrive on every edge, by the choices at its ends."""
 
     def __init__(self, space: Space) -> None:
         self.source = np.array([e.source for e in space.edges], int)

@@ -63,7 +63,7 @@ class Kernels(NamedTuple):
 
 
 class Amounts(NamedTuple):
-    """How much a kernel does, by choice."""
+    """The work of a kernel, by choice."""
 
     work: np.ndarray  # FLOPs of a product, elements of the largest tensor of any other
     moved: np.ndarray  # bytes, in forward

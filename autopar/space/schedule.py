@@ -165,7 +165,7 @@ def _members(
     reads: Sequence[Sequence[fx.Node]],
     spans: Sequence[Span],
 ) -> dict[fx.Node, tuple[int, Span]]:
-    """Of each parameter the number of its bucket, and the ops that read it."""
+    """The number of each parameter's bucket, and the ops that read it."""
     found: dict[fx.Node, tuple[int, Span]] = {}
     numbers = itertools.count()
     for first, last in spans:

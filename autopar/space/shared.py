@@ -51,7 +51,7 @@ class Shared:
 
 
 def _gathered_together(graph: Graph, setting: Setting) -> Message:
-    """What the middle one of the windows gathers in one message: its parameters as they are gathered."""
+    """The message in which the middle one of the windows gathers its parameters."""
     casts = {parameter: cast for cast, parameter in casts_of_parameters(graph).items()}
     schedule = schedule_of([n for n in graph.nodes if info(n).kind == "op"], setting.window_bytes)
     found: dict[int, list[int]] = {}

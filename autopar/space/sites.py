@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, info, op_name, type_of, typed
 from autopar.ops.entry import facts_of
+from autopar.sharding.certainty import MEASURED
 from autopar.sharding.placement import R, Sharding, flow, largest_local_shape
 from autopar.sharding.strategies import (
     Choice,
@@ -52,7 +53,7 @@ class Draft:
 
 
 class Policy(NamedTuple):
-    """How a parameter that is cut moves."""
+    """The movement of a parameter that is cut."""
 
     regathered: bool  # is its gathered copy dropped, and made again in backward?
     scattered: bool  # is its gradient reduced in each of several micro-batches, not once at their end?
@@ -170,8 +171,17 @@ class SiteBuilder:
         free = self.graph.loss is not None and i not in (self.graph.loss, *self.differentiable) and not changes
         stored = storage_strategies(type_.shape) if free else storage_strategies(())
         choices = self._cross(tuple(Strategy(s.outputs, (), s.cut) for s in stored), _sizes(type_))
-        kind, none = "update" if changes else "output", np.zeros(len(choices))
-        return Site(f"out.{name}", "output", kind, choices, none, outputs=_told((type_,)))
+        # what no op takes is counted once, where a step's forward ends
+        taken = self.setting.cluster.step_s if i == (self.graph.loss or 0) and not changes else 0.0
+        return Site(
+            f"out.{name}",
+            "output",
+            "update" if changes else "output",
+            choices,
+            np.full(len(choices), taken),
+            priced_by=MEASURED if taken else "",
+            outputs=_told((type_,)),
+        )
 
     def _op(self, node: fx.Node) -> Draft:
         about, operands = info(node), self.bindings.tensors[node]

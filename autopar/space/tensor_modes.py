@@ -15,7 +15,7 @@ from autopar.sharding.mesh import DeviceMesh
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """How a tensor mode cuts a parameter: in storage, in use, and whether what is gathered is gathered again."""
+    """The cut of a parameter under a tensor mode: in storage, in use, and whether it is gathered again."""
 
     stored: tuple[str, ...]  # "S(0)@tp", one an axis
     used: tuple[str, ...]

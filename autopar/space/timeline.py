@@ -307,7 +307,7 @@ class Through:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Forward:
-    """What does not depend on states: where values are made and read in forward, and what backward keeps."""
+    """All that does not depend on states: where values are made and read in forward, and what backward keeps."""
 
     born: tuple[int, ...]  # of each value the run that makes it,
     read: tuple[int, ...]  # and the last that reads it

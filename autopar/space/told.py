@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name
 from autopar.ops.entry import facts_of
-from autopar.sharding.certainty import FROM
+from autopar.sharding.certainty import FROM, MEASURED
 from autopar.sharding.cost_model import Kernel
 from autopar.sharding.strategies import Choice
 from autopar.space.bindings import Bindings
@@ -36,10 +36,10 @@ class Told:
         return {info(node).key: node for node in self.bindings.rules}
 
     def __call__(self, name: str, choice: Choice) -> list[str]:
-        """A line for each kernel of the op of this name, under a choice; none of what is no op."""
+        """A line for each kernel of the op of this name, under a choice; of the loss, what a step takes beside ops."""
         node = self.ops.get(name)
         if node is None:
-            return []
+            return self._of_step(name)
         chosen = Chosen(node, self.bindings.rules[node], (choice,), self.bindings.tensors[node])
         kernels = self.seconds.kernels(chosen)
         lines = [self._line("forward", 1, kernel, "forward") for kernel in kernels.forward]
@@ -59,6 +59,14 @@ class Told:
                 if lost := self.seconds.unaligned(chosen) * self.setting.passes:
                     found[name] = lost
         return found
+
+    def _of_step(self, name: str) -> list[str]:
+        """A line about the seconds of a step that are in no op, which the loss has."""
+        seconds, names = self.setting.cluster.step_s, self.graph.output_names
+        if not seconds or name != f"out.{names[self.graph.loss or 0]}":
+            return []
+        what = "a step beside its ops and its communication, where ranks wait for each other"
+        return [f"{what}: {seconds * 1e6:.1f} us, {FROM[MEASURED]}"]
 
     def _of_chunks(self, chosen: Chosen) -> list[str]:
         """A line about an op that runs once a chunk: their number, and the seconds of adding up its gradients."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a tensor was made: an op, its arguments, and which of its outputs it is."""
+    """The making of a tensor: an op, its arguments, and which of its outputs it is."""
 
     op: Op
     arguments: dict[str, Any]

@@ -35,7 +35,7 @@ def early_gradient_in_float16(graph: Graph) -> fx.Node | None:
 
 @dataclass(frozen=True, slots=True)
 class OnTime:
-    """How a value lies on the axis of time, and whether every turn can also have all of it."""
+    """The placement of a value on the axis of time, and whether every turn can also have all of it."""
 
     flow: Flow
     of_inputs: bool  # is it made of inputs and constants alone, without a gradient?

@@ -18,6 +18,7 @@ from autopar.calibrate import collectives
 from autopar.calibrate.calibration import Alone, calibrate, merged
 from autopar.calibrate.collectives import KINDS, fit
 from autopar.calibrate.stages import Stages
+from autopar.calibrate.steps import line
 from autopar.calibrate.workloads import WORKLOADS, traced
 from autopar.cli import main
 from autopar.runtime.collectives import STEPS
@@ -226,6 +227,43 @@ def test_what_a_step_took_by_the_sum_of_its_ops_is_in_all_of_them(tmp_path):
     for wrong in (-1.0, 0.0, float("nan")):
         replace(alone, together=wrong).save(tmp_path / "wrong.json")
         with pytest.raises(autopar.letters.BadCluster, match="together"):
+            Cluster.of(tmp_path / "wrong.json")
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "expected"),
+    [
+        ((0.05, 0.08), (0.25, 0.29), (1.05, 0.0275)),
+        ((0.05, 0.06), (0.25, 0.30), (1.2, 0.0)),
+        ((0.05, 0.05), (0.25, 0.30), (1.2, 0.0)),  # the line would begin under nothing
+        ((0.05, 0.30), (0.25, 0.30), (0.5, 0.175)),  # a step that does not grow with its ops: noise, half is believed
+    ],
+)
+def test_steps_of_two_sizes_say_what_grows_with_ops_and_what_does_not(few, many, expected):
+    assert line(*few, *many) == pytest.approx(expected)
+
+
+def test_what_a_step_takes_whatever_its_ops_do_is_in_no_op_and_in_every_plan(tmp_path):
+    """Also in the bound, in the words of the plan and in its sources; and nothing that is chosen changes."""
+    curve = ((1.0, 1e-6), (1e6, 1e-3))
+    found = tuple(Measured(kind, 4, 1, 1e-5, 1e9, curve) for kind in KINDS)
+    timed = tuple(Timed(op, "float32", curve, curve) for op in ("linear", "relu", "add", "sum", "optimizer adamw"))
+    alone = replace(Cluster.of("generic"), measured=found, timed=timed, hidden=0.0)
+    replace(alone, step_s=0.02).save(tmp_path / "later.json")
+    later = Cluster.of(tmp_path / "later.json")
+    assert later.step_s == 0.02 and merged(alone, later).step_s == 0.02
+    model, batch = Two(), {"x": torch.randn(8, 8)}
+    for how in ({"memory_budget": "inf"}, {"memory_budget": 3000}, {"microbatches": 2, "memory_budget": "inf"}):
+        one, other = (autopar.plan(model, batch, mesh=4, cluster=c, **how) for c in (alone, later))
+        assert {n: d.choice for n, d in other.decisions.items()} == {n: d.choice for n, d in one.decisions.items()}
+        assert other.step_time_s == pytest.approx(one.step_time_s + 0.02)
+        assert other.lower_bound_s == pytest.approx(one.lower_bound_s + 0.02)
+        assert sum(other.sources.values()) == pytest.approx(sum(one.sources.values()) + 0.02)
+    assert "20.00 ms of a step itself" in str(other) and "of a step itself" not in str(one)
+    assert "20000.0 us, measured on the machine" in other.explain("out.out")
+    for wrong in (-1.0, float("inf"), float("nan")):
+        replace(alone, step_s=wrong).save(tmp_path / "wrong.json")
+        with pytest.raises(autopar.letters.BadCluster, match="step_s"):
             Cluster.of(tmp_path / "wrong.json")
 
 

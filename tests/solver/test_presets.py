@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from autopar.solver import polish, program, solve
 from autopar.solver.budget import Budgeted
 from autopar.solver.figures import budget_for, size
 from autopar.solver.integer import backend_of, optimise
+from autopar.solver.meshes import best_mesh
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
 from autopar.testing import Equality
@@ -236,6 +238,22 @@ def test_the_search_over_meshes_takes_the_best():
     assert found.step_time_s == min(each.values()) and {row[0]: row[1] for row in found.meshes} == each
     assert "mesh" in found.table() and all(text in found.table() for text in each)
     assert planned("llama", 8).to_dict() == found.to_dict()
+
+
+@pytest.mark.parametrize(("on_two", "taken"), [(0.99, (8,)), (0.97, (2, 4)), (1.01, (8,))])
+def test_of_meshes_that_nothing_tells_apart_the_one_of_fewer_axes_is_taken(on_two, taken):
+    """And the plan says by how much another was predicted to be faster."""
+    model, batch = mlp_case()
+    one = autopar.plan(model, batch, mesh=DeviceMesh((8,)))
+    others = {(8,): 1.0, (2, 4): on_two, (4, 2): 1.5}
+
+    def on(mesh, known):
+        return replace(one, mesh=mesh, step_time_s=others[mesh.shape])
+
+    found = best_mesh([DeviceMesh(shape) for shape in others], on)
+    assert found.mesh.shape == taken and [row[1] for row in found.meshes] == list(others.values())
+    said = dict(found.defaults).get("mesh", "")
+    assert ("of fewer axes" in said and "1.0% faster" in said) == (on_two == 0.99)
 
 
 def test_mesh_none_is_the_clusters_devices():
