@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar import Assume, Precision
@@ -177,3 +178,23 @@ def test_a_masked_part_of_a_vocabulary_and_a_target_that_is_none(kernels, reques
         assert (mine - parameter.grad).norm() <= 1e-5 * parameter.grad.norm()
     wrong = {**batch, "labels": labels.where(torch.arange(12) != 3, 999)}
     assert threads(2, cut_head, models[2:], wrong, {})[0][1].isnan()
+
+
+def counted_flops(rank, models, batch, kernels):
+    """What torch's counter sees of a step, by op."""
+    parallel = autopar.autoparallelize(
+        models[rank], batch, mesh=(1,), memory_budget="inf", kernels=kernels, assume=Assume(no_padding=True)
+    )
+    with FlopCounterMode(display=False) as counter:
+        parallel(**batch).loss.backward()
+    return parallel.code.count("# one kernel"), counter.get_flop_counts()["Global"]
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_kernels_leave_the_count_of_flops_as_it_is(model, interpret, threads):
+    """Torch counts products and attention: nothing that kernels stand for, and no kernel counts as anything."""
+    first = MODELS[model]().train()
+    batch, other = drawn(4, 16, 64), copy.deepcopy(first)
+    none, plain = threads(1, counted_flops, [first], batch, False)[0]
+    count, found = threads(1, counted_flops, [other], batch, NAMES)[0]
+    assert none == 0 < count and sum(plain.values()) > 1e6 and found == plain
