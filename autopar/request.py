@@ -41,6 +41,7 @@ from autopar.letters import BadCluster, BadConstraint, BadPreset, Infeasible, No
 from autopar.planning import Planning
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
+from autopar.solver.figures import budget_for, size
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Beside, Plan
 from autopar.solver.policies import POLICIES, Policy
@@ -52,6 +53,7 @@ from autopar.turns import head_of, in_chunks, in_micro_batches, rows_of_batch, w
 log = logging.getLogger("autopar")
 _BESIDE = ("dp", "zero3", "megatron")  # what a plan is held against
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
+_TURNS_TRIED = 3  # numbers of turns, before what the last two lack says whether more may fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +182,7 @@ class Request:
                 if not letters:
                     raise
                 break  # the model looks at all rows, or devices cannot share so few
-        raise letters[0]
+        raise _of_the_smallest(letters)
 
     def as_planned(self, graph: Graph, plan: Plan) -> Graph:
         """The graph that a plan is of: that of one of its micro-batches, with the head in its chunks."""
@@ -289,12 +291,28 @@ def _count_or_mesh(given: Any) -> Any:
 def _may_fit(letters: Sequence[Infeasible], budget: float) -> bool:
     """May twice as many turns fit, after these did not?
 
-    Each halves at best what the last two differ by, so that all that follow take as much again.
+    Each halves at best what the last two differ by, so that all that follow take as much again. Of few turns the
+    smallest plans are not known as well as that.
     """
     smallest = [e.smallest for e in letters[-2:]]
     if letters[-1].is_of_states:
         return False
-    return len(smallest) < 2 or 2 * smallest[1] - smallest[0] <= budget
+    return len(letters) < _TURNS_TRIED or 2 * smallest[1] - smallest[0] <= budget
+
+
+def _of_the_smallest(letters: Sequence[Infeasible]) -> Infeasible:
+    """The letter about the whole batch at once; where a plan in micro-batches that was met is smaller, of that too."""
+    whole, doublings = letters[0], min(range(len(letters)), key=lambda k: letters[k].smallest)
+    smallest = letters[doublings].smallest
+    if not smallest < whole.smallest:
+        return whole
+    return Infeasible(
+        whole.what,
+        at=whole.at,
+        seen=f"{size(smallest)} in the smallest plan that was found, in {2**doublings} micro-batches; "
+        f"{size(whole.smallest)} in the smallest that was met of the whole batch at once",
+        advice=f"{budget_for(smallest)}, or more devices",
+    ).of_bytes(whole.needs, smallest)
 
 
 def _numbers_of_turns(graph: Graph) -> Iterator[int]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.solver.availability import Availability
 from autopar.solver.budget import Outcome, prices_of
-from autopar.solver.eliminate import minimise
+from autopar.solver.eliminate import Found, minimise
 from autopar.solver.joint import JointPrices, JointTables
 from autopar.solver.points import Point
 from autopar.solver.policies import IN_ONE_LOOK, Policy, in_segments, named, repeated
@@ -31,6 +31,9 @@ from autopar.space.timeline import Timeline
 
 _ROUNDS = 12  # of prices
 _DEARER = 8.0  # times the last price, while all that was met is over the budget
+_DEAR = (1.0, 30.0, 1000.0)  # times the usual price of a byte, where the smallest plans are looked for
+_LOWER = 0.95  # of the smallest plan's bytes: the next budget for which one is looked for
+_FAR = 1.25  # of a budget: no search has come to fit where the smallest of those plans holds more
 _STEP = 3.0  # times the price of the best bound: no price of a byte alone is further from it
 _LITTLE = 0.05  # of what is open: a bound that can rise by less is left as it is
 _ROUGHLY = 0.08  # the same where memory is nothing yet: the joint search goes on from there
@@ -81,6 +84,11 @@ class Lined:
         """The fastest plan found within a budget, from a price that may be near."""
         states = self.states.within(budget, price)
         return None if states is None else self.under(states)
+
+    def look_at_segments(self) -> None:
+        """Look at states that save the ends of segments of blocks alone."""
+        for length in _SEGMENTS:
+            self.states.of(self.line.again(in_segments(self.line, length)))
 
     def frontier(self, time: int) -> list[Point]:
         """The plans of all states that are known which hold less at a time than every faster one."""
@@ -183,8 +191,7 @@ class JointSearch:
     def look(self, at: JointPrices, lined: Lined) -> Lined:
         """The sharding to which prices lead, with availability worth what it is under a sharding at them."""
         is_large = self.task.counted.is_large
-        self.worths[at] = self.tables.prices.worth(lined.line, at.of_byte, at.exposed)
-        least = minimise(self.tables.problem(at, self.worths[at]), tries=1, is_rough=is_large)
+        self.worths[at], least = self._least(at, lined)
         (self.rough if is_large else self.bounds)[at] = least.bound
         point = self.task.counted.point(least.picked)
         if not math.isfinite(point.seconds):
@@ -192,6 +199,11 @@ class JointSearch:
         found = self.met.setdefault(tuple(point.picked), Lined.of(self.task, point))
         found.states.of(self.tables.prices.cheapest(found.line, at.of_byte, at.exposed))
         return found
+
+    def _least(self, at: JointPrices, lined: Lined) -> tuple[Availability, Found]:
+        """What availability is worth at prices, under a sharding; and the sharding that costs least then."""
+        worth = self.tables.prices.worth(lined.line, at.of_byte, at.exposed)
+        return worth, minimise(self.tables.problem(at, worth), tries=1, is_rough=self.task.counted.is_large)
 
     def ahead(self, budget: float) -> tuple[JointPrices, float]:
         """The prices at which the plans that were met are worth most under a budget, and what they are then.
@@ -233,11 +245,27 @@ class JointSearch:
 
         return min(self.met.values(), key=cost)
 
+    def met_lowest(self) -> Point:
+        """The plan of the lowest peak that was met."""
+        return min((_lowest_of(lined) for lined in self.met.values()), key=lambda p: (p.peak, p.seconds))
+
     def lowest(self) -> Point:
-        """The plan of the lowest peak that was met; that of the smallest sharding is, too."""
-        smallest, _ = self.task.counted.smallest()
-        known = {tuple(smallest.picked): Lined.of(self.task, smallest), **self.met}
-        return min((_lowest_of(lined) for lined in known.values()), key=lambda p: (p.peak, p.seconds))
+        """The plan of the lowest peak of shardings to which no budget leads: the same is found under any.
+
+        The smallest sharding, the fastest, and those where bytes are dear.
+        """
+        task, first = self.task, Lined.of(self.task, self.first.point)
+        usual, exposed = first.states.usual_price(self.tables.time), self.free.prices.exposed
+        dear = [task.counted.point(self._least(JointPrices(usual * n, exposed), first)[1].picked) for n in _DEAR]
+        known = (task.counted.smallest()[0], first.point, *dear)
+        points = {tuple(p.picked): p for p in known if math.isfinite(p.seconds)}
+        all_ = [Lined.of(task, p) for p in points.values()]
+        for lined in all_:
+            lined.polished(0.0)
+        lined = min(all_, key=lambda lined: lined.lowest)
+        while lined.polished(_LOWER * lined.lowest) is not None:
+            pass
+        return _lowest_of(lined)
 
     def look_closely(self, budget: float) -> None:
         """Prove the bound to which prices led roughly."""
@@ -326,8 +354,7 @@ class Within:
     def look_at_segments(self) -> None:
         """Look at segments of blocks: where bytes are dear, prices would begin backward with the whole forward."""
         for lined in self.joint.met.values():
-            for length in _SEGMENTS:
-                lined.states.of(lined.line.again(in_segments(lined.line, length)))
+            lined.look_at_segments()
             states = lined.states.fastest(self.budget)
             plan = lined.under(states) if states is not None else None
             if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
@@ -412,6 +439,9 @@ def _auto(task: Task, without: Without) -> Findings:
     within.look_at_known()
     if within.best is None and joint.tables.fewest_bytes() > task.budget * _MET:
         return Findings(None, joint.bound(task.budget), joint.free, hopeless=True)
+    lowest = joint.lowest() if within.best is None else None
+    if lowest is not None and lowest.peak > _FAR * task.budget:
+        return Findings(None, joint.bound(task.budget), joint.free, lowest=lowest)
     within.run()
     found = Findings(within.best, joint.bound(task.budget), joint.free, tuple(joint.stopped))
     if within.is_wide:  # shardings that need no recompute, or hold less
@@ -424,8 +454,9 @@ def _auto(task: Task, without: Without) -> Findings:
         found = replace(found, stopped=(*joint.stopped, *found.stopped))
     if found.best is not None:
         return found
-    lowest = joint.lowest()
-    return replace(found, best=lowest) if lowest.peak <= task.budget else replace(found, lowest=lowest)
+    lowest = lowest or joint.lowest()
+    fits = next((p for p in (joint.met_lowest(), lowest) if p.peak <= task.budget), None)
+    return replace(found, lowest=lowest) if fits is None else replace(found, best=fits)
 
 
 def _dearest(seconds: np.ndarray, over: np.ndarray) -> tuple[float, float]:

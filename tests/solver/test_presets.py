@@ -26,7 +26,7 @@ from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
-from tests.language import CASES, NO_PADDING, meta_gpt2, meta_llama_8b
+from tests.language import CASES, NO_PADDING, drawn, gpt2, llama, meta_gpt2, meta_llama_8b
 from tests.models import mlp_case, peaks, still
 from tests.training import whole
 
@@ -480,6 +480,35 @@ def test_2d_stores_its_weights_cut_along_data_too(zero):
     assert all(n.endswith("bias") for n in whole) and any(
         f"{len(whole)} of {len(plan.parameters)} parameters" in how for _, how in plan.defaults
     )
+
+
+def test_a_budget_that_nothing_meets_names_the_smallest_plan_of_micro_batches():
+    """Where one in micro-batches was met that is smaller than any of the whole batch."""
+    model, batch, how = llama(), drawn(16, 64, 64), {"mesh": 2, "assume": NO_PADDING, "chunks": 1}
+    free = autopar.plan(model, batch, memory_budget="inf", **how)
+    whole, some = (refused(model, batch, int(0.2 * free.peak_bytes), microbatches=n, **how) for n in (1, "auto"))
+    assert some.smallest < whole.smallest
+    assert f"{size(some.smallest)} in the smallest plan that was found, in " in some.seen
+    plan = autopar.plan(model, batch, memory_budget=int(some.smallest), **how)
+    assert f"in {plan.microbatches} micro-batches" in some.seen and plan.microbatches > 1
+
+
+@pytest.mark.parametrize(
+    ("make", "mesh", "share"), [(gpt2, (2, 2), 0.1), (llama, 2, 0.2)], ids=["gpt2 on (2, 2)", "llama on 2"]
+)
+def test_the_budget_that_a_letter_names_is_met(make, mesh, share):
+    """The smallest plan of the letter is found again where its bytes are the budget, which is larger."""
+    model, batch, how = make(2), drawn(16, 64, 64), {"mesh": mesh, "microbatches": 1, "assume": NO_PADDING}
+    free = autopar.plan(model, batch, memory_budget="inf", **how)
+    letter = refused(model, batch, int(share * free.peak_bytes), **how)
+    assert autopar.plan(model, batch, memory_budget=int(letter.smallest), **how).peak_bytes <= letter.smallest
+
+
+def refused(model, batch, budget, **how):
+    """The letter about a budget that nothing fits."""
+    with pytest.raises(Infeasible) as raised:
+        autopar.plan(model, batch, memory_budget=budget, **how)
+    return raised.value
 
 
 def test_a_budget_that_no_mesh_meets_tells_the_least_need_of_all_meshes():
