@@ -6,6 +6,7 @@ torch's own tag. A rule raises `Refused` where the operands cannot be combined s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +14,38 @@ import torch
 from autopar.certificate import layers, products, reductions, views  # noqa: F401  (their rules)
 from autopar.certificate.calls import RULES, Call, unknown
 from autopar.certificate.elementwise import elementwise
+from autopar.certificate.types import Type
+
+# operands, by their places, of which one that is zero makes the result zero; rules of elements say that themselves
+_LINEAR_IN = {
+    **{f"aten.{name}.default": (0,) for name in ("roll", "flip", "tril", "triu", "cumsum")},
+    **{f"aten.{name}.default": (0, 1) for name in ("mm", "bmm")},
+}
 
 
 def typed(target: Any, call: Call) -> Any:
     """The type of a result, or the types of several."""
+    made = _by_rule(target, call)
+    if not _is_zero(str(target), call):
+        return made
+    return type(made)(_zero(t) for t in made) if isinstance(made, (list, tuple)) else _zero(made)
+
+
+def _by_rule(target: Any, call: Call) -> Any:
+    """The same, but for what is zero because an operand is."""
     known = RULES.get(str(target)) or RULES.get(str(target).replace("_.", ".", 1))  # in place as not in place
     if known is not None:
         return known(call)
     if torch.Tag.pointwise in getattr(target, "tags", ()):
         return elementwise(call)
     return unknown(call)
+
+
+def _is_zero(name: str, call: Call) -> bool:
+    """Is an operand zero in which the op is linear? A backward is in the gradient, its first."""
+    places = (0,) if "_backward" in name else _LINEAR_IN.get(name, ())
+    return any(isinstance(t, Type) and t.is_zero for t in (call.args[i] for i in places if i < len(call.args)))
+
+
+def _zero(made: Any) -> Any:
+    return replace(made, is_zero=True) if isinstance(made, Type) else made

@@ -45,8 +45,9 @@ _ON_THE_WAY = frozenset((*_STEPS, *_PACKED, *_BEGUN, finish, operator.getitem))
 # of one value in another form
 _FORMS = frozenset(f"aten.{name}" for name in ("_to_copy.default", "clone.default", "view.default", "t.default",
                    "transpose.int", "permute.default", "detach.default", "alias.default"))  # fmt: skip
-# ops whose backward puts a value and a gradient into one matrix: linear in the gradient, which no type of it says
-_OF_BLOCKS = re.compile(r"matrix_exp(_\d+)?$")
+# ops whose backward is linear in the gradient as a whole, and in no type of its steps: it puts a value and the gradient
+# into one matrix, or takes the logarithm of the gradient's size and puts the sign back behind it
+_LINEAR_AS_A_WHOLE = re.compile(r"(matrix_exp|logcumsumexp)(_\d+)?$")
 _UNFORESEEN = (IndexError, AttributeError, TypeError, ValueError, KeyError)
 
 
@@ -175,7 +176,7 @@ class _Walk:
                 try:
                     made = self._made(node)
                 except Refused as e:
-                    if not _OF_BLOCKS.search(self.interface.comes_of(node)):
+                    if not _LINEAR_AS_A_WHOLE.search(self.interface.comes_of(node)):
                         raise self._letter(node, e) from e
                     made = self._unknown(node)
                 except _UNFORESEEN:  # a call that no rule foresees

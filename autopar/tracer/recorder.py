@@ -363,5 +363,5 @@ def _refuse_mixed_dtypes(recorder: Recorder, op: Any, arguments: dict[str, Any],
             f"{op.name} of {' and '.join(sorted(dtypes))}: on real tensors torch refuses to mix them, on "
             "fakes it does not",
             args,
-            "inputs of the model's own dtype",
+            "inputs of the model's own dtype; under precision=, a buffer cast where it is read: table.to(x.dtype)",
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -259,3 +261,47 @@ def test_a_table_has_own_rows_where_their_places_alone_are_open(places):
         torch.ops.aten.embedding_dense_backward.default, Call((gradient, rows, 16, -1, False), {}, ((16, 4),), tp)
     )
     assert tuple(axes_of([made.dims[0]])) == places and made.open == tp.difference(places)
+
+
+class Scanned(nn.Module):
+    """A weight that is read through a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight, self.up = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (self.up(x) @ self.function(self.weight)).square().mean()
+
+
+def parallel_step(rank, model, batch, preset):
+    """Loss and gradients of a step, certified."""
+    mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel=preset, memory_budget="inf")
+    loss = mine(**batch)
+    loss.backward()
+    return loss.detach(), {name: p.grad.full_tensor() for name, p in mine.named_parameters()}
+
+
+@pytest.mark.parametrize("preset", ["dp", "zero3"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(torch.linalg.matrix_exp, id="exp"),
+        pytest.param(lambda w: w.logcumsumexp(0), id="scan"),
+        pytest.param(lambda w: torch.copysign(w, w.roll(1, 0)), id="no gradient through a roll"),
+        pytest.param(lambda w: w + nn.functional.layer_norm(w, (8,)).sign(), id="none through a norm"),
+        pytest.param(lambda w: w + (w @ w.detach()).round(), id="none through a product"),
+    ],
+)
+def test_a_part_of_a_sum_is_let_pass_where_no_step_is_linear_in_it(function, preset, threads):
+    """A backward that is linear as a whole alone; and a sum with a gradient that is zero: a part as well as a whole."""
+    torch.manual_seed(0)
+    model, batch = Scanned(function).double(), {"x": torch.randn(8, 8).double()}
+    expected = copy.deepcopy(model)
+    right = expected(**batch)
+    right.backward()
+    loss, found = threads(2, parallel_step, model, batch, preset)[0]
+    torch.testing.assert_close(loss, right.detach())
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
