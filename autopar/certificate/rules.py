@@ -20,6 +20,9 @@ from autopar.certificate.types import Type
 _LINEAR_IN = {
     **{f"aten.{name}.default": (0,) for name in ("roll", "flip", "tril", "triu", "cumsum")},
     **{f"aten.{name}.default": (0, 1) for name in ("mm", "bmm")},
+    # backwards of one gradient, their first operand; others have several, of which one may be zero
+    **{f"aten.native_{name}_norm_backward.default": (0,) for name in ("layer", "group", "batch")},
+    "aten.convolution_backward.default": (0,),
 }
 
 
@@ -42,9 +45,8 @@ def _by_rule(target: Any, call: Call) -> Any:
 
 
 def _is_zero(name: str, call: Call) -> bool:
-    """Is an operand zero in which the op is linear? A backward is in the gradient, its first."""
-    places = (0,) if "_backward" in name else _LINEAR_IN.get(name, ())
-    return any(isinstance(t, Type) and t.is_zero for t in (call.args[i] for i in places if i < len(call.args)))
+    """Is an operand zero that makes the result of this op zero?"""
+    return any(isinstance(t, Type) and t.is_zero for t in (call.args[place] for place in _LINEAR_IN.get(name, ())))
 
 
 def _zero(made: Any) -> Any:

@@ -124,10 +124,10 @@ def less_here(
     smoothing: float,
     classes: int,
 ) -> tuple[Tensor, Tensor]:
-    """This device's share of the loss; and for backward the two parts of each row's logarithm.
+    """Two sums of which the loss is made; and for backward the two parts of each row's logarithm.
 
-    The share is the sum of all rows' logarithms, which one device counts, less the logits of targets and of all
-    classes that lie here.
+    The first sum is taken from the loss by the logits that lie here, of targets and of all classes; the second is of
+    the logarithms of all rows, which one device counts.
 
     Its gradient is that of the whole loss: each logit's share of the sum is taken back here too.
     """

@@ -142,7 +142,7 @@ def batch_norm_part(
 
 
 class BatchNormPart(torch.autograd.Function):
-    """A batch norm of a part of the rows: it keeps its input for backward, as torch's does, which exchanges once."""
+    """A batch norm of a part of the rows: it keeps its input, as torch's does, and exchanges once in backward."""
 
     @staticmethod
     def forward(

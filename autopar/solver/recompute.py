@@ -201,7 +201,7 @@ class JointSearch:
         return found
 
     def _least(self, at: JointPrices, lined: Lined) -> tuple[Availability, Found]:
-        """What availability is worth at prices, under a sharding; and the sharding that costs least then."""
+        """The worth of availability at prices, under a sharding; and the sharding that costs least then."""
         worth = self.tables.prices.worth(lined.line, at.of_byte, at.exposed)
         return worth, minimise(self.tables.problem(at, worth), tries=1, is_rough=self.task.counted.is_large)
 

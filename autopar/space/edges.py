@@ -39,7 +39,7 @@ class _End:
 
 
 class _Cargo(NamedTuple):
-    """The cargo of an edge."""
+    """A value on an edge, and how it travels."""
 
     type: TensorType
     is_parameter: bool  # or a parameter handed on: it is gathered, and its gradient reduced

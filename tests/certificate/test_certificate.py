@@ -305,3 +305,12 @@ def test_a_part_of_a_sum_is_let_pass_where_no_step_is_linear_in_it(function, pre
     torch.testing.assert_close(loss, right.detach())
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad)
+
+
+def test_of_two_gradients_one_that_is_zero_makes_nothing_zero():
+    """The backward of a cell has the gradients of its output and of its state: the other one may be a part of a sum."""
+    tp, rows = frozenset({"tp"}), Type(plain((4, 8)))
+    gradients = Type(plain((4, 8)), is_zero=True), Type(plain((4, 8)), sums=tp)
+    call = Call((*gradients, rows, rows, Type(plain((4, 32))), True), {}, ((4, 32), (4, 8), (32,)), tp)
+    made = typed(torch.ops.aten._thnn_fused_lstm_cell_backward_impl.default, call)
+    assert not any(t.is_zero for t in made)

@@ -210,12 +210,17 @@ def test_a_workload_is_the_call_and_its_gradients(workload):
     torch.testing.assert_close(list(found)[: len(expected)], expected, rtol=1e-4, atol=3e-5, check_dtype=False)
 
 
+def machine(ranks):
+    """A machine of so many ranks, whose ops and collectives have one curve."""
+    curve = ((1.0, 1e-6), (1e6, 1e-3))
+    found = tuple(Measured(kind, ranks, 1, 1e-5, 1e9, curve) for kind in KINDS)
+    timed = tuple(Timed(op, "float32", curve, curve) for op in ("linear", "relu", "add", "sum", "optimizer adamw"))
+    return replace(Cluster.of("generic"), measured=found, timed=timed, hidden=0.0)
+
+
 def test_what_a_step_took_by_the_sum_of_its_ops_is_in_all_of_them(tmp_path):
     """Of ops and optimizers alike; collectives are measured with all ranks running, and take what they took."""
-    curve = ((1.0, 1e-6), (1e6, 1e-3))
-    found = tuple(Measured(kind, 2, 1, 1e-5, 1e9, curve) for kind in KINDS)
-    timed = tuple(Timed(op, "float32", curve, curve) for op in ("linear", "relu", "add", "sum", "optimizer adamw"))
-    alone = replace(Cluster.of("generic"), measured=found, timed=timed, hidden=0.0)
+    alone = machine(2)
     replace(alone, together=1.5).save(tmp_path / "slowed.json")
     slowed = Cluster.of(tmp_path / "slowed.json")
     assert slowed.together == 1.5 and merged(alone, slowed).together == 1.5
@@ -245,10 +250,7 @@ def test_steps_of_two_sizes_say_what_grows_with_ops_and_what_does_not(few, many,
 
 def test_what_a_step_takes_whatever_its_ops_do_is_in_no_op_and_in_every_plan(tmp_path):
     """Also in the bound, in the words of the plan and in its sources; and nothing that is chosen changes."""
-    curve = ((1.0, 1e-6), (1e6, 1e-3))
-    found = tuple(Measured(kind, 4, 1, 1e-5, 1e9, curve) for kind in KINDS)
-    timed = tuple(Timed(op, "float32", curve, curve) for op in ("linear", "relu", "add", "sum", "optimizer adamw"))
-    alone = replace(Cluster.of("generic"), measured=found, timed=timed, hidden=0.0)
+    alone = machine(4)
     replace(alone, step_s=0.02).save(tmp_path / "later.json")
     later = Cluster.of(tmp_path / "later.json")
     assert later.step_s == 0.02 and merged(alone, later).step_s == 0.02
