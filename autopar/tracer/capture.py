@@ -100,7 +100,7 @@ def _capture(call: ModelCall, assume: Assume) -> tuple[Graph, list[weakref.ref[T
     """The graph, every tensor that was made on the way, and a letter where a hook has kept one."""
     learn_dataclasses((call.args, call.kwargs))
     with _quiet():
-        recorder = Recorder(call.root, assume)
+        recorder = Recorder(call.root, assume, call.precision)
         try:
             with recorder.below:
                 graph = _run(call, recorder)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import Assume, TensorType, info
 from autopar.letters import NotCaptured
@@ -33,6 +34,7 @@ from autopar.tracer.changes import Changes
 from autopar.tracer.hooks import Hooks
 from autopar.tracer.names import Names
 from autopar.tracer.place import Whereabouts, source
+from autopar.tracer.precision import Precision
 from autopar.tracer.program import Recording
 from autopar.tracer.values import Values
 
@@ -146,8 +148,9 @@ IN_PLACE = frozenset(
 class Recorder:
     """The parts of one capture, and how a call becomes a node."""
 
-    def __init__(self, root: torch.nn.Module, assume: Assume) -> None:
+    def __init__(self, root: torch.nn.Module, assume: Assume, precision: Precision | None = None) -> None:
         self.root = root
+        self.precision = precision
         self.assumptions = Assumptions(assume)
         self.place = Whereabouts(root)
         self.program = Recording(self.place)
@@ -203,14 +206,10 @@ class Recorder:
         try:
             return function(*args, **kwargs)
         except Exception as e:
-            # a kernel may read values where others read shapes
-            if type(e).__name__ in VALUE_ERRORS or "data is not allocated yet" in str(e):
-                raise self.depends_on_values(function, args) from e
-            if isinstance(e, AssertionError) and "FakeTensor" in str(e):
-                raise self.letter(
-                    f"{name_of(function)} uses a tensor from outside the model and its inputs", args
-                ) from e
-            raise
+            letter = self.letter_about(e, function, args, kwargs)
+            if letter is None:
+                raise
+            raise letter from e
         finally:
             self.call.function = None
 
@@ -333,6 +332,42 @@ class Recorder:
             seen=str(TensorType.of(tensor)),
             advice="register it as a buffer, or pass it as an input",
         )
+
+    def letter_about(
+        self, error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> NotCaptured | None:
+        """The letter for an error of a torch function on fakes, or None where the error says all there is to say."""
+        name = name_of(function)
+        # a kernel may read values where others read shapes
+        if type(error).__name__ in VALUE_ERRORS or "data is not allocated yet" in str(error):
+            return self.depends_on_values(function, args)
+        if isinstance(error, AssertionError) and "FakeTensor" in str(error):
+            return self.letter(f"{name} uses a tensor from outside the model and its inputs", args)
+        dtype = None if self.precision is None else self.precision.param
+        if dtype and isinstance(error, RuntimeError) and self._runs_in_single_precision(dtype, function, args, kwargs):
+            return self.letter(
+                f"torch has no {name} in {dtype}, in which precision= has the model compute: {error}",
+                args,
+                f"a cast where it is read: {name}(x.float(), ...); or no precision=",
+            )
+        return None
+
+    def _runs_in_single_precision(
+        self, dtype: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Does a function that failed on operands of this dtype run where they are float32?"""
+        narrow = getattr(torch, dtype)
+        if not any(t.dtype == narrow for t in tensors_in(args, kwargs)):
+            return False
+        was_running, self.place.is_running = self.place.is_running, False
+        try:
+            args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.float() if t.dtype == narrow else t, (args, kwargs))
+            function(*args, **kwargs)
+        except RuntimeError:
+            return False
+        finally:
+            self.place.is_running = was_running
+        return True
 
     def depends_on_values(self, function: Callable[..., Any], args: tuple[Any, ...]) -> NotCaptured:
         """The letter for a function whose result has a shape that only the values of a tensor say."""

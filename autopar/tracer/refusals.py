@@ -26,6 +26,7 @@ from autopar.tracer.recorder import Recorder
 
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _RUN_WHAT_THE_MODEL_RUNS = ("_run", "_forward", "execute", "fake", "__torch_dispatch__", "__torch_function__")
+_CALL_TORCH = ("execute", "fake")  # of these, functions that call what the model calls, with nothing between
 
 
 @contextlib.contextmanager
@@ -41,9 +42,8 @@ def telling_whose_error() -> Iterator[None]:
     except Exception as e:
         frames = traceback.extract_tb(e.__traceback__)
         ours = [f.name for f in frames if f.filename.startswith(_HERE)]
-        if (
-            frames[-1].filename.startswith(_HERE) or ours[-1] not in _RUN_WHAT_THE_MODEL_RUNS
-        ):  # the last of us that it passed does something of ours
+        is_raised_here = frames[-1].filename.startswith(_HERE) and frames[-1].name not in _CALL_TORCH
+        if is_raised_here or ours[-1] not in _RUN_WHAT_THE_MODEL_RUNS:  # it passed something of ours last
             raise
         at = next((f for f in reversed(frames) if not is_ours(f.filename)), None) or next(
             (f for f in reversed(frames) if f.name == "forward"), frames[-1]

@@ -249,3 +249,24 @@ def test_backward_hooks_that_would_be_lost_are_a_letter():
     model[0].register_full_backward_hook(lambda *a: None)
     with pytest.raises(NotCaptured, match="backward hooks"):
         autopar.plan(model, (torch.randn(2, 4),), mesh=2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.fft.rfft(input=x).abs(),
+        lambda m, x: torch.logdet(x @ m.weight),
+        lambda m, x: torch.inverse(x),
+    ],
+)
+def test_an_op_that_torch_lacks_in_the_dtype_of_precision_is_a_letter(function):
+    traced(function)
+    with pytest.raises(NotCaptured, match="in bfloat16, in which precision= has the model compute") as letter:
+        traced(function, precision=autopar.Precision())
+    assert "x.float()" in letter.value.advice and "test_refusals.py" in letter.value.at
+
+
+@pytest.mark.parametrize("precision", [None, autopar.Precision()])
+def test_operands_that_fail_in_every_dtype_are_the_models_error(precision):
+    with pytest.raises(NotCaptured, match="raises RuntimeError on these inputs.*4 by 3"):
+        traced(lambda m, x: torch.logdet(x[:, :3]), precision=precision)
