@@ -268,5 +268,5 @@ def test_an_op_that_torch_lacks_in_the_dtype_of_precision_is_a_letter(function):
 
 @pytest.mark.parametrize("precision", [None, autopar.Precision()])
 def test_operands_that_fail_in_every_dtype_are_the_models_error(precision):
-    with pytest.raises(NotCaptured, match="raises RuntimeError on these inputs.*4 by 3"):
+    with pytest.raises(NotCaptured, match=r"raises RuntimeError on these inputs.*4 by 3"):
         traced(lambda m, x: torch.logdet(x[:, :3]), precision=precision)
