@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import kernels
 from autopar.kernels import backend
+from autopar.kernels.over import pure
 from autopar.runtime.private import TRACING, FakeTensorMode, clean_room, function_of
 
 _OURS = "autopar::"
@@ -24,7 +25,7 @@ _OF_PARTS = "autopar::cross_entropy_rows", "autopar::cross_entropy_shares", "aut
 
 def _name(target: Any) -> str:
     """The name of a custom op, as it was registered."""
-    return str(target).rpartition(".")[0].replace(".", "::", 1)
+    return str(pure(target)).rpartition(".")[0].replace(".", "::", 1)
 
 
 def is_body_known(target: Any) -> bool:

@@ -122,7 +122,7 @@ def _nll_back(call: Call) -> Type:
 
 @rule("autopar.cross_entropy_part_backward.default")
 def _part_back(call: Call) -> Type:
-    gradient, x = call.args[:2]  # what it is told of a row's logits was reduced before
+    x, gradient = call.args[:2]  # what it is told of a row's logits was reduced before
     lost = gradient.open | x.open
     return Type(tuple(without(d, lost) for d in x.dims), sums=gradient.sums - lost, open=lost)
 

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.halves import extract
+from autopar.kernels.over import pure
 from autopar.runtime.private import OpOverload
 from autopar.runtime.random import IN_TORCH_OPS
 
@@ -41,7 +42,7 @@ def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.Grap
             name = f"run_{len(held)}"
             part = fx.GraphModule({}, extract(source, inputs, inside, outputs))
             for node in part.graph.nodes:
-                node.target = IN_TORCH_OPS.get(node.target, node.target)
+                node.target = IN_TORCH_OPS.get(node.target, pure(node.target))  # a compiler plans memory itself
             part.recompile()
             held[name] = torch.compile(part, backend=backend, fullgraph=True, dynamic=False)
             called = made.call_module(name, tuple(copies[i] for i in inputs))

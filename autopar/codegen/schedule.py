@@ -9,6 +9,7 @@ Each pass has a before and an after; none changes what is computed.
                         begins
     reduce_beside       reductions of gradients begin where they stand, and end before the next begins or where they are
                         read
+    write_over          what nothing reads any more gives its memory to its gradient (`over.py`)
 
 Order of nodes is order of execution: a collective that has begun runs on its own while the ops after it compute, until
 its `finish`.
@@ -28,6 +29,7 @@ import torch.fx as fx
 from autopar.codegen.buffers import hands_on, numbers_of
 from autopar.codegen.halves import COLLECTIVES
 from autopar.codegen.joint_graph import BACK, OP, RECOMPUTED, WANTED
+from autopar.codegen.over import write_over
 from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
@@ -413,6 +415,7 @@ PASSES: tuple[Callable[[Half], None], ...] = (
     fetch_late,
     gather_ahead,
     reduce_beside,
+    write_over,
 )
 
 

@@ -13,6 +13,7 @@ from autopar.graph.graph import type_of
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
+from autopar.kernels.over import written_over
 from autopar.kernels.patterns import Found, Pattern
 
 BLOCK, WARPS = 8192, 8  # of a row that is read once
@@ -94,18 +95,22 @@ def backward_kernel(DY, X, T, START, LSE, DX, columns, ignored, of_target, of_al
 
 
 def gradient_of_rows(
-    dy: Tensor,
     x: Tensor,
+    dy: Tensor,
     target: Tensor,
     lse: Tensor,
     ignored: int,
     smoothing: float,
     classes: int,
     start: Tensor | None = None,
+    over: bool = False,
 ) -> Tensor:
-    """The gradient of the logits in their dtype, by the kernel; of a part of the classes, which starts at one."""
+    """The gradient of the logits in their dtype, by the kernel; of a part of the classes, which starts at one.
+
+    It is written `over` logits that lie in memory order, where that is asked for: a program reads what it writes.
+    """
     columns, rows = x.shape[-1], target.numel()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = x if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows and columns:
         target = target.contiguous()
         begins = target if start is None else start
@@ -144,17 +149,29 @@ def _(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> tuple[Tensor
     return x.new_empty((), dtype=torch.float32), x.new_empty((*target.shape, 2), dtype=torch.float32)
 
 
-@torch.library.custom_op("autopar::cross_entropy_backward", mutates_args=())
-def entropies_backward(dy: Tensor, x: Tensor, target: Tensor, lse: Tensor, ignored: int, smoothing: float) -> Tensor:
+def _gradient(x: Tensor, dy: Tensor, target: Tensor, lse: Tensor, ignored: int, smoothing: float) -> Tensor:
     """The gradient of the logits, in their dtype."""
     if not backend.runs(x):
         return through(lambda x: reference(x, target, ignored, smoothing), dy, x)[0]
-    return gradient_of_rows(dy, x, target, lse, ignored, smoothing, x.shape[-1])
+    return gradient_of_rows(x, dy, target, lse, ignored, smoothing, x.shape[-1])
+
+
+entropies_backward = torch.library.custom_op("autopar::cross_entropy_backward", _gradient, mutates_args=())
 
 
 @entropies_backward.register_fake
-def _(dy: Tensor, x: Tensor, target: Tensor, lse: Tensor, ignored: int, smoothing: float) -> Tensor:
+def _(x: Tensor, dy: Tensor, target: Tensor, lse: Tensor, ignored: int, smoothing: float) -> Tensor:
     return x.new_empty(x.shape)
+
+
+def _over(x: Tensor, dy: Tensor, target: Tensor, lse: Tensor, ignored: int, smoothing: float) -> Tensor:
+    """The same, written over the logits."""
+    if not backend.runs(x) or not x.is_contiguous():
+        return x.copy_(_gradient(x, dy, target, lse, ignored, smoothing))
+    return gradient_of_rows(x, dy, target, lse, ignored, smoothing, x.shape[-1], over=True)
+
+
+written_over("autopar::cross_entropy_backward", _over)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -163,7 +180,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _gradients(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-    return entropies_backward(dy, *ctx.saved_tensors, ctx.ignored, ctx.smoothing), None, None, None
+    x, *rest = ctx.saved_tensors
+    return entropies_backward(x, dy, *rest, ctx.ignored, ctx.smoothing), None, None, None
 
 
 entropies.register_autograd(_gradients, setup_context=_remember)
@@ -217,4 +235,5 @@ FAMILY = Family(
     cross_entropy,
     reference,
     arguments_of,
+    over="x",
 )

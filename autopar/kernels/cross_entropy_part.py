@@ -22,6 +22,7 @@ from autopar.kernels.cross_entropy import (
     patterns_of,
 )
 from autopar.kernels.family import Family, through
+from autopar.kernels.over import written_over
 from autopar.kernels.patterns import Found
 from autopar.runtime.forms import cross_entropy_part as form
 from autopar.runtime.forms import reduced
@@ -154,13 +155,12 @@ def _(x: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty((2,), dtype=torch.float32), x.new_empty((*target.shape, 2), dtype=torch.float32)
 
 
-@torch.library.custom_op("autopar::cross_entropy_part_backward", mutates_args=())
-def less_here_backward(
-    dy: Tensor, x: Tensor, target: Tensor, start: Tensor, lse: Tensor, ignored: int, smoothing: float, classes: int
+def _gradient(
+    x: Tensor, dy: Tensor, target: Tensor, start: Tensor, lse: Tensor, ignored: int, smoothing: float, classes: int
 ) -> Tensor:
     """The gradient of this device's logits, in their dtype; `dy` is that of either sum."""
     if backend.runs(x):
-        return gradient_of_rows(dy, x, target, lse, ignored, smoothing, classes, start)
+        return gradient_of_rows(x, dy, target, lse, ignored, smoothing, classes, start)
 
     def sums(x: Tensor) -> Tensor:
         wide = x.to(torch.float32).reshape(-1, x.shape[-1])
@@ -175,11 +175,26 @@ def less_here_backward(
     return through(sums, dy, x)[0]
 
 
+less_here_backward = torch.library.custom_op("autopar::cross_entropy_part_backward", _gradient, mutates_args=())
+
+
 @less_here_backward.register_fake
 def _(
-    dy: Tensor, x: Tensor, target: Tensor, start: Tensor, lse: Tensor, ignored: int, smoothing: float, classes: int
+    x: Tensor, dy: Tensor, target: Tensor, start: Tensor, lse: Tensor, ignored: int, smoothing: float, classes: int
 ) -> Tensor:
     return x.new_empty(x.shape)
+
+
+def _over(
+    x: Tensor, dy: Tensor, target: Tensor, start: Tensor, lse: Tensor, ignored: int, smoothing: float, classes: int
+) -> Tensor:
+    """The same, written over the logits."""
+    if not backend.runs(x) or not x.is_contiguous():
+        return x.copy_(_gradient(x, dy, target, start, lse, ignored, smoothing, classes))
+    return gradient_of_rows(x, dy, target, lse, ignored, smoothing, classes, start, over=True)
+
+
+written_over("autopar::cross_entropy_part_backward", _over)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -188,7 +203,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _gradients(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    dx = less_here_backward(dy[0], *ctx.saved_tensors, *ctx.numbers)
+    x, *rest = ctx.saved_tensors
+    dx = less_here_backward(x, dy[0], *rest, *ctx.numbers)
     return dx, *(None,) * (5 + len(ctx.numbers))
 
 
@@ -219,4 +235,5 @@ FAMILY = Family(
     cross_entropy_part,
     reference,
     _arguments,
+    over="x",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -87,6 +87,7 @@ class Lifetimes:
         self.end = {value: self._end(value) for value in made}
         # of each memory, the last time until which all of it is counted, if nothing converts it
         self.reach = {m: self.end.get(node, clock.last) for m, node in owner.items()}
+        self.taken_over = frozenset(self._taken_over(graph, groups))  # memories that gradients of values take
         self._needed: dict[fx.Node, int] = {}
         self._last_uses: dict[fx.Node, int] = {}
 
@@ -136,6 +137,16 @@ class Lifetimes:
             runs = self.runs_with.get(user, user)
             return max(map(self.last_use, self.views(user, value)), default=self.clock.at[runs])
         return self._place(value) if self.clock.has_loss and type_of(value).shape else self.clock.n - 1
+
+    def _taken_over(self, graph: Graph, groups: Mapping[fx.Node, Group]) -> Iterator[int]:
+        """The memories that gradients take: of a chunk's values that one kernel alone reads, if it can write so."""
+        for op, group in groups.items():
+            if group.over is not None and group.is_last and info(op).chunks > 1:
+                memory = self.memory[group.over]
+                shown = [n for n in graph.nodes if self.memory.get(n) == memory]
+                reading = {u for n in shown for u in self.users[n]}.difference(shown)
+                if all(self.runs_with.get(u) is op for u in reading):
+                    yield memory
 
     def gives_first(self, value: fx.Node, op: fx.Node) -> bool:
         """Is what this op's backward gives, through no view, all that there is of the value's gradient by then?

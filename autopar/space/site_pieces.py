@@ -118,6 +118,8 @@ class SitePieces:
         self._put(kind, op, self._local(op, type_, Tensors(port)), self.clock.at[op], end)
         if type_.requires_grad:
             begins = self.clock.mirrored(self.lifetimes.last_use(value))
+            if self.lifetimes.memory[value] in self.lifetimes.taken_over:
+                begins += 1  # it lies there already
             lies = self._local(op, type_, Tensors(port, of=gradients))
             self._put("gradients of activations", op, lies, begins, self.clock.back(op))
 

@@ -96,6 +96,7 @@ class Group:
     is_last: bool
     is_kept: bool  # does the kernel's backward read its result?
     is_inner: bool  # is its result nowhere, but in the kernel?
+    over: fx.Node | None  # the value over which the kernel can write its gradient
 
     def kept(self, op: fx.Node) -> list[fx.Node]:
         """The values that are kept for backward where the op is: of what the kernel reads, or its result."""
@@ -151,6 +152,7 @@ def _shares(family: Family, found: Found, kernels: str) -> Iterator[tuple[fx.Nod
                 is_last=op is found.result,
                 is_kept=op in results and op in needed,
                 is_inner=op not in results,
+                over=source_of(found[family.over]) if family.over else None,
             ),
         )
 

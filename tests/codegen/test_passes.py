@@ -7,8 +7,10 @@ import torch
 
 import autopar
 from autopar.codegen import joint, joint_passes, local_passes, lower, schedule
+from autopar.codegen.over import write_over
 from autopar.letters import NotServed
 from autopar.passes import pass_names, run_passes
+from autopar.runtime import collectives
 from autopar.tracer import ColoTracer
 from tests.models import MLP, eager_links
 
@@ -63,3 +65,35 @@ def test_a_pass_that_breaks_a_graph_is_named():
 def test_every_pass_of_lowering_says_what_it_does_before_and_after():
     for one in (*local_passes.PASSES, *joint_passes.PASSES, *schedule.PASSES):
         assert "before    " in one.__doc__ and "after     " in one.__doc__, one.__name__
+
+
+def entropies(then):
+    """A half of logits and the gradient that a kernel gives of them; `then` says what stands behind them."""
+    from autopar.kernels import cross_entropy  # noqa: F401 - its ops
+
+    graph, aten = torch.fx.Graph(), torch.ops.aten
+    x, w, dy, target, lse = (graph.placeholder(n) for n in ("x", "w", "dy", "target", "lse"))
+    made = graph.call_function(aten.mm.default, (x, w))
+    logits = graph.call_function(aten.view.default, (made, [2, 4, 8]))
+    for node, shape in ((x, (8, 4)), (w, (4, 8)), (made, (8, 8)), (logits, (2, 4, 8))):
+        node.meta["val"] = torch.empty(shape, device="meta")
+    begun = graph.call_function(collectives.BEGIN["all_reduce"], ([made], "dp")) if then == "travels" else None
+    operand = {"is given": x, "is a view": logits}.get(then, made)
+    back = graph.call_function(torch.ops.autopar.cross_entropy_backward.default, (operand, dy, target, lse, -100, 0.0))
+    results = [back]
+    if then == "a view is read":
+        results.append(graph.call_function(aten.sum.default, (logits,)))
+    if then == "leaves":
+        results.append(logits)
+    if begun is not None:
+        results.append(graph.call_function(collectives.finish, (begun,)))
+    graph.output(tuple(results))
+    half = schedule.Half(graph, {}, is_backward=False)
+    write_over(half)
+    return [str(n.target) for n in graph.nodes if "cross_entropy" in str(n.target)]
+
+
+@pytest.mark.parametrize("then", ["is read by nobody", "is a view", "is given", "a view is read", "leaves", "travels"])
+def test_a_gradient_takes_a_memory_that_nothing_needs(then):
+    kept = then in ("is given", "a view is read", "leaves", "travels")
+    assert entropies(then) == [f"autopar.cross_entropy_backward{'' if kept else '_'}.default"]

@@ -22,6 +22,7 @@ from autopar.kernels import (
     rotary_pair,
 )
 from autopar.runtime import random
+from tests.kernels import over
 from tests.kernels.cases import CASES, Case, drawn_whole, is_near
 from tests.kernels.drawn import KEY, PARTS
 from tests.language import NO_PADDING, drawn, gpt2, llama
@@ -49,6 +50,11 @@ LARGE = {
 @pytest.mark.parametrize("name", [*CASES, *(f"large {name}" for name in LARGE)])
 def test_a_kernel_is_as_near_to_float64_as_eager(name, dtype):
     assert is_near({**CASES, **{f"large {n}": case for n, case in LARGE.items()}}[name], dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gradient_over_logits_is_that_beside_them(dtype):
+    over.check(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

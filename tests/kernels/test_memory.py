@@ -11,7 +11,8 @@ import transformers as hf
 
 import autopar
 from autopar import Assume
-from autopar.codegen import joint
+from autopar.codegen import joint, schedule
+from autopar.codegen.over import write_over
 from autopar.kernels import NAMES, families
 from benchmarks.memory import Live, cpu, gpt2, llama
 
@@ -69,6 +70,24 @@ def test_a_program_with_kernels_holds_what_its_plan_says(name, share, of_no_temp
         plain = autopar.plan(model, batch, kernels=False, memory_budget="inf", **asked)
         assert after <= 0.75 * held(model, batch, plain, how)[0]
         assert plan.peak_bytes < plain.peak_bytes
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_gradients_of_a_chunk_lie_where_its_logits_did(chunks, of_no_temporaries, monkeypatch):
+    """A head of many classes in chunks holds one matrix of logits or their gradients, never two."""
+    vocabulary = 16384
+    shape = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_hidden_layers=1)
+    config = hf.LlamaConfig(**shape, vocab_size=vocabulary, max_position_embeddings=128)
+    model = hf.LlamaForCausalLM(config).train().to(torch.bfloat16)
+    batch = {name: torch.randint(0, vocabulary, (16, 128)) for name in ("input_ids", "labels")}
+    asked = dict(mesh=(1,), cluster=cpu(), chunks=chunks, optimizer="sgd", memory_budget="inf")
+    plan = autopar.plan(model, batch, kernels=NAMES, assume=ASSUMED, **asked)
+    _, peak = held(model, batch, plan, {"assume": ASSUMED})
+    assert 0.99 <= plan.peak_bytes / peak <= 1.02
+    monkeypatch.setattr(schedule, "PASSES", tuple(p for p in schedule.PASSES if p is not write_over))
+    joint.LOWERED.clear()
+    logits = 16 * 128 // chunks * vocabulary * 2
+    assert held(model, batch, plan, {"assume": ASSUMED})[1] > peak + 0.4 * logits
 
 
 class Norm(torch.nn.Module):

@@ -7,6 +7,7 @@ import torch
 
 from autopar.kernels import cross_entropy
 from autopar.kernels.cross_entropy_part import rows_of_part
+from tests.kernels import over
 from tests.kernels.cases import CASES, is_near, results
 
 _CANARY = 12345.0
@@ -17,6 +18,13 @@ _WIDTH = 64  # of canaries on either side
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_is_as_near_to_float64_as_eager(name, dtype, interpret):
     assert is_near(CASES[name], dtype)
+
+
+@pytest.mark.parametrize("runs", ["interpret", "as_ops"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_gradient_over_logits_is_that_beside_them(dtype, runs, request):
+    request.getfixturevalue(runs)
+    over.check(dtype, "cpu")
 
 
 @pytest.mark.parametrize("name", CASES)

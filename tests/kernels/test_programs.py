@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar import Assume, Precision
+from autopar.codegen.joint import LOWERED
 from autopar.kernels import NAMES
 from tests.kernels.sites import SITES
 from tests.language import bert, drawn, gpt2, llama
@@ -151,6 +152,35 @@ def test_a_cut_vocabulary_is_read_once(vocabulary, precision, interpret, threads
     torch.testing.assert_close(loss, plain.detach(), rtol=near, atol=0)
     for mine, parameter in zip(found, first.parameters(), strict=True):
         assert (mine - parameter.grad).norm() <= near * parameter.grad.norm()
+
+
+def over_logits(rank, models, batch, asked):
+    """Loss and gradients of a head in chunks, and how many gradients are written over logits."""
+    parallel = autopar.autoparallelize(models[rank], batch, cluster=eager_links(), memory_budget="inf", **asked)
+    loss = parallel(**batch)
+    loss.backward()
+    forward = str(next(iter(LOWERED.known.values())).forward)
+    return forward.count("_backward_.default"), loss.detach(), [p.grad.full_tensor() for p in parallel.parameters()]
+
+
+@pytest.mark.parametrize("cut", ["S(0)@0", "R"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_written_over_the_logits_of_a_chunk(cut, compiled, interpret, threads):
+    LOWERED.clear()
+    torch.manual_seed(0)
+    first, labels = Head(61), torch.randint(0, 61, (12,))
+    labels[2] = 3
+    batch = {"x": torch.randn(12, 24), "labels": labels}
+    asked = {"mesh": (2,), "chunks": 3, "kernels": NAMES, "constraints": {"head.weight": cut}}
+    asked |= {"compile": "aot_eager"} if compiled else {}
+    models = [copy.deepcopy(first) for _ in range(2)]
+    over, loss, found = threads(2, over_logits, models, batch, asked)[0]
+    assert over == 3, str(next(iter(LOWERED.known.values())).forward)
+    plain = first(**batch)
+    plain.backward()
+    torch.testing.assert_close(loss, plain.detach(), rtol=1e-5, atol=0)
+    for mine, parameter in zip(found, first.parameters(), strict=True):
+        assert (mine - parameter.grad).norm() <= 1e-5 * parameter.grad.norm()
 
 
 class Masked(Head):

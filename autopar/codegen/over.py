@@ -1,0 +1,51 @@
+"""Results that are written over an operand, where nothing reads that afterwards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.fx as fx
+
+from autopar.codegen.buffers import buffer_of, is_view
+from autopar.kernels.over import twin_of
+from autopar.runtime.collectives import part_start
+from autopar.runtime.private import OpOverload
+
+if TYPE_CHECKING:
+    from autopar.codegen.schedule import Half
+
+
+def write_over(half: Half) -> None:
+    """Let a result take the memory of the first operand, of ops that can do so.
+
+    before    z = mm(c, w);  r = cross_entropy(z, t, -100, 0.0);  e = cross_entropy_backward(z, d, t, r[1], -100, 0.0)
+    after     z = mm(c, w);  r = cross_entropy(z, t, -100, 0.0);  e = cross_entropy_backward_(z, d, t, r[1], -100, 0.0)
+
+    The memory is one that an op of this half has made, and no op reads later; a collective that reads it may be under
+    way still.
+    """
+    able = [(n, twin) for n in half.graph.nodes if n.op == "call_function" and (twin := twin_of(n.target)) is not None]
+    if not able:
+        return
+    place = {node: i for i, node in enumerate(half.graph.nodes)}
+    read: dict[fx.Node, list[fx.Node]] = {}  # of each memory, the nodes that read it or show it
+    for node in half.graph.nodes:
+        read.setdefault(buffer_of(node), []).extend(node.users)
+    for node, twin in able:
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        owner = buffer_of(operand)
+        is_read_before = all(place[n] <= place[node] and _reads_at_once(n) for n in read[owner])
+        if _is_made_here(owner) and operand.meta["val"].is_contiguous() and is_read_before:
+            node.target = twin
+
+
+def _reads_at_once(node: fx.Node) -> bool:
+    """Has it read its operands when the next node runs?"""
+    return isinstance(node.target, OpOverload) or node.target is part_start
+
+
+def _is_made_here(node: fx.Node) -> bool:
+    """Is it the one result of an op of torch's, in a memory of its own?"""
+    target = node.target
+    return isinstance(target, OpOverload) and len(target._schema.returns) == 1 and not is_view(node)
