@@ -39,6 +39,11 @@ def use_kernels(program: LocalProgram) -> None:
         groups(program.fx.nodes, program.kernels, functools.partial(_saves_alike, program))
     ):
         node, results = found.result, found.results
+        if family.product is not None and family.prepare is not None:
+            family.prepare(found)
+            product = family.product(found).name
+            left = f"the gradient of its bias is that of {family.name}"
+            program.notes[product] = "; ".join(filter(None, (left, program.notes.get(product, ""))))
         said = f"one kernel, in the place of {', '.join(map(called, found.nodes))}"
         program.notes[node.name] = "; ".join(filter(None, (said, program.notes.get(node.name, ""))))
         if len(results) == 1:
@@ -76,7 +81,8 @@ def groups_left_out(graph: Graph, plan: Plan) -> frozenset[str]:
 
 def is_kernel(node: fx.Node) -> bool:
     """Does this node of a local program stand for several ops?"""
-    return node.op == "call_function" and getattr(node.target, "__module__", "").startswith(kernels.__name__)
+    is_here = node.op == "call_function" and getattr(node.target, "__module__", "").startswith(kernels.__name__)
+    return is_here and node.target.__name__ in kernels.NAMES
 
 
 PASSES: tuple[Callable[[LocalProgram], None], ...] = (drop_unread_ops, use_kernels)

@@ -11,6 +11,7 @@ sharding and before differentiation, where no conversion stands between them.
     dropout       a dropout by position, and the sum that follows it
     masked_softmax  a softmax of scores that are scaled, capped and masked
     gated         silu(gate) * up, or a gelu of the gate
+    bias_gelu     a gelu behind a product, and the gradient of that product's bias
     gelu_tanh     a gelu that is written out with a tanh
     rotary_pair   the same of queries and keys, by the same angles
     rotary        positions turned into a rotation of halves
@@ -47,6 +48,7 @@ NAMES = (
     "dropout",
     "masked_softmax",
     "gated",
+    "bias_gelu",
     "gelu_tanh",
     "rotary_pair",
     "rotary",

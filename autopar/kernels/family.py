@@ -27,6 +27,9 @@ class Family:
     arguments: Callable[[Found], Mapping[str, Any] | None]  # of the call; None where the kernel does not serve a group
     # what backward reads beside gradients, where that is not what the ops keep
     keeps: Callable[[Found], Sequence[fx.Node]] | None = None
+    # the product before a group whose bias gets its gradient there, and the change of that product
+    product: Callable[[Found], fx.Node] | None = None
+    prepare: Callable[[Found], None] | None = None
     over: str = ""  # the operand over which its gradient can be written, by its name in patterns
 
     def find(self, node: fx.Node) -> tuple[Found, Mapping[str, Any]] | None:

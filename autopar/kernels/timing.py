@@ -32,6 +32,7 @@ _SHAPES: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {  # of the operands
     "dropout": [((rows, d), (rows, d)) for rows, d in ((8192, 4096), (65536, 768))],
     "masked_softmax": [((b, 16, s, s), (b, 1, s, s)) for b, s in ((8, 1024), (1, 4096))],
     "gated": [((rows, f), (rows, f)) for rows, f in ((8192, 14336), (8192, 1792))],
+    "bias_gelu": [((rows, f), (f,)) for rows, f in ((8192, 16384), (8192, 3072))],
     "gelu_tanh": [((rows, f),) for rows, f in ((8192, 16384), (8192, 3072))],
     "rotary_pair": [
         ((b, 32, s, 128), (b, 8, s, 128), (1, 1, s, 128), (1, 1, s, 128)) for b, s in ((4, 2048), (8, 4096))
@@ -48,6 +49,7 @@ _SMALL: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {
     "dropout": [((4, 64), (4, 64))],
     "masked_softmax": [((2, 2, 4, 16), (2, 1, 4, 16))],
     "gated": [((4, 64), (4, 64))],
+    "bias_gelu": [((4, 64), (64,))],
     "gelu_tanh": [((4, 64),)],
     "rotary_pair": [((2, 4, 4, 16), (2, 2, 4, 16), (1, 1, 4, 16), (1, 1, 4, 16))],
     "rotary": [((2, 2, 4, 16), (1, 1, 4, 16), (1, 1, 4, 16))],
@@ -60,6 +62,7 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "add_rms_norm": (1e-6, True),
     "add_layer_norm": (1e-5,),
     "gated": (0,),
+    "bias_gelu": (1,),
     "cross_entropy": (-100, 0.0),
     "cross_entropy_part": (-100, 0.0, (), 128256),  # what is exchanged is not timed
 }
@@ -73,6 +76,7 @@ _BACK: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "dropout": ((), (0,)),
     "masked_softmax": ((0,), (0,)),
     "gated": ((0, 1), (0, 1)),
+    "bias_gelu": ((0,), (0, 1)),
     "gelu_tanh": ((0,), (0,)),
     "rotary": ((1, 2), (0,)),
     "rotary_pair": ((2, 3), (0, 1)),

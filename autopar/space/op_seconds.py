@@ -23,7 +23,7 @@ from autopar.sharding.strategies import Choice, values
 from autopar.space.product_roles import multiplied, roles_of
 from autopar.space.saved import memories
 from autopar.space.setting import Setting
-from autopar.space.traffic import Chains, Traffic, alone, groups_of, is_fused
+from autopar.space.traffic import Chains, Traffic, alone, groups_of, is_fused, relieved_of
 
 Ways = tuple[np.ndarray, ...]  # seconds in forward and in backward, by choice; none of what is free
 
@@ -82,6 +82,7 @@ class OpSeconds:
         self.copied = _copies(graph)
         self.chains = Chains.of(graph, self.cluster.device.kernels) if setting.compiled else None
         self.groups = groups_of(graph, setting)
+        self.relieved = relieved_of(graph, setting)
 
     def compute(self, chosen: Chosen) -> Ways:
         """Seconds of computing."""
@@ -130,8 +131,9 @@ class OpSeconds:
         if facts.joint or not (facts.flops or facts.spreads):
             return Kernels([kernel], [(min(trained, 1), kernel)], self._weights_of(chosen))
         if facts.flops:  # a product gives the gradient of each matrix, a sum that of a bias
-            summed = sum(len(t.shape) <= 1 for t in chosen.trained)
-            given = self._gradients(chosen, kernel, trained - summed)
+            biases = sum(len(t.shape) <= 1 for t in chosen.trained)
+            given = self._gradients(chosen, kernel, trained - biases)
+            summed = 0 if chosen.node in self.relieved else biases
         else:  # the gradient of an operand that was broadcast is a sum of its own
             whole = math.prod(chosen.outputs[0].shape)
             summed = sum(math.prod(t.shape) < whole for t in chosen.trained)

@@ -114,13 +114,21 @@ class Group:
 
 def groups_of(graph: Graph, setting: Setting) -> dict[fx.Node, Group]:
     """The ops in whose place kernels stand, each with its share."""
+    kind = setting.cluster.device.kernels
+    return {op: share for family, found in _found(graph, setting) for op, share in _shares(family, found, kind)}
 
+
+def relieved_of(graph: Graph, setting: Setting) -> frozenset[fx.Node]:
+    """The products of whose bias a kernel behind them makes the gradient."""
+    return frozenset(family.product(found) for family, found in _found(graph, setting) if family.product is not None)
+
+
+def _found(graph: Graph, setting: Setting) -> Iterator[tuple[Family, Found]]:
     def is_taken(found: Found) -> bool:
         return info(found.result).key not in setting.apart
 
-    kind = setting.cluster.device.kernels
-    all_ = groups(graph.nodes, setting.kernels, is_taken)
-    return {op: share for family, found, _ in all_ for op, share in _shares(family, found, kind)}
+    for family, found, _ in groups(graph.nodes, setting.kernels, is_taken):
+        yield family, found
 
 
 def held_by_kernels(graph: Graph, setting: Setting) -> dict[fx.Node, Group]:

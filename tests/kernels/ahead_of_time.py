@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from autopar.kernels import (
     adamw,
+    bias_gelu,
     cross_entropy,
     cross_entropy_part,
     draws,
@@ -61,6 +62,10 @@ def variants(dtype, capability):
     for kind in range(len(gated.KINDS)):
         yield gated.forward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, gated.WARPS, ()
         yield gated.backward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, gated.WARPS, ()
+    for kind in (1, 2, 3):
+        yield bias_gelu.forward_kernel, {"KIND": kind, "BLOCK": bias_gelu.BLOCK}, bias_gelu.WARPS, ()
+        tile = {"KIND": kind, "ROWS": bias_gelu.ROWS, "COLUMNS": bias_gelu.COLUMNS}
+        yield bias_gelu.backward_kernel, tile, bias_gelu.WARPS, wide
     yield gelu_tanh.forward_kernel, {"BLOCK": gelu_tanh.BLOCK}, gelu_tanh.WARPS, ()
     yield gelu_tanh.backward_kernel, {"BLOCK": gelu_tanh.BLOCK}, gelu_tanh.WARPS, ()
     for columns, (caps, masks) in itertools.product((1024, masked_softmax.MOST_COLUMNS), flags):

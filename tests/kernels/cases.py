@@ -11,6 +11,7 @@ import torch
 from autopar.kernels import (
     add_layer_norm,
     add_rms_norm,
+    bias_gelu,
     cross_entropy,
     cross_entropy_part,
     dropout,
@@ -115,6 +116,9 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "dropout": _exact_drop,
     "masked_softmax": _exact_softmax,
     "gated": _exact_gate,
+    "bias_gelu": lambda x, bias, kind: torch.nn.functional.gelu(
+        x + bias - bias.detach(), approximate="none" if kind == 1 else "tanh"
+    ),
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "rotary": _exact_turn,
     "rotary_pair": lambda q, k, *angles: (_exact_turn(q, *angles), _exact_turn(k, *angles)),
@@ -189,6 +193,11 @@ CASES = {
         gated, ((4, 5, 64), (4, 5, 64)), (0,), lies=lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)
     ),
     "gated, nothing": Case(gated, ((0, 8), (0, 8)), (0,)),
+    "bias_gelu": Case(bias_gelu, ((37, 150), (150,)), (1,)),
+    "bias_gelu by a tanh, of a batch": Case(bias_gelu, ((3, 50, 300), (300,)), (2,)),
+    "bias_gelu by the ops of a gelu, every other column": Case(bias_gelu, ((6, 40), (40,)), (3,), lies=_halves),
+    "bias_gelu, more rows than programs": Case(bias_gelu, ((1100, 20), (20,)), (1,)),
+    "bias_gelu of nothing": Case(bias_gelu, ((0, 24), (24,)), (1,)),
     "gelu_tanh": Case(gelu_tanh, ((3, 700),)),
     "gelu_tanh, one element": Case(gelu_tanh, ((1,),)),
     "rotary": Case(rotary, ((2, 3, 5, 16), (1, 1, 5, 16), (1, 1, 5, 16)), still=2),

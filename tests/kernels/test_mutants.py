@@ -29,6 +29,7 @@ WRONG = {  # a case, and what is written instead
     "masked_softmax, capped": ("1.0 - t * t", "1.0"),
     "masked_softmax, turned": ("-0.33333333333333333", "0.33333333333333333"),
     "gated by silu": ("(dy * u * slope)", "(dy * slope)"),
+    "bias_gelu": ("sums += dx", "sums += dy"),
     "gelu_tanh": ("(dy * slope)", "(dy * slope * 0.99)"),
     "cross_entropy, some ignored": ("tl.where(target == ignored, 0.0, tl.load(DY)", "(tl.load(DY)"),
     "cross_entropy_part, smoothed": ("of_all * whole", "2.0 * of_all * whole"),

@@ -16,6 +16,7 @@ NAMES = [
     "masked_softmax",
     "masked_softmax, capped",
     "gated by silu",
+    "bias_gelu",
     "gelu_tanh",
     "rotary",
     "rotary_pair, fewer keys",

@@ -19,7 +19,7 @@ from tests.language import drawn, llama
 
 LLAMA_LIKE = {"rms_norm": 1, "add_rms_norm": 4, "rotary_pair": 2, "gated": 2}
 EXPECTED = {
-    "gpt2": {"layer_norm": 1, "add_layer_norm": 4, "gelu_tanh": 2, "dropout": 5},
+    "gpt2": {"layer_norm": 1, "add_layer_norm": 4, "bias_gelu": 2, "dropout": 5},
     "llama": LLAMA_LIKE,
     "mistral": LLAMA_LIKE,
     "qwen2": LLAMA_LIKE,
@@ -28,8 +28,8 @@ EXPECTED = {
     "gemma2": {**LLAMA_LIKE, "rms_norm": 5, "masked_softmax": 2},
     "phi3": LLAMA_LIKE,
     "olmo2": {**LLAMA_LIKE, "rms_norm": 8, "add_rms_norm": 1},
-    "gpt_neox": {"layer_norm": 3, "add_layer_norm": 2, "rotary_pair": 2},
-    "bert": {"layer_norm": 2, "add_layer_norm": 4, "dropout": 5},
+    "gpt_neox": {"layer_norm": 3, "add_layer_norm": 2, "rotary_pair": 2, "bias_gelu": 2},
+    "bert": {"layer_norm": 2, "add_layer_norm": 4, "dropout": 5, "bias_gelu": 3},
     "t5 1.1": {"rms_norm": 2, "add_rms_norm": 10, "gated": 4, "dropout": 18},
 }
 
@@ -100,6 +100,42 @@ def test_what_only_looks_like_a_norm_stays(forward):
     program = program_of(model, {"x": torch.randn(4, 16)})
     use_kernels(program)
     assert counts(program) == {}
+
+
+class Layer(torch.nn.Module):
+    """A gelu behind a product."""
+
+    def __init__(self, forward, bias=True):
+        super().__init__()
+        self.inner, self.how = torch.nn.Linear(16, 32, bias), forward
+
+    def forward(self, x):
+        return self.how(self.inner(x))
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_a_product_leaves_the_gradient_of_its_bias_to_the_gelu(approximate):
+    model = Layer(lambda h: torch.nn.functional.gelu(h, approximate=approximate))
+    program = program_of(model, {"x": torch.randn(4, 16)})
+    use_kernels(program)
+    assert counts(program) == {"bias_gelu": 1}
+    assert "# the gradient of its bias is that of bias_gelu" in str(program)
+
+
+@pytest.mark.parametrize(
+    "forward, bias",
+    [
+        (lambda h: torch.nn.functional.gelu(h) + h, True),  # the bias has a gradient by another way
+        (lambda h: (torch.nn.functional.gelu(h), h), True),
+        (torch.nn.functional.gelu, False),
+        (lambda h: torch.nn.functional.gelu(h.view(-1, 8)), True),  # other rows than those of the bias
+        (lambda h: torch.nn.functional.gelu(h.to(torch.bfloat16)), True),
+    ],
+)
+def test_a_gelu_that_is_not_all_of_its_product_stays(forward, bias):
+    program = program_of(Layer(forward, bias), {"x": torch.randn(4, 16)})
+    use_kernels(program)
+    assert counts(program) == {} and "bias_gelu" not in str(program)
 
 
 def test_numbers_are_no_rows():

@@ -1,0 +1,184 @@
+"""A gelu behind a product with a bias: the gradient of the bias is summed while that of the gelu is made.
+
+The product adds the bias as before, and has it detached: `prepare` says so of the product, and the kernel is given the
+bias for its gradient alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from autopar.graph.graph import type_of
+from autopar.kernels import backend
+from autopar.kernels.activations import GELU_TANH, activated, gelu_tanh_by_ops
+from autopar.kernels.backend import jit, tl
+from autopar.kernels.family import Family, are_alike, through
+from autopar.kernels.patterns import Found, Pattern, called, readers
+from autopar.kernels.rows import FOLDED, fold_kernel
+
+BLOCK, WARPS = 2048, 4
+ROWS, COLUMNS = 16, 128  # that a program of backward holds at a time
+_PROGRAMS = 8  # of backward, of a multiprocessor
+
+
+class _Beside(torch.autograd.Function):
+    """Rows to which a bias was added: their gradient, and its sum over them as that of the bias."""
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
+        return dx, dx.reshape(-1, dx.shape[-1]).sum(0)
+
+
+def _by_ops(x: Tensor, kind: int) -> Tensor:
+    if kind == 3:
+        return gelu_tanh_by_ops(x)
+    return torch.nn.functional.gelu(x, approximate="none" if kind == 1 else "tanh")
+
+
+def reference(x: Tensor, bias: Tensor, kind: int) -> Tensor:
+    """The ops of the group, and the gradient of the bias."""
+    return _by_ops(_Beside.apply(x, bias), kind)
+
+
+@jit
+def forward_kernel(X, Y, count, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of elements a program."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    a, _ = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), KIND)
+    tl.store(Y + at, a.to(Y.dtype.element_ty), mask=inside)
+
+
+@jit
+def backward_kernel(DY, X, DX, DB, rows, columns, share, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Some columns of a share of the rows: their gradients, and what these add up to."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.program_id(1)
+    end = min(rows, (part + 1) * share)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(part * share, end, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        inside = (row < end)[:, None] & (column < columns)[None, :]
+        dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
+        _, slope = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), KIND)
+        dx = dy * slope
+        tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=inside)
+        sums += dx
+    tl.store(DB + part * columns + column, tl.sum(sums, 0), mask=column < columns)
+
+
+@torch.library.custom_op("autopar::bias_gelu", mutates_args=())
+def activation(x: Tensor, bias: Tensor, kind: int) -> Tensor:
+    """The gelu of `x`, to which the bias was added before."""
+    if not backend.runs(x):
+        return _by_ops(x, kind).contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel():
+        grid = (-(-y.numel() // BLOCK),)
+        forward_kernel[grid](x.contiguous(), y, y.numel(), KIND=kind, BLOCK=BLOCK, num_warps=WARPS)
+    return y
+
+
+@activation.register_fake
+def _(x: Tensor, bias: Tensor, kind: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("autopar::bias_gelu_backward", mutates_args=())
+def activation_backward(dy: Tensor, x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """The gradients of `x` and of the bias."""
+    columns = x.shape[-1]
+    if not backend.runs(x):
+        dx, db = through(lambda x, bias: reference(x, bias, kind), dy, x, x.new_empty((columns,)))
+        return dx, db
+    dx, db = (torch.empty(shape, dtype=x.dtype, device=x.device) for shape in (x.shape, (columns,)))
+    if not dx.numel():
+        return dx, db.zero_()
+    rows, blocks = dx.numel() // columns, -(-columns // COLUMNS)
+    parts = max(1, min(-(-rows // ROWS), backend.units(x) * _PROGRAMS // blocks))
+    share = -(-rows // (parts * ROWS)) * ROWS
+    parts = -(-rows // share)
+    sums = torch.empty((parts, columns), dtype=torch.float32, device=x.device)
+    given = (dy.contiguous(), x.contiguous(), dx, sums, rows, columns, share)
+    backward_kernel[(blocks, parts)](*given, KIND=kind, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    constants = {"MEANS": False, "ROWS": FOLDED[0], "COLUMNS": FOLDED[1], "num_warps": WARPS}
+    fold_kernel[(-(-columns // FOLDED[1]),)](sums, sums, db, db, parts, columns, **constants)
+    return dx, db
+
+
+@activation_backward.register_fake
+def _(dy: Tensor, x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((x.shape[-1],))
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    x, _, ctx.kind = inputs
+    ctx.save_for_backward(x)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *activation_backward(dy, *ctx.saved_tensors, ctx.kind), None
+
+
+activation.register_autograd(_gradients, setup_context=_remember)
+
+
+def bias_gelu(x: Tensor, bias: Tensor, kind: int) -> Tensor:
+    """One kernel in the place of the ops of the group."""
+    return activation(x, bias, kind) if backend.is_traced(x.device.type) else _by_ops(x, kind)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The product before: the bias has its gradient from the kernel, where there is one."""
+    bias = bias.detach() if backend.is_traced(input.device.type) else bias
+    return torch.nn.functional.linear(input, weight, bias)
+
+
+def product_of(found: Found) -> fx.Node:
+    """The value that the gelu is of, past the identity by which several ops read it."""
+    node: fx.Node = found["x"]
+    return node
+
+
+def prepare(found: Found) -> None:
+    """Let the product leave the gradient of its bias to the kernel."""
+    product_of(found).target = linear
+
+
+def _arguments(found: Found) -> Mapping[str, Any] | None:
+    """Those of the call, where a trained bias was added by a product that nothing else reads."""
+    product = product_of(found)
+    bias = product.kwargs.get("bias") if called(product) == "linear" else None
+    if not isinstance(bias, fx.Node) or not type_of(bias).requires_grad:
+        return None
+    is_served = are_alike([product, bias]) and set(readers(product)) <= set(found.nodes)
+    return {"x": product, "bias": bias, "kind": found.pattern.variant["kind"]} if is_served else None
+
+
+FAMILY = Family(
+    "bias_gelu",
+    (
+        Pattern.of("y = gelu(input=x)", kind=1),
+        Pattern.of("y = gelu(input=x, approximate='tanh')", kind=2),
+        Pattern.of(GELU_TANH.format(x="x"), kind=3),
+    ),
+    bias_gelu,
+    reference,
+    _arguments,
+    prepare=prepare,
+    product=product_of,
+)
