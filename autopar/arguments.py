@@ -110,7 +110,10 @@ def optimizer_of(given: Any) -> str | float:
 
 
 def _states_of(name: str, groups: Sequence[Any]) -> str | float | None:
-    """The name or bytes of an optimizer of torch.optim, by its options; None where its states are not so simple."""
+    """The name or bytes of an optimizer of torch.optim, by its options.
+
+    None where its states are not so simple.
+    """
     has_momentum = any(group.get("momentum") for group in groups)
     if name in ("Adam", "AdamW"):
         return 12 if any(group.get("amsgrad") for group in groups) else "adamw"

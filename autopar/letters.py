@@ -133,7 +133,10 @@ class NotCertified(Letter):
 
 
 class Diverged(Letter):
-    """Copies differ between ranks, or a gradient is not that of a single device: `autopar.watch` has looked."""
+    """Copies differ between ranks, or a gradient is not that of a single device.
+
+    `autopar.watch` has looked.
+    """
 
 
 class Consumed(Letter):

@@ -195,7 +195,9 @@ class Planning:
         return self._fastest(wide, asked.budget, defaults)
 
     def _under_budget(self, space: Space, mesh: DeviceMesh, known: float) -> Plan:
-        """The plan where the fastest one does not fit: the loss head runs in chunks where that takes next to no time.
+        """The plan where the fastest one does not fit.
+
+        The loss head runs in chunks where that takes next to no time.
 
         Where it takes some, the fastest of fewer chunks and of the whole head, under one bound.
         """

@@ -100,7 +100,10 @@ def _step(mesh: DeviceMesh, device: str, cluster: Cluster, rows: int) -> tuple[C
 
 
 def _slowest(steps: Sequence[Callable[[], None]], device: str, repetitions: int) -> list[float]:
-    """Seconds of steps of the slowest rank, the median of repetitions; they take turns, so that noise meets all."""
+    """Seconds of steps of the slowest rank, the median of repetitions.
+
+    They take turns, so that noise meets all.
+    """
     taken: list[list[float]] = [[] for _ in steps]
     for _ in range(WARM + repetitions):
         for step, seconds in zip(steps, taken, strict=True):

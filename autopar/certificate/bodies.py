@@ -37,7 +37,10 @@ def is_body_known(target: Any) -> bool:
 
 
 def body_of(node: fx.Node) -> fx.Graph:
-    """The graph of what a call runs, whose placeholders are its tensors in their order; it gives a list of results."""
+    """The graph of what a call runs, whose placeholders are its tensors in their order.
+
+    It gives a list of results.
+    """
     function = function_of(_name(node.target))
     places = list(node.all_input_nodes)
 

@@ -116,7 +116,10 @@ def _merged(values: tuple[Any, ...], count: int) -> Iterator[list[tuple[Any, ...
 
 
 def regrouped(dims: Sequence[Dim], shape: Sequence[int], wholes: Wholes | None = None) -> tuple[Dims, frozenset[str]]:
-    """The dims of a view, and the axes that are lost in it, `FREE` for all: what it makes of them does not follow."""
+    """The dims of a view, and the axes that are lost in it, `FREE` for all.
+
+    What it makes of them does not follow.
+    """
     given, atoms = frozenset(axes_of(dims)), [atom for dim in dims for atom in dim]
     if 0 in shape:
         return plain(shape), given

@@ -128,7 +128,9 @@ def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Nod
 
 
 def _recomputed(joint: JointGraph, ops: Collection[str], forward: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that come of these ops and conversions, and all views of them: a view that crossed holds what it shows.
+    """The nodes that come of these ops and conversions, and all views of them.
+
+    A view that crossed holds what it shows.
 
     Outputs are saved, for they are there anyway, and so is what an op exchanges inside: only a conversion repeats its
     collectives. Every rank decides alike, whatever the sizes of its parts; a copy that only some need goes with what it

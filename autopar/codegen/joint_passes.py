@@ -242,7 +242,9 @@ def _closing(made: Sequence[fx.Node], sizes: Mapping[fx.Node, int]) -> dict[fx.N
 
 
 def _since_reduction(gradient: fx.Node) -> list[fx.Node]:
-    """The last reduction among the steps that lead to a gradient, and the steps behind it; none where there is none.
+    """The last reduction among the steps that lead to a gradient, and the steps behind it.
+
+    None where there is none.
 
     All are of one conversion, that of the parameter: what is reduced where an op gives it is not kept for a bucket.
     """

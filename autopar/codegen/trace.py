@@ -247,7 +247,10 @@ def _is_several(node: fx.Node) -> bool:
 
 
 def _run(segment: Segment, env: dict[fx.Node, Any]) -> list[torch.Tensor]:
-    """The values that a segment leaves; what is traced meanwhile, or in their backward, says of which op it comes."""
+    """The values that a segment leaves.
+
+    What is traced meanwhile, or in their backward, says of which op it comes.
+    """
     seen = {getattr(value, "grad_fn", None) for value in env.values()}
     for place, node in enumerate(segment.nodes):
         with traceback.annotate({OP: place}):

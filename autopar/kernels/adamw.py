@@ -78,7 +78,10 @@ def step(
     scale: Tensor | None,
     rates: Rates,
 ) -> None:
-    """Update a shard, its states and its master copy in place; `scale` is what the gradient is multiplied by."""
+    """Update a shard, its states and its master copy in place.
+
+    `scale` is what the gradient is multiplied by.
+    """
     tensors = [t for t in (parameter, average, squares, master) if t is not None]
     if backend.runs(parameter) and all(t.is_contiguous() for t in tensors) and parameter.numel():
         count, numbers = parameter.numel(), (rates.kept, rates.length, rates.root, *rates.betas, rates.eps)

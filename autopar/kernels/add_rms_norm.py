@@ -38,7 +38,10 @@ def _(first: Tensor, second: Tensor, weight: Tensor, eps: float, rounds: bool) -
 def normalised_backward(
     ds: Tensor | None, dy: Tensor, sum_: Tensor, weight: Tensor, eps: float, rounds: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of either operand, which is one, and of the weight; `ds` is the sum's by its other readers."""
+    """The gradients of either operand, which is one, and of the weight.
+
+    `ds` is the sum's by its other readers.
+    """
     if not backend.runs(dy):
         dx, dw = through_sum(lambda x, w: rms_norm.reference(x, w, eps, rounds), ds, dy, sum_, weight)
         return dx, dw

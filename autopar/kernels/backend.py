@@ -52,7 +52,10 @@ def is_traced(device: str) -> bool:
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """The tensor as rows of its last dim, each in order, and how far they are apart: halves of one are not copied."""
+    """The tensor as rows of its last dim, each in order, and how far they are apart.
+
+    Halves of one are not copied.
+    """
     columns = x.shape[-1]
     if x.stride(-1) == 1 and x.numel():
         with contextlib.suppress(RuntimeError):  # its rows are not evenly apart

@@ -32,7 +32,10 @@ def reference(
 
 @jit
 def kernel(X, ADDED, KEY, COLUMN, Y, columns, least, factor, ADDS: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of a row a program. What is left is rounded before it is added, as it is where it stands alone."""
+    """A block of a row a program.
+
+    What is left is rounded before it is added, as it is where it stands alone.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns

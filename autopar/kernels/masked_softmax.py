@@ -46,7 +46,10 @@ def _tanh(x):
 def forward_kernel(X, MASK, Y, rows, columns, heads, queries, of_batch, of_head, of_query, of_key, scale, cap,
                    SCALES: tl.constexpr, CAPS: tl.constexpr, MASKS: tl.constexpr, ROWS: tl.constexpr,
                    BLOCK: tl.constexpr):  # fmt: skip
-    """Some rows a program; scores are rounded after each step, as they are by ops. A mask lies as its strides say."""
+    """Some rows a program; scores are rounded after each step, as they are by ops.
+
+    A mask lies as its strides say.
+    """
     at = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (at < columns)

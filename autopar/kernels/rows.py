@@ -29,7 +29,10 @@ FOLDED = 32, 32  # parts and columns that a program of the fold holds
 @jit
 def forward_kernel(X, R, W, B, S, Y, rows, columns, eps, MEANS: tl.constexpr, ROUNDS: tl.constexpr,
                    ADDS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Some rows a program. A sum is rounded before it is normalised; a variance is of what is left without the mean."""
+    """Some rows a program. A sum is rounded before it is normalised.
+
+    A variance is of what is left without the mean.
+    """
     at = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     place = row.to(tl.int64) * columns + at

@@ -28,7 +28,9 @@ from autopar.sharding.placement import part
 def outputs_of_rows(
     trace: Callable[[Any], Graph], graph: Graph, meta_inputs: Any, cut: Collection[str]
 ) -> Mapping[str, bool]:
-    """The outputs by name, and whether the first dim of each is the rows of the batch: it grows when the batch does.
+    """The outputs by name, and whether the first dim of each is the rows of the batch.
+
+    It grows when the batch does.
 
     Sizes alone do not tell: a weight or a mean over rows may be as long as a batch is.
     """

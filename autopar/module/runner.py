@@ -61,7 +61,10 @@ class Setup:
 
 
 class Halves:
-    """The graphs of a program as modules of this rank. While torch.profiler runs, ops have their names in the plan."""
+    """The graphs of a program as modules of this rank.
+
+    While torch.profiler runs, ops have their names in the plan.
+    """
 
     def __init__(self, joint: Joint, program: LocalProgram, axes: Mapping[str, Any], backend: str | None) -> None:
         self.joint = joint

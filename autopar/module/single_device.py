@@ -141,7 +141,10 @@ def _sampled(model: nn.Module, number: int) -> str | None:
 
 
 def _few_rows(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> _Rows | None:
-    """The first rows of a call on rank 0, so many as divide those of every rank; None where no input has rows."""
+    """The first rows of a call on rank 0, so many as divide those of every rank.
+
+    None where no input has rows.
+    """
     state = model._own
     leaves, structure = state.caller.arguments(args, kwargs)
     has_rows = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves]
@@ -234,7 +237,10 @@ class _Alone:
         self.model, self.name, self.asked, self.rows, self.idle = model, name, asked, rows, idle
 
     def judged(self, judge: Callable[[_Plain], tuple[Tensor, _Said]]) -> tuple[Tensor, _Said]:
-        """The gradient and findings of `judge`, on every rank; the gradient is on rank 0, where nothing forbids it."""
+        """The gradient and findings of `judge`, on every rank.
+
+        The gradient is on rank 0, where nothing forbids it.
+        """
         parameter = self.model.get_parameter(self.name)
         right = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         plain, why_not = None, ""

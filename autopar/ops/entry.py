@@ -148,7 +148,10 @@ class Line:
 
 @dataclass(slots=True)
 class Facts:
-    """Everything the compiler knows of an op beside how it is called. An op that nobody described has none."""
+    """Everything the compiler knows of an op beside how it is called.
+
+    An op that nobody described has none.
+    """
 
     rule: Rule | RuleFunction | None = None  # how it may be cut: `docs/rules.md`
     serves: str = ""  # the marks of rules that its local form or its local shape serves

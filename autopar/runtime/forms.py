@@ -142,7 +142,10 @@ def batch_norm_part(
 
 
 class BatchNormPart(torch.autograd.Function):
-    """A batch norm of a part of the rows: it keeps its input, as torch's does, and exchanges once in backward."""
+    """A batch norm of a part of the rows.
+
+    It keeps its input, as torch's does, and exchanges once in backward.
+    """
 
     @staticmethod
     def forward(

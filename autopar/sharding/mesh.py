@@ -25,7 +25,9 @@ _made: WeakKeyDictionary[Any, dict[tuple[DeviceMesh, str], torch.distributed.dev
 
 @dataclass(frozen=True, slots=True, init=False)
 class DeviceMesh:
-    """`DeviceMesh((2, 4), ("dp", "tp"))`: 8 devices, rank 5 at dp=1, tp=1. Needs no process group until `to_torch`.
+    """`DeviceMesh((2, 4), ("dp", "tp"))`: 8 devices, rank 5 at dp=1, tp=1.
+
+    Needs no process group until `to_torch`.
 
     `mesh["tp"]` and `mesh["dp", "tp"]` are the meshes of some of its axes. An axis of size 1 is as if it were not
     there. `ranks` says who stands where, row-major, on a machine whose fast links ask for another order. Axes that are

@@ -234,7 +234,10 @@ class _Way:
 
 
 def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
-    """The ways for the stages from each one on. Stages that are alike share the sets of runs to choose among."""
+    """The ways for the stages from each one on.
+
+    Stages that are alike share the sets of runs to choose among.
+    """
     alike: dict[Any, list[tuple[frozenset[int], np.ndarray]]] = {}  # with bytes of their backward by time
     found = []
     for first in range(len(stages)):
@@ -355,7 +358,10 @@ class _Tables:
         least[is_less], picks[is_less] = value[is_less], pick
 
     def chosen(self, room: float) -> tuple[Again, Passing] | None:
-        """The runs that are repeated, and those of them that come in passing; None where nothing fits in the room."""
+        """The runs that are repeated, and those of them that come in passing.
+
+        None where nothing fits in the room.
+        """
         left = min(_SLOTS, int(room / self.unit))
         if left < 0 or not math.isfinite(self.first[0][left]):
             return None
@@ -392,7 +398,10 @@ class _Tables:
                 self._note(until, [i], max(stages.reach[v] for v in stages.line.runs[i].makes))
 
     def _note(self, until: dict[int, int], runs: Iterable[int], time: int) -> None:
-        """Note runs whose values no op behind one reads: they come in passing for the backward of what is behind it."""
+        """Note runs whose values no op behind one reads.
+
+        They come in passing for the backward of what is behind it.
+        """
         for i in runs:
             if all(self.stages.reach[v] <= time for v in self.stages.line.runs[i].makes):
                 until[i] = min(time, until.get(i, time))

@@ -237,7 +237,9 @@ class Plan:
         return Plan.write_report(self, path, budgets)
 
     def curve(self, budgets: int | Sequence[int] = 20) -> Curve:
-        """The fastest step under one memory budget after the other, all from one search; printed, it is a table.
+        """The fastest step under one memory budget after the other, all from one search.
+
+        Printed, it is a table.
 
         `budgets` are bytes a device, or how many between the lowest peak that was found and that of the fastest plan.
         A plan for one of them is looked at more closely, and may take turns that this plan does not. As `explain`, it

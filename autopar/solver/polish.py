@@ -53,7 +53,10 @@ def polished(
 
 
 def _near(outcome: Outcome, budget: float) -> list[Point]:
-    """The plans that are worth about as little as the bound at its prices: between others there is little to find."""
+    """The plans that are worth about as little as the bound at its prices.
+
+    Between others there is little to find.
+    """
     prices, worth = outcome.prices, {}
     for p in outcome.points:
         exposed = sum(share * over for share, over in zip(prices.exposed, p.over, strict=True))

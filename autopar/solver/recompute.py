@@ -114,7 +114,10 @@ class Lined:
 
 
 def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
-    """The fastest plan with recompute, by a policy or by the joint search; `without` finds plans that have none."""
+    """The fastest plan with recompute, by a policy or by the joint search.
+
+    `without` finds plans that have none.
+    """
     if policy == "auto":
         return _auto(task, without)
     free = task.counted.fastest(math.inf, task.gap, until=task.until)
@@ -352,7 +355,10 @@ class Within:
             self.best, self.lined = plan, lined
 
     def look_at_segments(self) -> None:
-        """Look at segments of blocks: where bytes are dear, prices would begin backward with the whole forward."""
+        """Look at segments of blocks.
+
+        Where bytes are dear, prices would begin backward with the whole forward.
+        """
         for lined in self.joint.met.values():
             lined.look_at_segments()
             states = lined.states.fastest(self.budget)

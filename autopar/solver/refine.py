@@ -206,7 +206,10 @@ def _exchanges(search: StateSearch, best: StepStates, budget: float) -> list[tup
 
 
 def _lowered(search: StateSearch, budget: float) -> StepStates | None:
-    """States within a budget, from those of the lowest peak by one run after the other; None where none was found."""
+    """States within a budget, from those of the lowest peak by one run after the other.
+
+    None where none was found.
+    """
     best = min(search.known.values(), key=lambda states: (states.peak, states.seconds))
     for _ in range(min(_LOWERED, _WORK // (_NEXT * len(search.line.runs)))):
         found = min(

@@ -76,7 +76,10 @@ class StateSearch:
         return self.known[again, passing]
 
     def within(self, budget: float, price: float = 0.0) -> StepStates | None:
-        """The fastest states within a budget that prices lead to, from one that may be near; None where none was."""
+        """The fastest states within a budget that prices lead to, from one that may be near.
+
+        None where none was.
+        """
         if self.none.peak <= budget:
             return self.none
         neighbours = self._price(budget, price)
@@ -245,7 +248,10 @@ def cut(
 
 
 def _windows(line: Timeline) -> list[tuple[int, int]]:
-    """The times of each value between its last reader in forward and its first in backward: saved, it costs there."""
+    """The times of each value between its last reader in forward and its first in backward.
+
+    Saved, it costs there.
+    """
     last = 2 * line.ops - 1
     reads = [line.runs[line.made_by[v]].time for v in range(len(line.bytes))]
     needs = [last + 1] * len(line.bytes)

@@ -66,7 +66,10 @@ class Tables:
 
 
 def end_to_end(tables: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The entries of all tables in one array, and where each table begins; a table that comes again is there once."""
+    """The entries of all tables in one array, and where each table begins.
+
+    A table that comes again is there once.
+    """
     apart = {id(table): table for table in tables}
     ends = itertools.accumulate((table.size for table in apart.values()), initial=0)
     begins = dict(zip(apart, ends, strict=False))

@@ -41,7 +41,10 @@ class Schedule:
     stays: frozenset[fx.Node]
 
     def moving(self, parameters: Container[fx.Node]) -> Schedule:
-        """The same schedule where only these parameters ever move: the others of their buckets wait for nothing."""
+        """The same schedule where only these parameters ever move.
+
+        The others of their buckets wait for nothing.
+        """
         spans: dict[int, list[Span]] = {}
         for parameter, (number, span) in self.members.items():
             if parameter in parameters:

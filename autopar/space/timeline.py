@@ -102,7 +102,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Uncovered:
-    """Communication of a window of backward that compute does not hide: what is repeated there runs beside it."""
+    """Communication of a window of backward that compute does not hide.
+
+    What is repeated there runs beside it.
+    """
 
     first: int  # the ops of the window, by their times in forward
     last: int

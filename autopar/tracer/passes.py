@@ -73,7 +73,10 @@ def _unchanged(node: fx.Node) -> Any:
 
 
 def _added_to_nothing(node: fx.Node) -> Any:
-    """The operand of an addition whose other one is the number 0; None where there is none of the result's type."""
+    """The operand of an addition whose other one is the number 0.
+
+    None where there is none of the result's type.
+    """
     one, other = node.kwargs["input"], node.kwargs["other"]
     if not isinstance(one, fx.Node):
         one, other = other, one

@@ -28,7 +28,10 @@ WHOLE, ADDED = Flow(R, P()), flow(P())  # there the whole while, with a gradient
 
 
 def early_gradient_in_float16(graph: Graph) -> fx.Node | None:
-    """An op whose gradient is of float16, which needs the scale of a loss before it is made: turns scale it after."""
+    """An op whose gradient is of float16, which needs the scale of a loss before it is made.
+
+    Turns scale it after.
+    """
     ops = (n for n in graph.nodes if info(n).kind == "op")
     return next((n for n in ops if any(t.dtype == "float16" and t.requires_grad for t in info(n).outputs)), None)
 

@@ -20,7 +20,10 @@ MOST = 2**28  # numbers of a value that are looked at one by one
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reach:
-    """One value of the longer program. The tensors have its dims, of size one where all along a dim are alike."""
+    """One value of the longer program.
+
+    The tensors have its dims, of size one where all along a dim are alike.
+    """
 
     dims: tuple[Factors, ...]
     pad: Tensor  # is it padding, or does it depend on padding
