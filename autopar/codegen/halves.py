@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import operator
 from collections.abc import Collection, Iterable, Sequence
@@ -51,39 +52,20 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Rec
     does what comes of the `recomputed` ops of the local program: backward makes it again. Copies count because only
     some ranks may need one: an uneven part of one row is in memory order however it is turned.
     """
-    forward = walks.ancestors([*joint.outputs, *(n for n in joint.graph.nodes if n.meta.get(EARLY))])
-    for node in joint.graph.nodes:  # the parts of an op with several results live with it
-        if node.target is operator.getitem and node.args[0] in forward:
-            forward.add(node)
+    forward = _forward(joint)
     present = [g for g in joint.gradients if g is not None]
     backward = walks.ancestors(present) - forward
     late = _recomputed(joint, recomputed.wanted, forward)
     again = _made_again(joint, set(regathered), forward) | late
-    saved: dict[fx.Node, None] = {}
-    extra: set[fx.Node] = set()
     wanted = [a for n in joint.graph.nodes if n in backward and n.op == "call_function" for a in n.all_input_nodes]
     exchanged = [n for n in late if n.target in COLLECTIVES and n.meta.get(OP) in recomputed.exchanged]
     pending = wanted + present + sorted(exchanged)  # nodes compare by their place
-    while pending:
-        node = pending.pop(0)
-        if node in backward or node in joint.tangents or node in extra or node in saved:
-            continue
-        if node in again:
-            extra.add(node)
-            pending += node.all_input_nodes
-            if node in late:
-                node.meta[RECOMPUTED] = True
-        else:
-            saved[node] = None
-    for node in backward if late else ():  # what forward's trace made for backward alone may read what comes late
-        if node.op == "call_function" and OP in node.meta:
+    saved, extra = _crossing(pending, backward.union(joint.tangents), again)
+    if late:  # what forward's trace made for backward alone may read what comes late
+        for node in (extra & late) | {n for n in _calls(backward) if OP in n.meta}:
             node.meta[RECOMPUTED] = True
-    first = extract(
-        joint.graph, joint.primals, {n for n in forward if n.op == "call_function"}, [*joint.outputs, *saved]
-    )
-    second = extract(
-        joint.graph, [*saved, *joint.tangents], {n for n in backward | extra if n.op == "call_function"}, present
-    )
+    first = extract(joint.graph, joint.primals, _calls(forward), [*joint.outputs, *saved])
+    second = extract(joint.graph, [*saved, *joint.tangents], _calls(backward | extra), present)
     gets = tuple(i for i, g in zip(joint.wanted, joint.gradients, strict=True) if g is not None)
     return Joint(
         first,
@@ -93,6 +75,38 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Rec
         gets,
         *_for_accumulation(joint, [*saved, *joint.tangents]),
     )
+
+
+def _forward(joint: JointGraph) -> set[fx.Node]:
+    """The nodes of forward: what outputs need, and what comes early."""
+    found = walks.ancestors([*joint.outputs, *(n for n in joint.graph.nodes if n.meta.get(EARLY))])
+    for node in joint.graph.nodes:  # the parts of an op with several results live with it
+        if node.target is operator.getitem and node.args[0] in found:
+            found.add(node)
+    return found
+
+
+def _crossing(
+    wanted: Iterable[fx.Node], there: Collection[fx.Node], again: Collection[fx.Node]
+) -> tuple[list[fx.Node], set[fx.Node]]:
+    """The values that cross from forward to backward, and those that backward makes again, of what it wants."""
+    saved: dict[fx.Node, None] = {}
+    extra: set[fx.Node] = set()
+    pending = collections.deque(wanted)
+    while pending:
+        node = pending.popleft()
+        if node in there or node in extra or node in saved:
+            continue
+        if node in again:
+            extra.add(node)
+            pending += node.all_input_nodes
+        else:
+            saved[node] = None
+    return list(saved), extra
+
+
+def _calls(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    return {n for n in nodes if n.op == "call_function"}
 
 
 def _for_accumulation(

@@ -352,20 +352,23 @@ def refuse_contradictions(plan: Plan) -> None:
         if op not in plan.decisions or plan.decisions[op].kind != "op":
             raise BadPlan(f"the plan makes {name} in passing for what is behind {op}, which is no op of it")
     for c in plan.conversions:
-        if c.source not in plan.decisions or c.target not in plan.decisions:
-            raise BadPlan(
-                f"the plan converts a value from {c.source} to {c.target}, and decides nothing for one of them"
-            )
-        try:
-            fits = _arrives(c, plan.decisions[c.target]) and _leaves(c, plan.decisions[c.source])
-        except _UNREADABLE as e:
-            raise _no_plan(e) from e
-        if not fits:
-            raise BadPlan(
-                f"the plan says of the value from {c.source} to operand {c.operand} of {c.target} something else than "
-                "its decisions",
-                seen=" to ".join(value.text(plan.mesh.axes) for value in c.value),
-            )
+        _refuse_conversion(plan, c)
+
+
+def _refuse_conversion(plan: Plan, c: Conversion) -> None:
+    """Raise a letter where a conversion begins or ends otherwise than the ops at its ends."""
+    if c.source not in plan.decisions or c.target not in plan.decisions:
+        raise BadPlan(f"the plan converts a value from {c.source} to {c.target}, and decides nothing for one of them")
+    try:
+        fits = _arrives(c, plan.decisions[c.target]) and _leaves(c, plan.decisions[c.source])
+    except _UNREADABLE as e:
+        raise _no_plan(e) from e
+    if not fits:
+        raise BadPlan(
+            f"the plan says of the value from {c.source} to operand {c.operand} of {c.target} something else than "
+            "its decisions",
+            seen=" to ".join(value.text(plan.mesh.axes) for value in c.value),
+        )
 
 
 def _leaves(c: Conversion, source: Decision) -> bool:

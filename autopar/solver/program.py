@@ -54,14 +54,9 @@ def solve(
         found = without()
     else:
         found = recomputing(task, recompute, without)
-    if found.best is None and task.has_budget and is_trial:
-        raise Infeasible("no plan was found").of_bytes(0.0, found.lowest.peak if found.lowest else math.inf)
-    if found.best is None and task.has_budget:
-        known = found.lowest or (lowest(task) if task.recomputes and not found.hopeless else None)
-        raise over_budget(task, known)
-    if found.best is None:
-        raise infeasible(space, "elimination had to split, and found no choices that go together")
     best = found.best
+    if best is None:
+        raise _none_found(task, found, is_trial)
     if task.has_time and not best.recomputed:
         best = settled(counted, best, budget)
     plan = plan_of(space, best, found.bound, budget if counted.rows or best.recomputed else math.inf)
@@ -77,6 +72,16 @@ def solve(
         stopped=tuple(dict.fromkeys(found.stopped)) if is_open else (),
         search=PricedSpace(counted, best, prices, curve),
     )
+
+
+def _none_found(task: Task, found: Findings, is_trial: bool) -> Infeasible:
+    """The letter of a search that came to no plan."""
+    if not task.has_budget:
+        return infeasible(task.space, "elimination had to split, and found no choices that go together")
+    if is_trial:
+        return Infeasible("no plan was found").of_bytes(0.0, found.lowest.peak if found.lowest else math.inf)
+    known = found.lowest or (lowest(task) if task.recomputes and not found.hopeless else None)
+    return over_budget(task, known)
 
 
 def _curve(space: Space, solver: str, gap: float, recompute: str | Policy, budgets: int | Sequence[int]) -> Curve:

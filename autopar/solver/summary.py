@@ -206,12 +206,10 @@ class _Role:
 
 
 def _role(plan: Plan, axis: int) -> _Role:
+    """The work of an axis in a plan."""
     seconds, modules = defaultdict[str, float](float), set[str]()
-    ops = [(name, d) for name, d in plan.decisions.items() if d.kind == "op"]
-    products = [(name, d) for name, d in ops if d.op == "linear" or d.op.startswith("conv")]
-    products = products or [(name, d) for name, d in ops if d.op in _PRODUCTS] or [p for p in ops if p[1].seconds]
     is_batch = _cuts_batch(plan, axis)
-    for name, d in products:
+    for name, d in _products(plan):
         cut = cut_of(d, axis)
         cut = "rows" if cut == "positions" and is_batch else cut  # of a batch that lies along another dim
         seconds[cut] += d.seconds or 1e-12
@@ -219,18 +217,31 @@ def _role(plan: Plan, axis: int) -> _Role:
             modules.add(_module(name))
     total = sum(seconds.values()) or 1.0
     tenths = {cut: _tenths(s / total) for cut, s in seconds.items()}
-    placed = [(plan.parameter_bytes[n], s.placements[axis].is_shard, n) for n, s in plan.parameters.items()]
-    cut_bytes = sum(nbytes for nbytes, is_cut, _ in placed if is_cut)
-    again = sum(nbytes for nbytes, is_cut, n in placed if is_cut and n in plan.regathered)
-    whole = sum(plan.parameter_bytes.values()) or 1
+    stored, is_regathered = _stored_along(plan, axis)
     return _Role(
         tenths.get("rows", 0),
         tenths.get("positions", 0),
         tenths.get("weights", 0),
-        _tenths(cut_bytes / whole),
-        again > cut_bytes / 2,
+        stored,
+        is_regathered,
         tuple(sorted(modules)) if tenths.get("weights", 0) else (),
     )
+
+
+def _products(plan: Plan) -> list[tuple[str, Decision]]:
+    """The products with weights; where there are none all products, or all ops that take time."""
+    ops = [(name, d) for name, d in plan.decisions.items() if d.kind == "op"]
+    of_weights = [(name, d) for name, d in ops if d.op == "linear" or d.op.startswith("conv")]
+    return of_weights or [(name, d) for name, d in ops if d.op in _PRODUCTS] or [p for p in ops if p[1].seconds]
+
+
+def _stored_along(plan: Plan, axis: int) -> tuple[int, bool]:
+    """The tenths of parameters, by bytes, that an axis cuts in storage, and whether most are gathered in backward."""
+    placed = [(plan.parameter_bytes[n], s.placements[axis].is_shard, n) for n, s in plan.parameters.items()]
+    cut_bytes = sum(nbytes for nbytes, is_cut, _ in placed if is_cut)
+    again = sum(nbytes for nbytes, is_cut, n in placed if is_cut and n in plan.regathered)
+    whole = sum(plan.parameter_bytes.values()) or 1
+    return _tenths(cut_bytes / whole), again > cut_bytes / 2
 
 
 def _cuts_batch(plan: Plan, axis: int) -> bool:
