@@ -106,7 +106,7 @@ def _schedule(halves: Joint, reads: Mapping[str, Read], recomputed: Recomputed) 
     stay = {node.name: reads[p.name] for node, p in fetched(halves.forward, reads).items() if reads[p.name].stays}
     kept = {name: read.window for name, read in stay.items()}
     for half in (
-        Half(halves.forward, reads, is_backward=False),
+        Half(halves.forward, reads, is_backward=False, outputs=halves.outputs),
         Half(halves.backward, reads, is_backward=True, kept=kept, recomputed=recomputed),
         Half(halves.hold, reads, is_backward=True, kept=kept, recomputed=recomputed),
     ):

@@ -9,6 +9,7 @@ Each pass has a before and an after; none changes what is computed.
                         begins
     reduce_beside       reductions of gradients begin where they stand, and end before the next begins or where they are
                         read
+    drop_idle_views     what lies so already is not shown once more (`idle_views.py`)
     write_over          what nothing reads any more gives its memory to its gradient (`over.py`)
 
 Order of nodes is order of execution: a collective that has begun runs on its own while the ops after it compute, until
@@ -22,12 +23,14 @@ import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from autopar.codegen.buffers import hands_on, numbers_of
 from autopar.codegen.halves import COLLECTIVES
+from autopar.codegen.idle_views import drop_idle_views
 from autopar.codegen.joint_graph import BACK, OP, RECOMPUTED, WANTED
 from autopar.codegen.over import write_over
 from autopar.codegen.recomputed import NOTHING, Recomputed
@@ -67,6 +70,13 @@ class Half:
     is_backward: bool
     kept: Mapping[str, int] = field(default_factory=dict)  # placeholders kept from forward, and the window of each
     recomputed: Recomputed = NOTHING  # what backward makes again, and where that is wanted
+    outputs: int | None = None  # of forward, how many of its results leave the step; the others are saved
+
+    @property
+    def leaving(self) -> list[fx.Node]:
+        """The results that the caller gets: outputs, or gradients."""
+        results: Any = self.graph.output_node().args[0]
+        return [n for n in results[: self.outputs] if isinstance(n, fx.Node)]
 
     def text(self) -> str:
         """The graph as Python that a person can read."""
@@ -415,6 +425,7 @@ PASSES: tuple[Callable[[Half], None], ...] = (
     fetch_late,
     gather_ahead,
     reduce_beside,
+    drop_idle_views,
     write_over,
 )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.codegen.arrived import for_arrived
+from autopar.codegen.bound_calls import by_bindings
 from autopar.codegen.buffers import is_view
 from autopar.codegen.compiled import compile_between_collectives
 from autopar.codegen.halves import Joint, bind
@@ -91,6 +92,9 @@ class Halves:
         module = bind(graph, self.axes)
         if self.backend is not None:
             module = compile_between_collectives(module, self.backend)
+        else:
+            by_bindings(module.graph)
+            module.recompile()
         return module if name == "forward" else from_a_list(module)
 
     def half(self, name: str, arrived: tuple[bool, ...]) -> Callable[[list[Any]], Sequence[Tensor | None]]:

@@ -1,0 +1,98 @@
+"""Views that a half of a step can do without: the host starts each, and no device computes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+
+from autopar.codegen.buffers import is_view
+from autopar.runtime.private import UNSAFE_VIEW
+
+if TYPE_CHECKING:
+    from autopar.codegen.schedule import Half
+
+_ATEN = torch.ops.aten
+_RESHAPES = (_ATEN.reshape.default, _ATEN.view.default, UNSAFE_VIEW)
+_TURNS = (_ATEN.t.default, _ATEN.transpose.int)
+_SUM = _ATEN.sum.dim_IntList
+
+
+def drop_idle_views(half: Half) -> None:
+    """Remove views of what lies so already, and views that were taken before.
+
+    before    u = t(w);  v = t(u);  a = view(x, [8, 4]);  b = view(a, [2, 4, 4]);  c = mm(y, v);  d = mm(z, t(w));
+              s = sum(b, [0], True);  r = view(s, [4, 4])
+    after     u = t(w);  b = view(x, [2, 4, 4]);  c = mm(y, w);  d = mm(z, u);  r = sum(b, [0])
+
+    What leaves for the caller stays apart from all else that does, and from what the half was given.
+    """
+    leaving = set(half.leaving)
+    taken: dict[Any, fx.Node] = {}
+    views = [n for n in half.graph.nodes if _only_shows(n)]
+    for node in views:
+        if node.target in _RESHAPES:
+            for before in _passed(node):
+                node.replace_input_with(before, before.args[0])
+        value = _the_same(node) or taken.setdefault(_key(node), node)
+        if value is node or (node in leaving and (value in leaving or value.op == "placeholder")):
+            continue
+        if node in leaving:
+            leaving.add(value)
+        node.replace_all_uses_with(value)
+    for node in reversed(views):
+        if not node.users:
+            half.graph.erase_node(node)
+
+
+def _only_shows(node: fx.Node) -> bool:
+    """Is it a view by its arguments alone, which writes nothing?"""
+    if node.op != "call_function" or node.kwargs or not is_view(node):
+        return False
+    return node.target is UNSAFE_VIEW or not node.target._schema.is_mutable
+
+
+def _passed(node: fx.Node) -> Iterator[fx.Node]:
+    """The reshapes that a reshape is of, the last first, which nothing else reads: of their operand it is the same."""
+    while isinstance(before := node.args[0], fx.Node) and before.target in _RESHAPES and len(before.users) == 1:
+        yield before
+
+
+def _the_same(node: fx.Node) -> fx.Node | None:
+    """The value that a view shows as it is, or comes to be; None where it shows it otherwise."""
+    before = node.args[0]
+    if not isinstance(before, fx.Node):
+        return None
+    if node.target in _RESHAPES and node.meta["val"].shape == before.meta["val"].shape:
+        return before
+    if node.target in _RESHAPES and _is_without_its_dims(node, before):
+        before.args, before.meta["val"] = before.args[:2], node.meta["val"]
+        return before
+    if node.target in _TURNS and before.target in _TURNS and _swapped(node) == _swapped(before):
+        value: fx.Node = before.args[0]
+        return value
+    return None
+
+
+def _is_without_its_dims(node: fx.Node, before: fx.Node) -> bool:
+    """Is it a sum that keeps its dims, without them, and is it so read alone?"""
+    is_sum = before.target is _SUM and before.args[2:] == (True,) and not before.kwargs
+    if not is_sum or not before.args[1] or len(before.users) > 1:
+        return False
+    shape: Any = before.args[0].meta["val"].shape
+    summed = {d % len(shape) for d in before.args[1]}
+    return list(node.meta["val"].shape) == [n for d, n in enumerate(shape) if d not in summed]
+
+
+def _swapped(node: fx.Node) -> set[int]:
+    """The two dims that change places."""
+    rank = node.meta["val"].dim()
+    first, second = node.args[1:] if len(node.args) > 1 else (0, rank - 1)
+    return {first % rank, second % rank} if rank > 1 else set()
+
+
+def _key(node: fx.Node) -> Any:
+    """Equal for equal views of one value."""
+    return node.target, tuple(tuple(a) if isinstance(a, list) else a for a in node.args)
