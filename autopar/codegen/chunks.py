@@ -83,14 +83,18 @@ class _Region:
         backward: dict[fx.Node, None] = {}
         seeds = list(joint.graph.find_nodes(op="call_function", target=SEED))
         region = total.meta[REGION]
+        late = set(joint.tangents)  # what is made of a gradient that arrives, and not for 1: no chunk has it
         for node in joint.graph.nodes:
             if node.op != "call_function" or node is total:
                 continue
             varies = any(a in forward or a in backward for a in node.all_input_nodes)
+            is_whole = any(a in late or a.target is UNCHUNK for a in node.all_input_nodes)
             if node.target is CHUNK or (varies and node.meta.get(OP) in region):
                 forward[node] = None
-            elif node.target is SEED or (varies and (node.meta.get(BACK) in region or _is_part(node, backward))):
+            elif node.target is SEED or (varies and not is_whole and _comes_of(node, region, backward)):
                 backward[node] = None
+            elif is_whole:
+                late.add(node)
         chunks = {int(str(n.args[2])) for n in forward if n.target is CHUNK}
         assert len(chunks) == 1 and len(seeds) <= 1, (chunks, seeds)
         return _Region(total, list(forward), list(backward), seeds[0] if seeds else None, chunks.pop())
@@ -98,7 +102,8 @@ class _Region:
     def write_out(self, joint: JointGraph) -> None:
         """Put copies of the region in the place of its sum, and what they come to in the places of its results."""
         graph, inside = joint.graph, {*self.forward, *self.backward}
-        _move_before(self.total, (a for n in self.backward for a in n.all_input_nodes if a not in inside))
+        reading = [n for n in self.backward if n.target is not SEED]  # what that is of arrives behind the sum
+        _move_before(self.total, (a for n in reading for a in n.all_input_nodes if a not in inside))
         ends = [n for n in self.backward if not inside.issuperset(n.users)]
         loss = self.total.args[0]
         assert isinstance(loss, fx.Node)
@@ -166,8 +171,10 @@ class _Region:
         end.replace_all_uses_with(scaled, delete_user_cb=lambda user: user not in inside)
 
 
-def _is_part(node: fx.Node, of: Iterable[fx.Node]) -> bool:
-    return node.target is operator.getitem and node.args[0] in of
+def _comes_of(node: fx.Node, region: frozenset[str], backward: Iterable[fx.Node]) -> bool:
+    """Is it of the backward of an op that runs in chunks, or a part of what such a node gives?"""
+    is_part = node.target is operator.getitem and node.args[0] in backward
+    return is_part or node.meta.get(BACK) in region
 
 
 def _move_before(place: fx.Node, nodes: Iterable[fx.Node]) -> None:

@@ -71,7 +71,8 @@ class SituatedProgram:
             modules, paths = dict(model.named_modules(remove_duplicate=False)), [name.rpartition(".") for name in names]
             held = [(modules[path]._parameters if path in modules else {}, last) for path, _, last in paths]
             self.holders = weakref.ref(model), held
-        found = [of.get(last) for of, last in self.holders[1]]
+        # of a ScriptModule they have no get()
+        found = [of[last] if last in of else None for of, last in self.holders[1]]  # noqa: SIM401
         return [tensor_of(model, name) if p is None else p for name, p in zip(names, found, strict=True)]
 
 

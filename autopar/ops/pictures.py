@@ -24,7 +24,7 @@ def largest_of_positions(arguments: Mapping[str, Any]) -> Rule:
 def pixel_shuffle(arguments: Mapping[str, Any]) -> Rule:
     """Channels are major, and rows and columns come out as products with the factor inside."""
     r = arguments["upscale_factor"]
-    return parse(f"... (c a:{r} b:{r}) h w -> ... c (h a:{r}) (w b:{r})", linear="x")
+    return parse(f"... (c a:{r}! b:{r}!) h w -> ... c (h a:{r}!) (w b:{r}!)", linear="x")
 
 
 def largest_and_where(arguments: Mapping[str, Any]) -> Rule:
@@ -43,7 +43,7 @@ def unpooled(arguments: Mapping[str, Any]) -> Rule:
 def pixel_unshuffle(arguments: Mapping[str, Any]) -> Rule:
     """Rows and columns are products with the factor inside, which become channels."""
     r = arguments["downscale_factor"]
-    return parse(f"... c (h a:{r}) (w b:{r}) -> ... (c a:{r} b:{r}) h w", linear="x")
+    return parse(f"... c (h a:{r}!) (w b:{r}!) -> ... (c a:{r}! b:{r}!) h w", linear="x")
 
 
 def channel_shuffle(arguments: Mapping[str, Any]) -> Rule:

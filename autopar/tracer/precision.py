@@ -142,12 +142,14 @@ def computing_in(precision: Precision | None, recorder: Recorder) -> Iterator[li
             for name, parameter in list(module._parameters.items()):
                 if parameter is None or not parameter.is_floating_point():
                     continue
-                precision.check(".".join(filter(None, (path, name))), parameter)
+                full = ".".join(filter(None, (path, name)))
+                precision.check(full, parameter)
                 if parameter.dtype == getattr(torch, precision.param):
                     continue
                 if id(parameter) not in made:
                     with recorder.place.within(path):
                         made[id(parameter)] = precision.cast(parameter)
+                        recorder.stand_ins[id(made[id(parameter)])] = full
                         casts.append(recorder.values.node(made[id(parameter)]))
                 held.append((module._parameters, name, parameter))
                 module._parameters[name] = made[id(parameter)]

@@ -151,6 +151,7 @@ class Recorder:
     def __init__(self, root: torch.nn.Module, assume: Assume, precision: Precision | None = None) -> None:
         self.root = root
         self.precision = precision
+        self.stand_ins: dict[int, str] = {}  # of the casts that stand for parameters under precision=, their names
         self.assumptions = Assumptions(assume)
         self.place = Whereabouts(root)
         self.program = Recording(self.place)

@@ -25,8 +25,16 @@ from autopar.tracer.place import is_ours
 from autopar.tracer.recorder import Recorder
 
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_RUN_WHAT_THE_MODEL_RUNS = ("_run", "_forward", "execute", "fake", "__torch_dispatch__", "__torch_function__")
-_CALL_TORCH = ("execute", "fake")  # of these, functions that call what the model calls, with nothing between
+_RUN_WHAT_THE_MODEL_RUNS = (
+    "_run",
+    "_forward",
+    "execute",
+    "fake",
+    "assertion",
+    "__torch_dispatch__",
+    "__torch_function__",
+)
+_CALL_TORCH = ("execute", "fake", "assertion")  # functions that call what the model calls, with nothing between
 
 
 @contextlib.contextmanager

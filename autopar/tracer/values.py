@@ -167,9 +167,11 @@ class Values:
                 (target,),
                 "tensors of their own: .clone()",
             )
-        if recorder.names.kinds.get(id(base)) == "parameter":
+        is_parameter = recorder.names.kinds.get(id(base)) == "parameter"
+        if is_parameter or id(base) in recorder.stand_ins:
+            written = recorder.names.of[id(base)][0] if is_parameter else recorder.stand_ins[id(base)]
             raise recorder.letter(
-                f"{name} writes to the parameter {recorder.names.of[id(base)][0]} inside the model",
+                f"{name} writes to the parameter {written} inside the model",
                 (target,),
                 "a buffer, or a new tensor",
             )

@@ -442,3 +442,48 @@ def test_a_gradient_that_eager_does_not_have_is_none_behind_a_conversion(threads
         return mine.counted.grad is None, "convert(counted" in mine.code
 
     assert threads(2, body) == [(True, True)] * 2
+
+
+class Unshuffled(torch.nn.Module):
+    """Pictures no higher than the factor by which they are unshuffled: their rows are no dim that can be cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(12, 12)
+
+    def forward(self, x):
+        return torch.nn.functional.pixel_unshuffle(self.inner(x).view(-1, 1, 2, 6), 2).pow(2).mean()
+
+
+class WithScript(torch.nn.Module):
+    """A part of the model is of TorchScript, with parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(12, 12)
+        self.part = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(12, 12), torch.nn.ReLU()))
+
+    def forward(self, x):
+        return self.part(self.inner(x)).pow(2).mean()
+
+
+@pytest.mark.parametrize("of", [Unshuffled, WithScript])
+def test_models_that_once_ended_in_an_error_of_torch_train(of, threads):
+    torch.manual_seed(0)
+    first, batch = of(), {"x": torch.randn(8, 12)}
+    mine = [of(), of()]
+    for model in mine:
+        model.load_state_dict(first.state_dict())
+
+    def step(rank):
+        model = autopar.autoparallelize(mine[rank], batch, mesh=(2,), cluster=eager_links())
+        loss = model(**batch)
+        loss.backward()
+        return loss.detach(), [whole(p.grad) for p in model.parameters()]
+
+    loss, gradients = threads(2, step)[0]
+    expected = first(**batch)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for one, p in zip(gradients, first.parameters(), strict=True):
+        torch.testing.assert_close(one, p.grad)

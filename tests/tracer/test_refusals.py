@@ -270,3 +270,26 @@ def test_an_op_that_torch_lacks_in_the_dtype_of_precision_is_a_letter(function):
 def test_operands_that_fail_in_every_dtype_are_the_models_error(precision):
     with pytest.raises(NotCaptured, match=r"raises RuntimeError on these inputs.*4 by 3"):
         traced(lambda m, x: torch.logdet(x[:, :3]), precision=precision)
+
+
+@pytest.mark.parametrize("precision", [None, autopar.Precision()])
+def test_a_write_to_a_parameter_is_a_letter_under_precision_too(precision):
+    """A momentum encoder moves parameters that are not trained: the cast that stands for one would take the write."""
+
+    class Momentum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).requires_grad_(False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.key.weight.mul_(0.5).add_(self.query.weight, alpha=0.5)
+            return (self.query(x) - self.key(x)).pow(2).mean()
+
+    with pytest.raises(NotCaptured, match=r"mul_ writes to the parameter key\.weight inside the model"):
+        ColoTracer().trace(Momentum(), (torch.randn(2, 4),), precision=precision)
+
+
+def test_an_assertion_of_the_model_that_fails_is_its_error():
+    with pytest.raises(NotCaptured, match="raises AssertionError on these inputs: too few"):
+        traced(lambda m, x: torch._assert(x.shape[0] > 9, "too few"))

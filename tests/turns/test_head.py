@@ -184,3 +184,52 @@ def test_a_broken_compiler_is_noticed(mutant, monkeypatch):
     with pytest.raises(Unequal):
         check("broken", [on_rank(0, "gpt2", DeviceMesh((1,)), chunks=4)], "gpt2")
     joint.LOWERED.clear()
+
+
+class Small(torch.nn.Module):
+    """An embedding, two heads that can be added, and a loss that is made of the cross-entropy."""
+
+    def __init__(self, logits, loss):
+        super().__init__()
+        self.table, self.inner = torch.nn.Embedding(22, 12), torch.nn.Linear(12, 12)
+        self.head, self.other = torch.nn.Linear(12, 22, bias=False), torch.nn.Linear(12, 22, bias=False)
+        self.logits, self.loss = logits, loss
+
+    def forward(self, x, t):
+        h = self.inner(self.table(x))
+        entropy = torch.nn.functional.cross_entropy(self.logits(self, h).flatten(0, 1), t.flatten())
+        return self.loss(self, entropy, h)
+
+
+LOSSES = {
+    "of its square": lambda m, e, h: e + e * e,
+    "of its exponential": lambda m, e, h: (1 - torch.exp(-e)) ** 2 * e,
+    "beside one of the hidden values": lambda m, e, h: e + h.pow(2).mean(),
+    "beside one of the head's weight": lambda m, e, h: e + m.head.weight.pow(2).mean(),
+    "beside nothing of the hidden values": lambda m, e, h: e + 0 * h.sum(),
+}
+HEADS = {
+    "two heads": lambda m, h: m.head(h) + m.other(h),
+    "two heads of two values": lambda m, h: m.head(h) + m.other(torch.tanh(h)),
+}
+
+
+@pytest.mark.parametrize(
+    "logits, loss",
+    [(lambda m, h: m.head(h), f) for f in LOSSES.values()] + [(f, LOSSES["of its square"]) for f in HEADS.values()],
+    ids=[*LOSSES, *HEADS],
+)
+def test_gradients_that_arrive_beside_those_of_chunks(logits, loss):
+    """What is made of the arriving gradient is no chunk's, and rows that stand side by side are added whole."""
+    torch.manual_seed(0)
+    model = Small(logits, loss).double()
+    batch = {"x": torch.randint(0, 22, (4, 6)), "t": torch.randint(0, 22, (4, 6))}
+    mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=(1,), memory_budget="inf", chunks=2)
+    assert mine.plan.chunks == 2
+    expected, found = model(**batch), mine(**batch)
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    found.backward()
+    for (name, p), q in zip(model.named_parameters(), mine.parameters(), strict=True):
+        if p.grad is not None:
+            torch.testing.assert_close(whole(q.grad), p.grad, msg=name)
