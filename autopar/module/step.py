@@ -114,7 +114,12 @@ class Tangent:
         return Tangent(like.shape, like.stride(), like.dtype)
 
     def given(self, gradient: Tensor) -> Tensor:
-        """The gradient that has arrived; a copy where it lies otherwise, as that of a sum does."""
+        """The gradient that has arrived; a copy where it lies otherwise, as that of a sum does.
+
+        It is a DTensor where a loss that is whole was added to one: to a penalty on parameters, say.
+        """
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
         dims = zip(self.shape, self.stride, gradient.stride(), strict=True)
         if all(mine == theirs for size, mine, theirs in dims if size > 1):
             return gradient

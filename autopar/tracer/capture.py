@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -27,6 +27,7 @@ from autopar.graph.graph import Assume, Graph, Leaf, TensorType, info
 from autopar.letters import NotCaptured
 from autopar.runtime.patches import fake_errors_told_once
 from autopar.runtime.private import TRACING, clean_room
+from autopar.tracer.changes import Number
 from autopar.tracer.fakes import Fakes, sharing
 from autopar.tracer.functions import Above
 from autopar.tracer.passes import canonicalise
@@ -82,7 +83,9 @@ class ColoTracer(fx.Tracer):
         with telling_whose_error():
             call = ModelCall(root, *as_call(meta_inputs), loss, precision)
             _check(call, is_parallel=isinstance(meta_inputs, Call))
-            graph, made, refuse_kept = _capture(call, assume or Assume())
+            graph, made, refuse_kept, numbers = _capture(call, assume or Assume())
+            if numbers:
+                _refuse_counters(call, assume or Assume(), graph, numbers)
         refuse_survivors(made)
         refuse_kept()
         return graph
@@ -96,8 +99,43 @@ def _check(call: ModelCall, is_parallel: bool) -> None:
     refuse_shared_memory(call.root)
 
 
-def _capture(call: ModelCall, assume: Assume) -> tuple[Graph, list[weakref.ref[Tensor]], Callable[[], None]]:
-    """The graph, every tensor that was made on the way, and a letter where a hook has kept one."""
+def _refuse_counters(call: ModelCall, assume: Assume, graph: Graph, numbers: Sequence[Number]) -> None:
+    """Raise a letter where forward goes by numbers that it changes itself, call after call.
+
+    The next two calls are captured too: what the first sets up, and later ones find, makes those alike.
+    """
+    second, *_, later = _after(call, assume, numbers)
+    is_steady = not later or str(second) == str(graph)
+    if not is_steady and str(_after(call, assume, [*numbers, *later]).graph) != str(second):
+        raise NotCaptured(
+            f"forward changes {', '.join(n.full for n in numbers)} and goes by it: each call is another program",
+            advice="a buffer that forward writes (self.step.add_(1)), or an attribute that is set between calls",
+        )
+
+
+def _after(call: ModelCall, assume: Assume, numbers: Sequence[Number]) -> Captured:
+    """The capture of a call that finds these numbers; the modules are as they were afterwards."""
+    held = [(vars(n.module), n.name, vars(n.module)[n.name]) for n in numbers]
+    try:
+        for n in numbers:
+            vars(n.module)[n.name] = n.value
+        return _capture(call, assume)
+    finally:
+        for attributes, name, value in held:
+            attributes[name] = value
+
+
+class Captured(NamedTuple):
+    """A graph, and what a capture leaves to be looked at."""
+
+    graph: Graph
+    made: list[weakref.ref[Tensor]]  # every tensor on the way
+    refuse_kept: Callable[[], None]  # raises a letter where a hook has kept one
+    numbers: list[Number]  # attributes that forward has changed
+
+
+def _capture(call: ModelCall, assume: Assume) -> Captured:
+    """One run of the model on fakes."""
     learn_dataclasses((call.args, call.kwargs))
     with _quiet():
         recorder = Recorder(call.root, assume, call.precision)
@@ -111,7 +149,7 @@ def _capture(call: ModelCall, assume: Assume) -> tuple[Graph, list[weakref.ref[T
         refuse_detached(recorder)
         refuse_trained_values_under_a_mask(graph)
         recorder.assumptions.refuse_unasked()
-        return graph, made, recorder.hooks.refuse_kept
+        return Captured(graph, made, recorder.hooks.refuse_kept, recorder.changes.numbers)
 
 
 @contextlib.contextmanager

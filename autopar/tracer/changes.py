@@ -6,7 +6,7 @@ Other attributes that forward sets are not kept, and the graph says so; paramete
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,15 @@ class ModuleState:
         return f"{self.path}.{name}" if self.path else name
 
 
+class Number(NamedTuple):
+    """An attribute of a module that is another number behind forward than before."""
+
+    module: torch.nn.Module
+    name: str
+    full: str  # its name from the model's root
+    value: bool | int | float
+
+
 class Changes:
     """Differences between the modules before and after one run of forward."""
 
@@ -59,6 +68,7 @@ class Changes:
         self.recorder = recorder
         self.before: list[ModuleState] = []
         self.reassigned: list[tuple[str, Tensor]] = []  # buffers that forward has set to another tensor
+        self.numbers: list[Number] = []  # attributes that forward has set to another number
 
     def notice(self) -> None:
         """Look at what forward has set on its modules."""
@@ -127,6 +137,8 @@ class Changes:
             is_plain = isinstance(value, (bool, int, float, str))
             is_same = value is old or (is_plain and type(value) is type(old) and value == old)
             is_public_container = name in state.contents and not name.startswith("_")
+            if is_plain and type(value) is type(old) and not is_same and not isinstance(value, str):
+                self.numbers.append(Number(state.module, name, state.full(name), value))
             if not is_same or (is_public_container and len(value) != len(state.contents[name])):
                 self._is_not_kept(f"the attribute {name} that forward sets on", state, "is")
 

@@ -231,6 +231,7 @@ class Recorder:
             )
         made, arguments = lookup(function, args, kwargs, result)
         _refuse_mixed_dtypes(self, made, arguments, args)
+        _refuse_sparse_gradients(self, made, arguments, args)
         draws = self.call.drew is not None
         if made.name in WRITES and self.writes(made, arguments):  # batch_norm's schema does not say that it writes
             made, written_to, _ = WRITES[made.name]
@@ -385,6 +386,17 @@ def _refuse_hidden_write(recorder: Recorder, function: Callable[..., Any], args:
             f"{name_of(function)} writes to a tensor that it was given ({recorder.call.wrote[0][0]})",
             args,
             "the form that returns a new tensor",
+        )
+
+
+def _refuse_sparse_gradients(recorder: Recorder, op: Any, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
+    """A table whose gradient would be of the rows alone that were looked up."""
+    is_sparse = arguments.get("sparse") is True or arguments.get("sparse_grad") is True
+    if is_sparse and any(t.requires_grad for t in tensors_in((arguments,), {})):
+        raise recorder.letter(
+            f"{op.name} gives a sparse gradient, which a plan cannot cut or reduce",
+            args,
+            "sparse=False: the same values",
         )
 
 

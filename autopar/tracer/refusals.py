@@ -31,6 +31,7 @@ _RUN_WHAT_THE_MODEL_RUNS = (
     "execute",
     "fake",
     "assertion",
+    "original",
     "__torch_dispatch__",
     "__torch_function__",
 )
@@ -57,13 +58,21 @@ def telling_whose_error() -> Iterator[None]:
             (f for f in reversed(frames) if f.name == "forward"), frames[-1]
         )
         raise NotCaptured(
-            f"the model raises {type(e).__name__} on these inputs: {e}",
+            f"the model raises {type(e).__name__} on these inputs{_words_of(e)}",
             at=f"{os.path.basename(at.filename)}:{at.lineno}, in {at.name}",
             advice=(
                 "inputs of the shapes and dtypes that it is called with; it was run on shapes alone: an op that "
                 "cannot be needs torch.library.register_fake"
             ),
         ) from e
+
+
+def _words_of(error: Exception) -> str:
+    """The words of an error, if it has any and can say them."""
+    try:
+        return f": {error}"
+    except Exception:  # of a __str__ that fails
+        return ""
 
 
 @contextlib.contextmanager

@@ -487,3 +487,25 @@ def test_models_that_once_ended_in_an_error_of_torch_train(of, threads):
     torch.testing.assert_close(loss, expected.detach())
     for one, p in zip(gradients, first.parameters(), strict=True):
         torch.testing.assert_close(one, p.grad)
+
+
+@pytest.mark.parametrize("preset", ["dp", "zero3"])
+def test_a_penalty_on_parameters_is_added_to_the_loss(preset):
+    """The sum is a DTensor, and so is the gradient that arrives at the loss."""
+    model, batch = mlp_case()
+
+    def penalised(model, batch):
+        return model(**batch) + 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
+
+    def step(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=(2,), parallel=preset)
+        loss = penalised(mine, batch)
+        loss.backward()
+        return loss.detach().full_tensor(), {n: whole(p.grad) for n, p in mine.named_parameters()}
+
+    loss, gradients = on_threads(2, step)[0]
+    expected = penalised(model, batch)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, msg=name)

@@ -293,3 +293,69 @@ def test_a_write_to_a_parameter_is_a_letter_under_precision_too(precision):
 def test_an_assertion_of_the_model_that_fails_is_its_error():
     with pytest.raises(NotCaptured, match="raises AssertionError on these inputs: too few"):
         traced(lambda m, x: torch._assert(x.shape[0] > 9, "too few"))
+
+
+class Warmed(nn.Module):
+    """A module that counts its calls, or remembers the longest of them."""
+
+    def __init__(self, goes_by):
+        super().__init__()
+        self.inner, self.step, self.longest, self.goes_by = nn.Linear(4, 4), 0, 0, goes_by
+
+    def forward(self, x):
+        y = self.inner(x)
+        if self.goes_by == "its length":  # once for all calls that are no longer
+            if len(x) > self.longest:
+                self.longest = len(x)
+                y = y * 1.0
+            return y.sum()
+        self.step += 1
+        return y.sum() * (min(1.0, self.step / 4) if self.goes_by == "its step" else 1.0)
+
+
+def test_a_number_that_forward_changes_and_goes_by_is_a_letter():
+    model = Warmed("its step")
+    with pytest.raises(NotCaptured, match="forward changes step and goes by it: each call is another program"):
+        ColoTracer().trace(model, (torch.randn(2, 4),))
+    assert model.step == 0
+
+
+@pytest.mark.parametrize("goes_by", ["nothing", "its length"])
+def test_a_number_that_forward_changes_and_no_call_but_the_first_shows_is_none(goes_by):
+    graph = ColoTracer().trace(Warmed(goes_by), (torch.randn(2, 4),))
+    assert any("that forward sets on the model is not kept" in line for line in graph.assumptions)
+
+
+@pytest.mark.parametrize("table", [nn.Embedding(8, 4, sparse=True), nn.EmbeddingBag(8, 4, sparse=True, mode="sum")])
+def test_a_sparse_gradient_is_a_letter(table):
+    with pytest.raises(NotCaptured, match="gives a sparse gradient") as letter:
+        ColoTracer().trace(table, (torch.zeros(2, 3, dtype=torch.int64),))
+    assert "sparse=False" in letter.value.advice
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        raise ValueError("in an autograd.Function")
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def raises_mute(m, x):
+    raise Mute
+
+
+@pytest.mark.parametrize(
+    "function, match",
+    [(lambda m, x: Raises.apply(x), "raises ValueError .*in an autograd.Function"), (raises_mute, "raises Mute on")],
+)
+def test_errors_of_the_models_own_code_are_letters(function, match):
+    with pytest.raises(NotCaptured, match=match):
+        traced(function)
