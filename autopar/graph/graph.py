@@ -290,7 +290,9 @@ def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
 def write_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
     """Give a buffer its new value; one that is made while running gets a new tensor."""
     path, _, last = name.rpartition(".")
-    owner = model.get_submodule(path)
+    owner: Any = model
+    for part in path.split(".") if path else ():
+        owner = owner._modules[part]
     held = getattr(owner, last, None)
     if isinstance(held, torch.Tensor) and held.shape == value.shape and held.dtype == value.dtype:
         with torch.no_grad():

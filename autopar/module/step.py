@@ -34,10 +34,10 @@ class EmittedStep(torch.autograd.Function):
         ctx.kept = [(i, primals[i], primals[i]._version) for i in runner.primals.kept]
         ctx.save_for_backward(*results[count:])
         ctx.set_materialize_grads(False)
-        outputs: list[Tensor] = []
+        outputs, there = list[Tensor](), set(map(id, primals))
         for o in results[:count]:  # autograd tells outputs apart by identity
-            is_there = any(o is other for other in (*primals, *outputs))
-            outputs.append(o.clone() if is_there else o)
+            outputs.append(o.clone() if id(o) in there else o)
+            there.add(id(outputs[-1]))
         named = info(runner.graph.output).outputs[: len(runner.graph.output_names)]
         wants = [t.requires_grad for t in named] + [False] * len(runner.graph.updates)
         ctx.mark_non_differentiable(*(o for o, has in zip(outputs, wants, strict=True) if not has))
