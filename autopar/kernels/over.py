@@ -26,16 +26,21 @@ def written_over(name: str, run: Callable[..., Tensor]) -> None:
 
 def twin_of(target: Any) -> OpOverload | None:
     """The twin of a custom op, by its overload; None of an op that has none."""
-    return _named(target, lambda name: f"{name}_")
+    return _named(f"{_name_of(target)}_") if _name_of(target) else None
 
 
 def pure(target: Any) -> Any:
     """The op that a twin is the twin of; any other as it is."""
-    return _named(target, lambda name: name[:-1] if name.endswith("_") else "") or target
+    name = _name_of(target)
+    return _named(name[:-1]) if name.endswith("_") else target
 
 
-def _named(target: Any, change: Callable[[str], str]) -> OpOverload | None:
-    if not isinstance(target, OpOverload) or target.namespace != "autopar":
-        return None
-    packet = getattr(torch.ops.autopar, change(str(target._schema.name).partition("::")[2]) or "-", None)
+def _name_of(target: Any) -> str:
+    """The name of a custom op of autopar's, by its overload; "" of anything else."""
+    is_ours = isinstance(target, OpOverload) and target.namespace == "autopar"
+    return str(target._schema.name).partition("::")[2] if is_ours else ""
+
+
+def _named(name: str) -> OpOverload | None:
+    packet = getattr(torch.ops.autopar, name, None)
     return None if packet is None else packet.default

@@ -31,6 +31,7 @@ from autopar.tracer.changes import Number
 from autopar.tracer.fakes import Fakes, sharing
 from autopar.tracer.functions import Above
 from autopar.tracer.passes import canonicalise
+from autopar.tracer.place import defined
 from autopar.tracer.precision import Precision, computing_in, sink
 from autopar.tracer.recorder import Recorder
 from autopar.tracer.refusals import (
@@ -109,6 +110,7 @@ def _refuse_counters(call: ModelCall, assume: Assume, graph: Graph, numbers: Seq
     if not is_steady and str(_after(call, assume, [*numbers, *later]).graph) != str(second):
         raise NotCaptured(
             f"forward changes {', '.join(n.full for n in numbers)} and goes by it: each call is another program",
+            at=defined(type(numbers[0].module).forward),
             advice="a buffer that forward writes (self.step.add_(1)), or an attribute that is set between calls",
         )
 

@@ -98,6 +98,14 @@ def source() -> str:
     return ""
 
 
+def defined(function: Any) -> str:
+    """The line at which a function of a class begins; "" of one that was not written in Python."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}, in {function.__qualname__}"
+
+
 @functools.cache
 def is_ours(filename: str) -> bool:
     """Does the code of a file belong to torch, to autopar, or to nobody?"""

@@ -171,6 +171,29 @@ def seen(graph, operands):
     return ops.seen, [(m.dtype, m.stride(), m.tolist()) for m in made]
 
 
+X, W = torch.randn(2, 4, 4), torch.randn(4)
+CALLS = {
+    "addmm": (W, X[0], X[1]),
+    "cat": ([X[0], X[1]], 1),
+    "embedding": (X[0], torch.tensor([[1, 3]]), 2),
+    "convolution": (X[None], torch.randn(3, 2, 2, 2), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+    "native_layer_norm": (X, [4], W, W, 1e-5),
+    "where": (X[0] > 0, X[0], X[1]),
+}
+
+
+@pytest.mark.parametrize("overload", bound_calls._FUNCTIONS, ids=str)
+def test_a_function_runs_the_op_of_the_overload(overload):
+    function = bound_calls._FUNCTIONS[overload]
+    arguments = CALLS[function.__name__]
+    found = []
+    for call in (overload, function):
+        with Ops() as ops:
+            made = call(*arguments)
+        found.append((ops.seen, [m.tolist() for m in (made if isinstance(made, tuple) else (made,))]))
+    assert found[0] == found[1]
+
+
 class Ops(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self):
         super().__init__()

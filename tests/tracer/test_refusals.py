@@ -315,8 +315,11 @@ class Warmed(nn.Module):
 
 def test_a_number_that_forward_changes_and_goes_by_is_a_letter():
     model = Warmed("its step")
-    with pytest.raises(NotCaptured, match="forward changes step and goes by it: each call is another program"):
+    with pytest.raises(
+        NotCaptured, match="forward changes step and goes by it: each call is another program"
+    ) as letter:
         ColoTracer().trace(model, (torch.randn(2, 4),))
+    assert "test_refusals.py" in letter.value.at and "Warmed.forward" in letter.value.at
     assert model.step == 0
 
 
