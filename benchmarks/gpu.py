@@ -96,7 +96,7 @@ def resnet(batch: int) -> Made:
 
 OF_LLAMA = ("add_rms_norm", "rms_norm", "gated", "rotary_pair", "cross_entropy")
 OF_HEAD = ("cross_entropy",)
-OF_GPT2 = ("add_layer_norm", "layer_norm", "gelu_tanh", "cross_entropy")
+OF_GPT2 = ("add_layer_norm", "layer_norm", "bias_gelu", "cross_entropy")
 CASES = {
     "GPT-2, 16 x 1024": Step(gpt2(16)),
     "GPT-2, 16 x 1024, compiled": Step(gpt2(16), compile=True),
@@ -107,9 +107,11 @@ CASES = {
     "GPT-2, 16 x 1024, kernels": Step(gpt2(16), {**HALVES, "kernels": OF_GPT2}),
     "LLaMA 1B, 8 x 2048, recompute": Step(llama(8), {**HALVES, "recompute": "full"}),
     "ViT-B, 128": Step(vit(128)),
-    "ViT-B, 128, compiled": Step(vit(128), compile=True),
+    "ViT-B, 256": Step(vit(256)),
+    "ViT-B, 256, compiled": Step(vit(256), compile=True),
     "ResNet-50, 128": Step(resnet(128)),
-    "ResNet-50, 128, compiled": Step(resnet(128), compile=True),
+    "ResNet-50, 256": Step(resnet(256)),
+    "ResNet-50, 256, compiled": Step(resnet(256), compile=True),
 }
 
 

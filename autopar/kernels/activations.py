@@ -27,12 +27,34 @@ def gelu_tanh_by_ops(x: Tensor) -> Tensor:
 
 
 @jit
-def activated(x, KIND: tl.constexpr):
-    """An activation and its slope: 0 silu, 1 gelu, 2 and 3 gelu by a tanh."""
+def _normal(x):
+    """The share of the normal distribution below x, and its density there: by one exponential, within 5e-6 of itself.
+
+    The share of what lies beyond |x| is that exponential times a polynomial in 1 / (1 + 0.31 |x|), fitted to relative
+    errors: a difference from one would have none of the small shares right.
+    """
+    e = tl.exp2(x * x * -0.7213475204444817)
+    root = tl.rsqrt(1.0 + 0.31 * tl.abs(x))  # cheaper than a quotient
+    t = root * root
+    p = 0.0157445480950169 + t * (0.1804504727500901 - t * 0.07392917472254408)
+    beyond = e * t * (0.12386070308864683 + t * (0.12044125743058487 + t * (0.1334298727097773 + t * p)))
+    return tl.where(x < 0, beyond, 1.0 - beyond), e * 0.3989422804014327
+
+
+@jit
+def activated(x, KIND: tl.constexpr, IS_HALF: tl.constexpr):
+    """An activation and its slope: 0 silu, 1 gelu, 2 and 3 gelu by a tanh.
+
+    Of what is rounded to halves the error function need not be exact in single precision.
+    """
     if KIND == 0:
         s = tl.sigmoid(x)
         a = x * s
         slope = s * (1.0 + x * (1.0 - s))
+    elif KIND == 1 and IS_HALF:
+        share, density = _normal(x)
+        a = x * share
+        slope = share + x * density
     elif KIND == 1:
         share = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         a = x * share

@@ -22,7 +22,7 @@ from autopar.kernels.patterns import Found, Pattern, called, readers
 from autopar.kernels.rows import FOLDED, fold_kernel
 
 BLOCK, WARPS = 2048, 4
-ROWS, COLUMNS = 16, 128  # that a program of backward holds at a time
+ROWS, COLUMNS, STAGES = 8, 128, 3  # that a program of backward holds at a time, and how many it has on their way
 _PROGRAMS = 8  # of backward, of a multiprocessor
 
 
@@ -54,31 +54,36 @@ def reference(x: Tensor, bias: Tensor, kind: int) -> Tensor:
 
 
 @jit
-def forward_kernel(X, Y, count, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def forward_kernel(X, Y, count, KIND: tl.constexpr, IS_HALF: tl.constexpr, BLOCK: tl.constexpr):
     """A block of elements a program."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    a, _ = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), KIND)
+    a, _ = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), KIND, IS_HALF)
     tl.store(Y + at, a.to(Y.dtype.element_ty), mask=inside)
 
 
 @jit
-def backward_kernel(DY, X, DX, DB, rows, columns, share, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def backward_kernel(DY, X, DX, DB, rows, columns, share, KIND: tl.constexpr, IS_HALF: tl.constexpr, ROWS: tl.constexpr,
+                    COLUMNS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Some columns of a share of the rows: their gradients, and what these add up to."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     end = min(rows, (part + 1) * share)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(part * share, end, ROWS):
+    for start in tl.range(part * share, end, ROWS, num_stages=STAGES):
         row = start + tl.arange(0, ROWS)
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         inside = (row < end)[:, None] & (column < columns)[None, :]
         dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
-        _, slope = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), KIND)
+        _, slope = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), KIND, IS_HALF)
         dx = dy * slope
         tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=inside)
         sums += dx
     tl.store(DB + part * columns + column, tl.sum(sums, 0), mask=column < columns)
+
+
+def _variant(x: Tensor, kind: int) -> dict[str, Any]:
+    return {"KIND": kind, "IS_HALF": x.dtype.itemsize == 2}
 
 
 @torch.library.custom_op("autopar::bias_gelu", mutates_args=())
@@ -89,7 +94,7 @@ def activation(x: Tensor, bias: Tensor, kind: int) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         grid = (-(-y.numel() // BLOCK),)
-        forward_kernel[grid](x.contiguous(), y, y.numel(), KIND=kind, BLOCK=BLOCK, num_warps=WARPS)
+        forward_kernel[grid](x.contiguous(), y, y.numel(), **_variant(x, kind), BLOCK=BLOCK, num_warps=WARPS)
     return y
 
 
@@ -114,7 +119,8 @@ def activation_backward(dy: Tensor, x: Tensor, kind: int) -> tuple[Tensor, Tenso
     parts = -(-rows // share)
     sums = torch.empty((parts, columns), dtype=torch.float32, device=x.device)
     given = (dy.contiguous(), x.contiguous(), dx, sums, rows, columns, share)
-    backward_kernel[(blocks, parts)](*given, KIND=kind, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "STAGES": STAGES, "num_warps": WARPS}
+    backward_kernel[(blocks, parts)](*given, **_variant(x, kind), **tile)
     constants = {"MEANS": False, "ROWS": FOLDED[0], "COLUMNS": FOLDED[1], "num_warps": WARPS}
     fold_kernel[(-(-columns // FOLDED[1]),)](sums, sums, db, db, parts, columns, **constants)
     return dx, db

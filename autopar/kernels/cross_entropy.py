@@ -16,9 +16,9 @@ from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.over import written_over
 from autopar.kernels.patterns import Found, Pattern
 
-BLOCK, WARPS = 8192, 8  # of a row that is read once
-BACK, WARPS_BACK = 2048, 4  # of a row whose gradient is written
-READ_ONCE = {"BLOCK": BLOCK, "num_warps": WARPS}
+BLOCK, STAGES, WARPS = 4096, 1, 4  # of a row that is read once
+READ_ONCE = {"BLOCK": BLOCK, "STAGES": STAGES, "num_warps": WARPS}
+BACK, WARPS_BACK = 32768, 16  # at most, of a row whose gradient is written
 _IGNORED = -100  # torch's default
 
 
@@ -37,7 +37,7 @@ def as_float32_rows(x: Tensor) -> Tensor:
 
 @jit
 def forward_kernel(X, T, START, MOST, REST, LOSS, columns, ignored, of_target, of_all, IS_WHOLE: tl.constexpr,
-                   SUMS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                   SUMS: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One row a program, read once: its largest logit, and the logarithm of what is summed over that.
 
     They stand apart: their sum would round what both are exact in. Of a whole row they are written side by side, with
@@ -47,10 +47,15 @@ def forward_kernel(X, T, START, MOST, REST, LOSS, columns, ignored, of_target, o
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(T + row)
     counts = target != ignored
+    place = target
+    if not IS_WHOLE:
+        place -= tl.load(START)
+    is_column = counts & (place >= 0) & (place < columns)
+    right = tl.load(X + row * columns + place, mask=is_column, other=float("nan")).to(tl.float32)
     most = -float("inf")
     total = 0.0
     whole = 0.0
-    for start in range(0, columns, BLOCK):
+    for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(X + row * columns + at, mask=at < columns, other=-float("inf")).to(tl.float32)
         larger = tl.maximum(most, tl.max(x))
@@ -59,10 +64,6 @@ def forward_kernel(X, T, START, MOST, REST, LOSS, columns, ignored, of_target, o
         most = larger
         if SUMS:
             whole += tl.sum(tl.where(at < columns, x, 0.0))
-    if not IS_WHOLE:
-        target -= tl.load(START)
-    is_column = counts & (target >= 0) & (target < columns)
-    right = tl.load(X + row * columns + target, mask=is_column, other=float("nan")).to(tl.float32)
     if IS_WHOLE:
         tl.store(REST + 2 * row, most)
         tl.store(REST + 2 * row + 1, tl.log(total))
@@ -94,6 +95,12 @@ def backward_kernel(DY, X, T, START, LSE, DX, columns, ignored, of_target, of_al
     tl.store(DX + row * columns + at, dx.to(DX.dtype.element_ty), mask=inside)
 
 
+def written(columns: int) -> dict[str, int]:
+    """The block of a row of so many columns that a program of backward writes, and its warps."""
+    block = min(BACK, 1 << max(9, (columns - 1).bit_length()))
+    return {"BLOCK": block, "num_warps": min(WARPS_BACK, max(1, block // 1024))}
+
+
 def gradient_of_rows(
     x: Tensor,
     dy: Tensor,
@@ -115,8 +122,9 @@ def gradient_of_rows(
         target = target.contiguous()
         begins = target if start is None else start
         given = (dy, x.contiguous(), target, begins, lse.contiguous(), dx, columns, ignored)
-        how = {"IS_WHOLE": start is None, "BLOCK": BACK, "num_warps": WARPS_BACK}
-        backward_kernel[(rows, -(-columns // BACK))](*given, 1.0 - smoothing, smoothing / classes, **how)
+        tile = written(columns)
+        grid = rows, -(-columns // tile["BLOCK"])
+        backward_kernel[grid](*given, 1.0 - smoothing, smoothing / classes, IS_WHOLE=start is None, **tile)
     return dx
 
 

@@ -13,13 +13,11 @@ from torch import Tensor
 from autopar.graph.graph import type_of
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
-from autopar.kernels.draws import bits_of
+from autopar.kernels.draws import bits_of, given_places, grid, held
 from autopar.kernels.family import Family, are_alike
 from autopar.kernels.patterns import Found, Pattern
 from autopar.runtime import forms, random
 from autopar.runtime.random import Cuts
-
-BLOCK, WARPS = 1024, 4
 
 
 def reference(
@@ -31,16 +29,20 @@ def reference(
 
 
 @jit
-def kernel(X, ADDED, KEY, COLUMN, Y, columns, least, factor, ADDS: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of a row a program.
+def kernel(KEY, COLUMN, FIRST, SECOND, THIRD, op, X, ADDED, Y, rows, columns, least, factor, of_second, of_third,
+           second, third, DIMS: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    """A block of some rows a program.
 
     What is left is rounded before it is added, as it is where it stands alone.
     """
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < columns
-    bits = bits_of(tl.load(KEY + row), tl.load(COLUMN + at, mask=inside, other=0))
-    place = row * columns + at
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (at < columns)
+    bits = bits_of(
+        KEY, COLUMN, FIRST, SECOND, THIRD, op, row, at, rows, columns, of_second, of_third, second, third, DIMS
+    )
+    place = row.to(tl.int64) * columns + at
     x = tl.load(X + place, mask=inside, other=0.0).to(tl.float32)
     y = tl.where(bits >= least, x * factor, 0.0).to(Y.dtype.element_ty)
     if ADDS:
@@ -55,11 +57,11 @@ def _launched(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         x, columns = x.contiguous(), x.shape[-1]
-        row_key, column = random.keys_of_rows(key, op, shape, places)
-        rows = row_key.expand([*x.shape[:-1], 1]).contiguous()
-        grid = y.numel() // columns, -(-columns // BLOCK)
-        given = (x, x if added is None else added.contiguous(), rows, column.contiguous(), y, columns)
-        kernel[grid](*given, random.threshold(p), 1.0 / (1.0 - p), ADDS=added is not None, BLOCK=BLOCK, num_warps=WARPS)
+        rows = y.numel() // columns
+        pointers, dims = given_places(key, op, shape, places)
+        given = (*pointers, x, x if added is None else added.contiguous(), y, rows, columns)
+        drawn = (random.threshold(p), 1.0 / (1.0 - p))
+        kernel[grid(rows, columns)](*given, *drawn, **dims, ADDS=added is not None, **held(columns))
     return y
 
 

@@ -30,7 +30,8 @@ def reference(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 
 
 @jit
-def forward_kernel(G, U, Y, columns, g_row, u_row, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def forward_kernel(G, U, Y, columns, g_row, u_row, KIND: tl.constexpr, IS_HALF: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
     """A block of a row a program; the activation is rounded as it is where it stands alone.
 
     Halves of one tensor lie further apart than their columns.
@@ -41,12 +42,13 @@ def forward_kernel(G, U, Y, columns, g_row, u_row, KIND: tl.constexpr, BLOCK: tl
     inside = column < columns
     g = tl.load(G + row * g_row + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(U + row * u_row + column, mask=inside, other=0.0).to(tl.float32)
-    a, _ = activated(g, KIND)
+    a, _ = activated(g, KIND, IS_HALF)
     tl.store(Y + at, (a.to(Y.dtype.element_ty).to(tl.float32) * u).to(Y.dtype.element_ty), mask=inside)
 
 
 @jit
-def backward_kernel(DY, G, U, DG, DU, columns, g_row, u_row, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def backward_kernel(DY, G, U, DG, DU, columns, g_row, u_row, KIND: tl.constexpr, IS_HALF: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
     """The activation is made once more: nothing but gate and up is kept."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -55,7 +57,7 @@ def backward_kernel(DY, G, U, DG, DU, columns, g_row, u_row, KIND: tl.constexpr,
     dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(G + row * g_row + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(U + row * u_row + column, mask=inside, other=0.0).to(tl.float32)
-    a, slope = activated(g, KIND)
+    a, slope = activated(g, KIND, IS_HALF)
     tl.store(DG + at, (dy * u * slope).to(DG.dtype.element_ty), mask=inside)
     tl.store(DU + at, (dy * a).to(DU.dtype.element_ty), mask=inside)
 
@@ -63,6 +65,10 @@ def backward_kernel(DY, G, U, DG, DU, columns, g_row, u_row, KIND: tl.constexpr,
 def _grid(x: Tensor) -> tuple[int, int]:
     """Programs: rows, and blocks of a row."""
     return x.numel() // x.shape[-1], -(-x.shape[-1] // BLOCK)
+
+
+def _constants(x: Tensor, kind: int) -> dict[str, Any]:
+    return {"KIND": kind, "IS_HALF": x.dtype.itemsize == 2, "BLOCK": BLOCK, "num_warps": WARPS}
 
 
 @torch.library.custom_op("autopar::gated", mutates_args=())
@@ -74,7 +80,7 @@ def product(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     if y.numel():
         (g, g_row), (u, u_row) = backend.as_rows(gate), backend.as_rows(up)
         given = (g, u, y, gate.shape[-1], g_row, u_row)
-        forward_kernel[_grid(gate)](*given, KIND=kind, BLOCK=BLOCK, num_warps=WARPS)
+        forward_kernel[_grid(gate)](*given, **_constants(gate, kind))
     return y
 
 
@@ -93,7 +99,7 @@ def product_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[T
     if dg.numel():
         (g, g_row), (u, u_row) = backend.as_rows(gate), backend.as_rows(up)
         given = (dy.contiguous(), g, u, dg, du, gate.shape[-1], g_row, u_row)
-        backward_kernel[_grid(gate)](*given, KIND=kind, BLOCK=BLOCK, num_warps=WARPS)
+        backward_kernel[_grid(gate)](*given, **_constants(gate, kind))
     return dg, du
 
 

@@ -23,7 +23,7 @@ def forward_kernel(X, Y, count, BLOCK: tl.constexpr):
     """A block of elements a program."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    a, _ = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), 3)
+    a, _ = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), 3, False)
     tl.store(Y + at, a.to(Y.dtype.element_ty), mask=inside)
 
 
@@ -33,7 +33,7 @@ def backward_kernel(DY, X, DX, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
-    _, slope = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), 3)
+    _, slope = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), 3, False)
     tl.store(DX + at, (dy * slope).to(DX.dtype.element_ty), mask=inside)
 
 

@@ -43,16 +43,21 @@ def _tanh(x):
 
 
 @jit
-def forward_kernel(X, MASK, Y, rows, columns, heads, queries, of_batch, of_head, of_query, of_key, scale, cap,
+def forward_kernel(X, MASK, Y, columns, heads, queries, of_batch, of_head, of_query, of_key, scale, cap,
                    SCALES: tl.constexpr, CAPS: tl.constexpr, MASKS: tl.constexpr, ROWS: tl.constexpr,
                    BLOCK: tl.constexpr):  # fmt: skip
-    """Some rows a program; scores are rounded after each step, as they are by ops.
+    """Some queries of a head a program, all heads one after the other: their masks, often one, are in the cache then.
 
-    A mask lies as its strides say.
+    Scores are rounded after each step, as they are by ops. A mask lies as its strides say.
     """
     at = tl.arange(0, BLOCK)[None, :]
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    inside = (row < rows) & (at < columns)
+    head = tl.program_id(0) % heads
+    tile = tl.program_id(0) // heads
+    tiles = tl.cdiv(queries, ROWS)
+    query = tile % tiles * ROWS + tl.arange(0, ROWS)[:, None]
+    batch = (tile // tiles).to(tl.int64)
+    row = (batch * heads + head) * queries + query
+    inside = (query < queries) & (at < columns)
     x = tl.load(X + row * columns + at, mask=inside, other=0.0).to(tl.float32)
     if SCALES:
         x = (x * scale).to(X.dtype.element_ty).to(tl.float32)
@@ -60,7 +65,7 @@ def forward_kernel(X, MASK, Y, rows, columns, heads, queries, of_batch, of_head,
         x = _tanh((x / cap).to(X.dtype.element_ty).to(tl.float32)).to(X.dtype.element_ty).to(tl.float32)
         x = (x * cap).to(X.dtype.element_ty).to(tl.float32)
     if MASKS:
-        place = row // queries // heads * of_batch + row // queries % heads * of_head + row % queries * of_query
+        place = batch * of_batch + head.to(tl.int64) * of_head + query.to(tl.int64) * of_query
         mask = tl.load(MASK + place + at * of_key, mask=inside, other=0.0).to(tl.float32)
         x = (x + mask).to(X.dtype.element_ty).to(tl.float32)
     x = tl.where(at < columns, x, -float("inf"))
@@ -71,7 +76,7 @@ def forward_kernel(X, MASK, Y, rows, columns, heads, queries, of_batch, of_head,
 @jit
 def backward_kernel(DY, X, Y, DX, rows, columns, scale, cap, SCALES: tl.constexpr, CAPS: tl.constexpr,
                     ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The same rows; the slope of the cap is made of the scores once more."""
+    """Some rows a program; the slope of the cap is made of the scores once more."""
     at = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (at < columns)
@@ -89,19 +94,17 @@ def backward_kernel(DY, X, Y, DX, rows, columns, scale, cap, SCALES: tl.constexp
     tl.store(DX + row * columns + at, dx.to(DX.dtype.element_ty), mask=inside)
 
 
-def held(columns: int) -> dict[str, int]:
-    """The tile of rows of so many columns that a program holds, and its warps: one for short rows."""
+def held(columns: int, rows: int) -> dict[str, int]:
+    """The tile that a program holds of so many rows and columns, and its warps: one for short rows."""
     block = 1 << max(4, (columns - 1).bit_length())
-    return {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": 1 if block <= 1024 else block // 512}
+    most = 1 << (rows - 1).bit_length()
+    warps = 1 if block <= 1024 else block // 512
+    return {"ROWS": min(most, max(1, 1024 // block)), "BLOCK": block, "num_warps": warps}
 
 
 def _numbers(scale: float | None, cap: float | None) -> tuple[float, float]:
     """As the kernels take them; what there is not is not read."""
     return 1.0 if scale is None else scale, 1.0 if cap is None else cap
-
-
-def _grid(x: Tensor) -> tuple[int]:
-    return (-(-(x.numel() // x.shape[-1]) // held(x.shape[-1])["ROWS"]),)
 
 
 @torch.library.custom_op("autopar::masked_softmax", mutates_args=())
@@ -114,11 +117,13 @@ def shares(
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if y.numel():
         x, columns = x.contiguous(), x.shape[-1]
-        _, heads, queries, _ = whole = (1,) * (4 - x.dim()) + tuple(x.shape)
+        batches, heads, queries, _ = whole = (1,) * (4 - x.dim()) + tuple(x.shape)
         strides = (0, 0, 0, 0) if mask is None else mask.expand(whole).stride()
-        given = (x, x if mask is None else mask, y, x.numel() // columns, columns, heads, queries, *strides)
+        given = (x, x if mask is None else mask, y, columns, heads, queries, *strides)
         flags = {"SCALES": scale is not None, "CAPS": cap is not None, "MASKS": mask is not None}
-        forward_kernel[_grid(x)](*given, *_numbers(scale, cap), **flags, **held(columns))
+        tile = held(columns, queries)
+        grid = (batches * heads * -(-queries // tile["ROWS"]),)
+        forward_kernel[grid](*given, *_numbers(scale, cap), **flags, **tile)
     return y
 
 
@@ -143,9 +148,11 @@ def shares_backward(
     dx = torch.empty(y.shape, dtype=dtype, device=y.device)
     if dx.numel():
         columns, y = y.shape[-1], y.contiguous()
-        given = (dy.contiguous(), y if x is None else x.contiguous(), y, dx, y.numel() // columns, columns)
+        rows = y.numel() // columns
+        given = (dy.contiguous(), y if x is None else x.contiguous(), y, dx, rows, columns)
         flags = {"SCALES": scale is not None, "CAPS": cap is not None}
-        backward_kernel[_grid(y)](*given, *_numbers(scale, cap), **flags, **held(columns))
+        tile = held(columns, rows)
+        backward_kernel[(-(-rows // tile["ROWS"]),)](*given, *_numbers(scale, cap), **flags, **tile)
     return dx
 
 

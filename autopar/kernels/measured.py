@@ -69,9 +69,8 @@ def _measured_now(device: str, names: tuple[str, ...]) -> Mapping[str, float]:
     for name in names:
         try:
             gains |= least_gains(measure((name,), "cuda", quick=True))
-        except (
-            Exception
-        ) as e:  # the compiler's, the driver's, or no memory: the ops run, and the next process tries again
+        # the compiler's, the driver's, or no memory: the ops run, and the next process tries again
+        except Exception as e:
             print(f"autopar: the kernels of {name} do not run on {device}: {e!r}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):  # a folder that cannot be written: measured again by the next process
         keep(device, gains)

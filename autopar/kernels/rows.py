@@ -1,8 +1,9 @@
 """Normalisations of rows: the kernels that `rms_norm` and `layer_norm` have in common, and their launches.
 
-A row of up to MOST_COLUMNS is held in registers, and read once either way: backward adds up what its rows give to the
-gradients of the weight and the bias while it has them. Wider rows are gone over block by block, once more for each sum
-that the next needs; the gradients of their weights are a second pass over columns, in `weights_kernel`.
+A row of up to MOST_COLUMNS is held in registers and, but for the longest, read once either way: backward adds up what
+its rows give to the gradients of the weight and the bias while it has them. Wider rows are gone over block by block,
+once more for each sum that the next needs; the gradients of their weights are a second pass over columns, in
+`weights_kernel`.
 
 A kernel is told by constants what it does: MEANS, of layer_norm, takes the mean off each row; ROUNDS, of rms_norm as
 models write it, rounds a row to its dtype before the weight; ADDS is a sum with its norm; EVEN, that columns fill a
@@ -19,7 +20,7 @@ from torch import Tensor
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 
-MOST_COLUMNS = 8192
+MOST_COLUMNS = 16384  # of a row that is held
 WIDE, WIDE_WARPS = 4096, 8  # columns of a wider row that a program holds at a time
 COLUMNS, ROWS, WARPS = 128, 32, 4  # of a program of the second pass
 _PARTS = 64  # into which the rows are divided there
@@ -58,10 +59,12 @@ def forward_kernel(X, R, W, B, S, Y, rows, columns, eps, MEANS: tl.constexpr, RO
 
 @jit
 def backward_kernel(DY, DS, X, W, DX, DW, DB, rows, columns, eps, programs, MEANS: tl.constexpr, ADDS: tl.constexpr,
-                    EVEN: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                    EVEN: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
     """Every so many rows a program, and what all of its rows give to the gradients of weight and bias.
 
-    Sums that do not wait for each other are made at once: what threads exchange is what such rows wait for.
+    Sums that do not wait for each other are made at once: what threads exchange is what such rows wait for. Of long
+    rows, which would not fit into registers, operands are read AGAIN behind their sums, from the cache.
     """
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)[None, :]
@@ -82,6 +85,12 @@ def backward_kernel(DY, DS, X, W, DX, DW, DB, rows, columns, eps, programs, MEAN
             x = tl.where(inside, x - (sum_ / columns)[:, None], 0.0)
         squares, along = tl.split(tl.sum(tl.join(x * x, weighed * x), 1))
         root = tl.rsqrt(squares / columns + eps)
+        if AGAIN:  # from the nearest cache: told so, these are not the loads above
+            x = tl.load(X + place, mask=inside, other=0.0, cache_modifier=".ca").to(tl.float32)
+            dy = tl.load(DY + place, mask=inside, other=0.0, cache_modifier=".ca").to(tl.float32)
+            weighed = dy * tl.load(W + at, mask=at < columns, other=0.0, cache_modifier=".ca").to(tl.float32)
+            if MEANS:
+                x = tl.where(inside, x - (sum_ / columns)[:, None], 0.0)
         even = x * root[:, None]
         dw += tl.sum(dy * even, 0)[None, :]
         dx = weighed - even * (along * root / columns)[:, None]
@@ -234,11 +243,19 @@ def held_backward(columns: int, dtype: torch.dtype, means: bool, adds: bool, sha
         elements, stages = 4096 if is_half and not means else 2048, 4
     elif block == 2048:
         elements, stages = 4096, 3
-    else:
+    elif block <= 8192:
         elements, stages = 8192, 4 if means else 3
+    else:
+        elements, stages = block, 1
     ahead = (shared - 4 * elements) // ((2 + adds) * elements * dtype.itemsize)
-    tile = {"ROWS": max(1, elements // block), "BLOCK": block, "EVEN": columns == block}
-    return {**tile, "STAGES": max(1, min(stages if is_half else 2, 1 + ahead)), "num_warps": elements // 1024}
+    tile = {"ROWS": max(1, elements // block), "BLOCK": block, "EVEN": columns == block, "AGAIN": block > 8192}
+    warps = elements // 1024 if elements <= 8192 else 32
+    return {**tile, "STAGES": max(1, min(stages, 4 if is_half else 2, 1 + ahead)), "num_warps": warps}
+
+
+def most_columns(dtype: torch.dtype, means: bool) -> int:
+    """Of a row that backward holds: in single precision or with a mean, which has more sums, registers are half."""
+    return MOST_COLUMNS if dtype.itemsize == 2 and not means else MOST_COLUMNS // 2
 
 
 def _block(columns: int) -> int:
@@ -287,8 +304,9 @@ def gradients_of_rows(
     ds = dy if beside is None else beside.contiguous()
     how = {"MEANS": means, "ADDS": beside is not None}
     tile = held_backward(columns, x.dtype, means, beside is not None, backend.shared_bytes(x))
-    is_held = columns <= MOST_COLUMNS
-    programs = min(-(-rows // tile["ROWS"]), backend.units(x) * 8 // tile["num_warps"]) if is_held else _PARTS
+    is_held = columns <= most_columns(x.dtype, means)
+    at_once = backend.units(x) * max(1, 8 // tile["num_warps"])
+    programs = min(-(-rows // tile["ROWS"]), at_once) if is_held else _PARTS
     parts = [torch.empty((programs, columns), dtype=torch.float32, device=x.device) for _ in range(1 + means)]
     dw, db = parts[0], parts[-1]
     if is_held:

@@ -21,6 +21,7 @@
     fused_attention     give the log-sum-exp of each row beside the output, and go
     ..._backward        backward from an output and log-sum-exps that are given
     profiler_runs       whether torch.profiler records
+    backward_again      compiled backwards that may run more than once
     before_call         a part of a parallel model is called by itself
     FakeTensor, ...     tensors without values, and the mode that makes them
     TorchDispatchMode   sees every op that runs inside it
@@ -38,12 +39,14 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -90,6 +93,12 @@ def clean_room() -> Iterator[None]:
     """
     with torch.autograd.set_detect_anomaly(False), _disable_current_modes():
         yield
+
+
+def backward_again() -> AbstractContextManager[object]:
+    """A context in which torch.compile's backwards may run more than once: they write over nothing that is saved."""
+    patched: AbstractContextManager[object] = functorch_config.patch(donated_buffer=False)
+    return patched
 
 
 @contextlib.contextmanager

@@ -76,21 +76,24 @@ def bits(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local
 
 def places_of(key: Tensor, cuts: Sequence[Cuts], local: Sequence[int]) -> list[Tensor]:
     """The places of this device's part, dim by dim."""
-    return [
-        torch.arange(n, dtype=torch.int64, device=key.device) + start_of(key, cut)
-        for n, cut in zip(local, cuts, strict=True)
-    ]
+    places = [torch.arange(n, dtype=torch.int64, device=key.device) for n in local]
+    return [at + start_of(key, cut) if cut else at for at, cut in zip(places, cuts, strict=True)]
 
 
 def keys_of_rows(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The key of each row of a part, and the places of its columns; both may be spread over the part."""
     places = [p.reshape((-1,) + (1,) * (len(places) - 1 - d)) for d, p in enumerate(places)]
-    op_key = mix(mix(_low(key) ^ _signed(op * 0x85EBCA77 % 2**32, 32)) ^ _low(key >> 32))
+    op_key = mix(mix(_low(key) ^ number_of(op)) ^ _low(key >> 32))
     row = torch.zeros((1,) * max(1, len(places)), dtype=torch.int64, device=key.device)
     for size, at in zip(shape[:-1], places[:-1], strict=True):
         row = row * size + at
     row_key = mix(mix(_low(row >> 32) ^ op_key) ^ _low(row))
     return row_key, _low(places[-1] if places else row)
+
+
+def number_of(op: int) -> int:
+    """What the number of a random op gives to its key."""
+    return _signed(op * 0x85EBCA77 % 2**32, 32)
 
 
 def _bits_at(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Tensor:

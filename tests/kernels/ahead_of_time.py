@@ -33,7 +33,7 @@ from autopar.kernels import (
 )
 
 SHARED = {80: 163 * 2**10, 89: 99 * 2**10, 90: 227 * 2**10}  # bytes that a block may have, by capability
-INTEGERS = {"T": "*i64", "START": "*i64", "KEY": "*i32", "COLUMN": "*i32"}
+INTEGERS = dict.fromkeys(("T", "START", "KEY", "COLUMN", "FIRST", "SECOND", "THIRD"), "*i64")
 NUMBERS = ("eps", "factor", "scale", "cap", "of_target", "of_all", "kept", "length", "root", "beta1", "beta2")
 POINTERS = {"bfloat16": "*bf16", "float32": "*fp32"}
 PTXAS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
@@ -41,15 +41,16 @@ PTXAS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bi
 
 def variants(dtype, capability):
     """Kernels with their constants, warps, and the arguments that are pointers to float32 whatever the dtype."""
-    wide = "DW", "DB", "MEAN", "ROOT"
+    wide, is_half = ("DW", "DB", "MEAN", "ROOT"), dtype != "float32"
     flags = list(itertools.product((False, True), (False, True)))
-    for columns, (means, adds) in itertools.product((768, 1024, 2048, 4096, 5120, rows.MOST_COLUMNS), flags):
+    for columns, (means, adds) in itertools.product((768, 1024, 2048, 4096, 5120, 8192, rows.MOST_COLUMNS), flags):
         how = {"MEANS": means, "ADDS": adds}
         tile = rows.held(columns)
         back = rows.held_backward(columns, getattr(torch, dtype), means, adds, SHARED[capability])
         warps, warps_back = tile.pop("num_warps"), back.pop("num_warps")
         yield rows.forward_kernel, {**how, "ROUNDS": not means, **tile}, warps, ()
-        yield rows.backward_kernel, {**how, **back}, warps_back, wide
+        if columns <= rows.most_columns(getattr(torch, dtype), means):
+            yield rows.backward_kernel, {**how, **back}, warps_back, wide
     for means, adds in flags:
         how = {"MEANS": means, "ADDS": adds, "BLOCK": rows.WIDE}
         yield rows.wide_forward_kernel, {**how, "ROUNDS": not means}, rows.WIDE_WARPS, ()
@@ -60,33 +61,38 @@ def variants(dtype, capability):
         constants = {"MEANS": means, "ROWS": rows.FOLDED[0], "COLUMNS": rows.FOLDED[1]}
         yield rows.fold_kernel, constants, rows.WARPS, wide
     for kind in range(len(gated.KINDS)):
-        yield gated.forward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, gated.WARPS, ()
-        yield gated.backward_kernel, {"KIND": kind, "BLOCK": gated.BLOCK}, gated.WARPS, ()
+        how = {"KIND": kind, "IS_HALF": is_half, "BLOCK": gated.BLOCK}
+        yield gated.forward_kernel, how, gated.WARPS, ()
+        yield gated.backward_kernel, how, gated.WARPS, ()
     for kind in (1, 2):  # 3 is the code of 2
-        yield bias_gelu.forward_kernel, {"KIND": kind, "BLOCK": bias_gelu.BLOCK}, bias_gelu.WARPS, ()
-        tile = {"KIND": kind, "ROWS": bias_gelu.ROWS, "COLUMNS": bias_gelu.COLUMNS}
+        how = {"KIND": kind, "IS_HALF": is_half}
+        yield bias_gelu.forward_kernel, {**how, "BLOCK": bias_gelu.BLOCK}, bias_gelu.WARPS, ()
+        tile = {**how, "ROWS": bias_gelu.ROWS, "COLUMNS": bias_gelu.COLUMNS, "STAGES": bias_gelu.STAGES}
         yield bias_gelu.backward_kernel, tile, bias_gelu.WARPS, wide
     yield gelu_tanh.forward_kernel, {"BLOCK": gelu_tanh.BLOCK}, gelu_tanh.WARPS, ()
     yield gelu_tanh.backward_kernel, {"BLOCK": gelu_tanh.BLOCK}, gelu_tanh.WARPS, ()
     for columns, (caps, masks) in itertools.product((1024, masked_softmax.MOST_COLUMNS), flags):
-        tile = masked_softmax.held(columns)
+        tile = masked_softmax.held(columns, columns)
         how, warps = {"SCALES": True, "CAPS": caps}, tile.pop("num_warps")
         yield masked_softmax.forward_kernel, {**how, "MASKS": masks, **tile}, warps, ()
         if not masks:
             yield masked_softmax.backward_kernel, {**how, **tile}, warps, ()
+    drawn = draws.held(4096)
+    warps = drawn.pop("num_warps")
     for adds in (False, True):
-        yield dropout.kernel, {"ADDS": adds, "BLOCK": dropout.BLOCK}, dropout.WARPS, ()
+        yield dropout.kernel, {"ADDS": adds, "DIMS": 3, **drawn}, warps, ()
     for is_mask in (False, True):
-        yield draws.kernel, {"IS_MASK": is_mask, "BLOCK": draws.BLOCK}, draws.WARPS, ()
+        yield draws.kernel, {"IS_MASK": is_mask, "DIMS": 3, **drawn}, warps, ()
     for scaled, master in itertools.product((False, True), (False, True)):
         constants = {"IS_SCALED": scaled, "HAS_MASTER": master, "BLOCK": adamw.BLOCK}
         yield adamw.kernel, constants, adamw.WARPS, ("M", "V", "W", "SCALE")
     for whole, sums in itertools.product((False, True), (False, True)):
-        constants = {"IS_WHOLE": whole, "SUMS": sums, "BLOCK": cross_entropy.BLOCK}
+        constants = {"IS_WHOLE": whole, "SUMS": sums, "BLOCK": cross_entropy.BLOCK, "STAGES": cross_entropy.STAGES}
         yield cross_entropy.forward_kernel, constants, cross_entropy.WARPS, ("MOST", "REST", "LOSS")
         if not sums:
-            constants = {"IS_WHOLE": whole, "BLOCK": cross_entropy.BACK}
-            yield cross_entropy.backward_kernel, constants, cross_entropy.WARPS_BACK, ("DY", "LSE")
+            tile = cross_entropy.written(cross_entropy.BACK)
+            warps = tile.pop("num_warps")
+            yield cross_entropy.backward_kernel, {"IS_WHOLE": whole, **tile}, warps, ("DY", "LSE")
     between = cross_entropy_part.WARPS, ("MOST", "REST", "TOP", "OUT", "TOTAL", "LSE", "LOSS")
     for kernel in (cross_entropy_part.shares_kernel, cross_entropy_part.losses_kernel):
         yield kernel, {"ROWS": cross_entropy_part.ROWS}, *between

@@ -1,7 +1,8 @@
 """Triton's interpreter, repaired: it runs the real kernels on a CPU.
 
-Of release 3.6 two things are wrong that kernels of this project meet: numbers of single precision are cut off where
-they become bfloat16, and a number that is known at run time is no bound of a `range` with numpy 2.4.
+Of release 3.6 three things are wrong that kernels of this project meet: numbers of single precision are cut off where
+they become bfloat16, a number that is known at run time is no bound of a `range` with numpy 2.4, and sums along a dim
+before the last add one number after the other, where a device adds in pairs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ def repair(monkeypatch):
         patched(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).item()))
 
+    def sum_in_pairs(self, input):
+        axis = 0 if self.axis is None else self.axis
+        data = input.handle.data.reshape(-1) if self.axis is None else input.handle.data
+        last = np.ascontiguousarray(np.moveaxis(data, axis, -1))
+        total = last.sum(-1)
+        return self.to_tensor(np.expand_dims(total, axis) if self.keep_dims else total, input.dtype)
+
     run, alone = interpreter.InterpretedFunction.run, threading.RLock()
 
     def launch(self, *args, **kwargs):  # ranks that are threads read and launch a kernel one at a time
@@ -48,4 +56,5 @@ def repair(monkeypatch):
     monkeypatch.setattr(
         builder, "create_fp_to_fp", lambda self, src, dst_type, rounding: cast_impl(self, src, dst_type)
     )
+    monkeypatch.setattr(interpreter.ReduceOps, "sum", sum_in_pairs)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)

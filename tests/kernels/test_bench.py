@@ -102,7 +102,7 @@ def test_a_kernel_is_held_against_what_runs_without_it():
     assert timing.least_gains(rows[1:]) == {"gated": 4.0}
 
 
-def test_a_kernel_that_is_wrong_gains_nothing(monkeypatch):
+def test_a_kernel_that_is_wrong_gains_nothing(monkeypatch, as_ops):
     monkeypatch.setattr(timing, "families", lambda names: [replace(gated.FAMILY, call=lambda g, u, kind: g + u)])
     (row, _) = measure(["gated"], "cpu", small=True)
     assert not row.is_right and row.gain == 0.0

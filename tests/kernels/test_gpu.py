@@ -13,6 +13,7 @@ from autopar.kernels import (
     adamw,
     add_layer_norm,
     add_rms_norm,
+    bias_gelu,
     cross_entropy,
     draws,
     dropout,
@@ -32,7 +33,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LARGE = {
     "rms_norm": Case(rms_norm, ((3000, 4096), (4096,)), (1e-6, True)),
     "rms_norm, all that is held": Case(rms_norm, ((1500, 8192), (8192,)), (1e-6, True)),
-    "add_rms_norm, wide": Case(add_rms_norm, ((999, 12000), (999, 12000), (12000,)), (1e-6, True)),
+    "add_rms_norm, read again": Case(add_rms_norm, ((999, 12000), (999, 12000), (12000,)), (1e-6, True)),
+    "add_rms_norm, wide": Case(add_rms_norm, ((499, 18000), (499, 18000), (18000,)), (1e-6, True)),
+    "bias_gelu": Case(bias_gelu, ((4099, 3072), (3072,)), (1,)),
     "layer_norm": Case(layer_norm, ((4099, 768), (768,), (768,)), (1e-5,)),
     "add_layer_norm, wide": Case(add_layer_norm, ((700, 16384), (700, 16384), (16384,), (16384,)), (1e-5,)),
     "dropout, and a sum": Case(dropout, ((3000, 4096), (3000, 4096)), drawn_whole(shape=(3000, 4096))),

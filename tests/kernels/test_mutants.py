@@ -25,7 +25,7 @@ WRONG = {  # a case, and what is written instead
     "dropout": ("tl.where(bits >= least, x * factor, 0.0)", "tl.where(bits >= least, x, 0.0)"),
     "dropout, and a sum": ("bits >= least", "bits > least + 1000000000"),
     "masked_softmax": ("dy - tl.sum(y * dy, 1)[:, None]", "dy"),
-    "masked_softmax of a mask a key": ("row % queries * of_query", "row % queries"),
+    "masked_softmax of a mask a key": ("query.to(tl.int64) * of_query", "query.to(tl.int64)"),
     "masked_softmax, capped": ("1.0 - t * t", "1.0"),
     "masked_softmax, turned": ("-0.33333333333333333", "0.33333333333333333"),
     "gated by silu": ("(dy * u * slope)", "(dy * slope)"),
