@@ -18,7 +18,7 @@ from autopar.kernels.patterns import Found, Pattern
 
 BLOCK, STAGES, WARPS = 4096, 1, 4  # of a row that is read once
 READ_ONCE = {"BLOCK": BLOCK, "STAGES": STAGES, "num_warps": WARPS}
-BACK, WARPS_BACK = 32768, 16  # at most, of a row whose gradient is written
+BACK, WARPS_BACK = 16384, 16  # at most, of a row whose gradient is written
 _IGNORED = -100  # torch's default
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +35,7 @@ from autopar.sharding.costs import (
 from autopar.sharding.device import on_curve
 
 SUM, TURNED, SUM_OVER_ROWS, COPY = "add", "copy turned", "sum over rows", "clone"  # kernels by the names of their times
+PADDED = ", and of copies that pad its rows to whole 16 bytes"
 UNALIGNED = " unaligned"  # behind the name of a product: its rows are no whole number of 16 bytes
 _HALF = 2  # bytes of a number of a product's result, where products were measured
 _HALVES = ("bfloat16", "float16")  # in which fused kernels of attention were measured
@@ -69,6 +70,14 @@ class Matrices:
         unit = 16 // itemsize
         return (self.n % unit != 0) | (self.k % unit != 0)
 
+    def padding(self, itemsize: int) -> np.ndarray:
+        """The bytes that are copied where matrices are padded to sizes of whole 16 bytes."""
+        unit = 16 // itemsize
+        whole_m, whole_n, whole_k = (size % unit == 0 for size in (self.m, self.n, self.k))
+        left = np.where(whole_m & whole_k, 0, self.m * self.k)
+        right = np.where(whole_n & whole_k, 0, self.n * self.k)
+        return itemsize * self.batch * (left + right)
+
     @property
     def gradients(self) -> tuple[Matrices, Matrices]:
         """The products that give the gradient of the left matrix, and that of the right one."""
@@ -100,6 +109,7 @@ class Kernel:
     heads: Heads | None = None
     hands_on: bool = False  # the gradient that its backward gives is the one that it is given
     as_cut: tuple[str, np.ndarray] | None = None  # another name of its time, and the choices that have that
+    pads: int = 0  # of compiled code the bytes of a number: it pads rows of no whole 16 bytes where that is faster
 
 
 class CostModel:
@@ -110,17 +120,30 @@ class CostModel:
 
     def forward(self, kernel: Kernel) -> np.ndarray:
         """Seconds of a kernel."""
+        if kernel.pads:
+            return self._where_padded(kernel, self.forward)
         if timed := self._timed(kernel):
             return self._on_curve(kernel, timed, "forward")
         return self._unmeasured(kernel, "forward")
 
     def backward(self, kernel: Kernel) -> np.ndarray:
         """Seconds of the kernel that gives a gradient of this one."""
+        if kernel.pads:
+            return self._where_padded(kernel, self.backward)
         if timed := self._timed(kernel):
             return self._on_curve(kernel, timed, "backward")
         if kernel.hands_on:
             return np.zeros(len(kernel.bytes))
         return self._unmeasured(kernel, "backward")
+
+    def _where_padded(self, kernel: Kernel, seconds: Callable[[Kernel], np.ndarray]) -> np.ndarray:
+        """Seconds of a product whose rows are padded where they are no whole number of 16 bytes and that is faster."""
+        whole = seconds(replace(kernel, as_cut=None, pads=0))
+        if kernel.matrices is None or kernel.as_cut is None or not kernel.as_cut[1].any():
+            return whole
+        copied = [self.copy(float(nbytes)) for nbytes in kernel.matrices.padding(kernel.pads)]
+        as_they_are = seconds(replace(kernel, pads=0))
+        return np.where(kernel.as_cut[1], np.minimum(as_they_are, whole + copied), whole)
 
     @functools.cached_property
     def knows_unaligned(self) -> bool:
@@ -198,6 +221,10 @@ class CostModel:
 
     def told(self, kernel: Kernel, way: str) -> str:
         """The curve of a kernel, or its formula with the numbers of its first choice."""
+        if kernel.pads:
+            seconds_of, as_it_is = getattr(self, way), replace(kernel, pads=0)
+            is_padded = seconds_of(kernel)[0] < seconds_of(as_it_is)[0]
+            return self.told(replace(as_it_is, as_cut=None), way) + PADDED if is_padded else self.told(as_it_is, way)
         curve = self._timed(kernel) or self._as_a_sum(kernel)
         if curve is not None and kernel.as_cut is not None and kernel.as_cut[1][0]:
             curve = self.cluster.times_of(kernel.as_cut[0], curve.dtype) or curve

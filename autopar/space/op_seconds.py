@@ -183,6 +183,7 @@ class OpSeconds:
             heads=self._heads(chosen, name, as_cut),
             hands_on=facts.spreads and keeps_nothing,
             as_cut=as_cut,
+            pads=chosen.outputs[0].itemsize if self.chains is not None and amounts.matrices is not None else 0,
         )
 
     def _heads(self, chosen: Chosen, name: str, as_cut: tuple[str, np.ndarray] | None) -> Heads | None:

@@ -62,6 +62,25 @@ def test_a_product_whose_rows_are_no_whole_number_of_16_bytes_is_slower_where_th
     assert model.forward(odd)[0] == pytest.approx(7.0) and model.forward(even)[0] == pytest.approx(1.0)
 
 
+def test_compiled_code_pads_such_rows_where_that_is_faster():
+    """Seconds by hand: copies of the matrices that have them, at a nanosecond a number, and a product that has not."""
+    mask, far = np.array([True]), 1e15
+    slow = Timed("mm unaligned", "bfloat16", ((1.0, 7.0), (far, 7.0)), ((1.0, 9.0), (far, 9.0)))
+    fast = Timed("mm", "bfloat16", ((1.0, 1.0), (far, 1.0)), ((1.0, 2.0), (far, 2.0)))
+    copies = Timed("clone", "float32", ((1e3, 1e-6), (1e12, 1e3)), ())
+    model = CostModel(replace(Cluster.of("h100"), timed=(slow, fast, copies)))
+    kernel = replace(product(8192, 50257, 1024), as_cut=("mm unaligned", mask), pads=2)
+    weight, logits = 50257 * 1024 / 2 * 1e-9, 8192 * 50257 / 2 * 1e-9  # as numbers of four bytes
+    assert model.forward(kernel)[0] == pytest.approx(1.0 + weight)
+    (left, right) = (replace(kernel, matrices=sizes) for sizes in kernel.matrices.gradients)
+    assert model.backward(left)[0] == pytest.approx(2.0 + logits + weight)
+    assert model.backward(right)[0] == pytest.approx(2.0 + logits)
+    assert model.told(kernel, "forward").endswith("copies that pad its rows to whole 16 bytes")
+    dear = CostModel(replace(Cluster.of("h100"), timed=(slow, fast, replace(copies, forward=((1e3, 8.0), (1e12, 1e6))))))
+    assert dear.forward(kernel)[0] == pytest.approx(7.0) and "pad" not in dear.told(kernel, "forward")
+    assert model.forward(replace(kernel, pads=0))[0] == pytest.approx(7.0)
+
+
 def test_what_was_not_measured_takes_as_long_as_a_sum_of_as_many_bytes_in_its_dtype():
     """And what runs in the kernel of another op pays no start."""
     curve = ((100.0, 1e-6), (1e6, 1e-4), (1e9, 1e-1))
