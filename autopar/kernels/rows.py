@@ -23,7 +23,7 @@ from autopar.kernels.backend import jit, tl
 MOST_COLUMNS = 16384  # of a row that is held
 WIDE, WIDE_WARPS = 4096, 8  # columns of a wider row that a program holds at a time
 COLUMNS, ROWS, WARPS = 128, 32, 4  # of a program of the second pass
-_PARTS = 64  # into which the rows are divided there
+_PROGRAMS = 64  # of the second pass, of a multiprocessor
 FOLDED = 32, 32  # parts and columns that a program of the fold holds
 
 
@@ -306,7 +306,9 @@ def gradients_of_rows(
     tile = held_backward(columns, x.dtype, means, beside is not None, backend.shared_bytes(x))
     is_held = columns <= most_columns(x.dtype, means)
     at_once = backend.units(x) * max(1, 8 // tile["num_warps"])
-    programs = min(-(-rows // tile["ROWS"]), at_once) if is_held else _PARTS
+    blocks = -(-columns // COLUMNS)
+    share = -(-rows // max(1, backend.units(x) * _PROGRAMS // blocks))  # of the rows, in the second pass of wide ones
+    programs = min(-(-rows // tile["ROWS"]), at_once) if is_held else -(-rows // share)
     parts = [torch.empty((programs, columns), dtype=torch.float32, device=x.device) for _ in range(1 + means)]
     dw, db = parts[0], parts[-1]
     if is_held:
@@ -317,11 +319,9 @@ def gradients_of_rows(
         wide_backward_kernel[(rows,)](
             dy, ds, x, weight, dx, mean, root, columns, eps, **how, BLOCK=WIDE, num_warps=WIDE_WARPS
         )
-        grid, share = (-(-columns // COLUMNS), _PARTS), -(-rows // _PARTS)
         constants = {"MEANS": means, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
-        weights_kernel[grid](dy, x, mean, root, dw, db, rows, columns, share, **constants)
+        weights_kernel[(blocks, programs)](dy, x, mean, root, dw, db, rows, columns, share, **constants)
     folded = [torch.empty_like(weight) for _ in parts]
     constants = {"MEANS": means, "ROWS": FOLDED[0], "COLUMNS": FOLDED[1], "num_warps": WARPS}
-    blocks = -(-columns // FOLDED[1])
-    fold_kernel[(blocks,)](dw, db, folded[0], folded[-1], programs, columns, **constants)
+    fold_kernel[(-(-columns // FOLDED[1]),)](dw, db, folded[0], folded[-1], programs, columns, **constants)
     return dx, tuple(folded)

@@ -43,7 +43,7 @@ def variants(dtype, capability):
     """Kernels with their constants, warps, and the arguments that are pointers to float32 whatever the dtype."""
     wide, is_half = ("DW", "DB", "MEAN", "ROOT"), dtype != "float32"
     flags = list(itertools.product((False, True), (False, True)))
-    for columns, (means, adds) in itertools.product((768, 1024, 2048, 4096, 5120, 8192, rows.MOST_COLUMNS), flags):
+    for columns, (means, adds) in itertools.product((768, 2048, 4096, 5120, rows.MOST_COLUMNS), flags):
         how = {"MEANS": means, "ADDS": adds}
         tile = rows.held(columns)
         back = rows.held_backward(columns, getattr(torch, dtype), means, adds, SHARED[capability])
