@@ -1,4 +1,5 @@
-"""Emitted calls by torch's own Python bindings, which the host starts sooner than an op by its overload.
+"""Emitted calls as they are started: by torch's own Python bindings, which the host starts sooner than an op by its
+overload, and with gradients on where an op asks for that.
 
 What is called is the same op: a binding finds the overload by its arguments, so those of an op stand here whose
 arguments leave no doubt.
@@ -11,10 +12,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 
 from autopar.runtime.private import TO_COPY
 
 _ATEN = torch.ops.aten
+_LAYER = _ATEN.mkldnn_rnn_layer.default
 # of their first operand, which is a tensor
 _METHODS: dict[Any, str] = {
     _ATEN.reshape.default: "reshape",
@@ -54,6 +57,24 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.native_layer_norm.default: torch.native_layer_norm,
     _ATEN.where.self: torch.where,
 }
+
+
+def _recurrent_layer(*args: Any) -> tuple[Tensor | None, ...]:
+    """A layer of an LSTM on a CPU, with what its backward reads: torch makes that only where gradients are on."""
+    detached = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    with torch.enable_grad():
+        made: tuple[Tensor | None, ...] = _LAYER(*detached)
+    return made
+
+
+def keep_for_backward(graph: fx.Graph) -> None:
+    """Let ops that make what their backward reads only where gradients are on make it.
+
+    before    y, h, c, space = aten.mkldnn_rnn_layer.default(x, ...)
+    after     y, h, c, space = _recurrent_layer(x, ...)
+    """
+    for node in graph.find_nodes(op="call_function", target=_LAYER):
+        node.target = _recurrent_layer
 
 
 def by_bindings(graph: fx.Graph) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.codegen.arrived import for_arrived
-from autopar.codegen.bound_calls import by_bindings
+from autopar.codegen.bound_calls import by_bindings, keep_for_backward
 from autopar.codegen.buffers import is_view
 from autopar.codegen.compiled import compile_between_collectives
 from autopar.codegen.halves import Joint, bind
@@ -90,6 +90,7 @@ class Halves:
     def _bound(self, name: str, graph: fx.Graph) -> fx.GraphModule:
         """A half as a module, which takes a list and empties it; forward takes its primals."""
         module = bind(graph, self.axes)
+        keep_for_backward(module.graph)
         if self.backend is not None:
             module = compile_between_collectives(module, self.backend)
         else:

@@ -1,8 +1,10 @@
-"""Functions of torch that read values where a graph has shapes, or draw inside, as functions that do neither.
+"""Functions of torch that read values where a graph has shapes, or draw inside, as functions that do neither; and calls
+that no rule of their op serves.
 
     cov, corrcoef    torch looks whether weights are whole numbers, and at the sign of what it divides by
     combinations     torch makes a mask and counts it
     ctc_loss         torch reads the lengths
+    linear           whose bias is no vector of its columns: a product and a sum
     lstm, gru, rnn   with dropout between layers: a layer at a time
     Gamma            torch lifts the smallest draws through a detached view
     BatchNorm        with momentum=None: torch reads how many batches there were
@@ -154,6 +156,18 @@ def averages_over_all(module: _BatchNorm) -> bool:
     return module.training and counts and module.momentum is None
 
 
+def linear_and_sum(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A linear layer whose bias is broadcast as any operand is."""
+    return F.linear(input, weight) + bias
+
+
+def adds_no_vector(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Is there a bias that is not one number for each column?"""
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    bias, weight = given.get("bias"), given["weight"]
+    return isinstance(bias, Tensor) and weight.dim() == 2 and tuple(bias.shape) != (weight.shape[0],)
+
+
 def drops_between(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Does this call of a recurrent function drop between layers?
 
@@ -173,5 +187,6 @@ RESPELLED: dict[Any, tuple[Callable[..., Any], Callable[..., bool]]] = {
     **dict.fromkeys((torch.corrcoef, Tensor.corrcoef), (corrcoef, _always)),
     **dict.fromkeys((torch.ctc_loss, F.ctc_loss), (ctc_loss, _always)),
     torch.combinations: (combinations, _always),
+    F.linear: (linear_and_sum, adds_no_vector),
     **{f: (by_layers(f), drops_between) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }

@@ -65,6 +65,12 @@ def choices(m, x):
     )
 
 
+def biases(m, x):
+    """Of a linear layer: for each row, for all alike, and one number."""
+    rows = F.linear(x, m.weight, (x @ m.weight).sin())
+    return (F.linear(rows, m.weight, m.weight[:1]) + F.linear(x, m.weight, bias=m.weight[0, 0])).pow(2).sum()
+
+
 class OneLength(nn.Module):
     """All weights of a layer share one length."""
 
@@ -90,6 +96,7 @@ class Averaged(nn.Module):
 MODELS = {
     "ctc": lambda: FunctionModel(ctc, 6, 6),
     "cov": lambda: FunctionModel(together, 6, 6),
+    "biases": lambda: FunctionModel(biases, 6, 6),
     "combinations": lambda: FunctionModel(choices, 6, 6),
     "weight_norm of one length": OneLength,
     "batch norm of all batches": Averaged,

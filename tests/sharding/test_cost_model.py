@@ -76,7 +76,9 @@ def test_compiled_code_pads_such_rows_where_that_is_faster():
     assert model.backward(left)[0] == pytest.approx(2.0 + logits + weight)
     assert model.backward(right)[0] == pytest.approx(2.0 + logits)
     assert model.told(kernel, "forward").endswith("copies that pad its rows to whole 16 bytes")
-    dear = CostModel(replace(Cluster.of("h100"), timed=(slow, fast, replace(copies, forward=((1e3, 8.0), (1e12, 1e6))))))
+    dear = CostModel(
+        replace(Cluster.of("h100"), timed=(slow, fast, replace(copies, forward=((1e3, 8.0), (1e12, 1e6)))))
+    )
     assert dear.forward(kernel)[0] == pytest.approx(7.0) and "pad" not in dear.told(kernel, "forward")
     assert model.forward(replace(kernel, pads=0))[0] == pytest.approx(7.0)
 
