@@ -83,6 +83,7 @@ def backward_kernel(DY, X, DX, DB, rows, columns, share, KIND: tl.constexpr, IS_
 
 
 def _variant(x: Tensor, kind: int) -> dict[str, Any]:
+    """The constants that say what is computed."""
     return {"KIND": kind, "IS_HALF": x.dtype.itemsize == 2}
 
 

@@ -16,8 +16,8 @@ from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.over import written_over
 from autopar.kernels.patterns import Found, Pattern
 
-BLOCK, STAGES, WARPS = 4096, 1, 4  # of a row that is read once
-READ_ONCE = {"BLOCK": BLOCK, "STAGES": STAGES, "num_warps": WARPS}
+BLOCK, WARPS = 4096, 4  # of a row that is read once
+READ_ONCE = {"BLOCK": BLOCK, "num_warps": WARPS}
 BACK, WARPS_BACK = 16384, 16  # at most, of a row whose gradient is written
 _IGNORED = -100  # torch's default
 
@@ -37,7 +37,7 @@ def as_float32_rows(x: Tensor) -> Tensor:
 
 @jit
 def forward_kernel(X, T, START, MOST, REST, LOSS, columns, ignored, of_target, of_all, IS_WHOLE: tl.constexpr,
-                   SUMS: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                   SUMS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One row a program, read once: its largest logit, and the logarithm of what is summed over that.
 
     They stand apart: their sum would round what both are exact in. Of a whole row they are written side by side, with
@@ -55,7 +55,7 @@ def forward_kernel(X, T, START, MOST, REST, LOSS, columns, ignored, of_target, o
     most = -float("inf")
     total = 0.0
     whole = 0.0
-    for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
+    for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(X + row * columns + at, mask=at < columns, other=-float("inf")).to(tl.float32)
         larger = tl.maximum(most, tl.max(x))

@@ -68,6 +68,7 @@ def _grid(x: Tensor) -> tuple[int, int]:
 
 
 def _constants(x: Tensor, kind: int) -> dict[str, Any]:
+    """Those of a launch."""
     return {"KIND": kind, "IS_HALF": x.dtype.itemsize == 2, "BLOCK": BLOCK, "num_warps": WARPS}
 
 

@@ -87,7 +87,7 @@ def variants(dtype, capability):
         constants = {"IS_SCALED": scaled, "HAS_MASTER": master, "BLOCK": adamw.BLOCK}
         yield adamw.kernel, constants, adamw.WARPS, ("M", "V", "W", "SCALE")
     for whole, sums in itertools.product((False, True), (False, True)):
-        constants = {"IS_WHOLE": whole, "SUMS": sums, "BLOCK": cross_entropy.BLOCK, "STAGES": cross_entropy.STAGES}
+        constants = {"IS_WHOLE": whole, "SUMS": sums, "BLOCK": cross_entropy.BLOCK}
         yield cross_entropy.forward_kernel, constants, cross_entropy.WARPS, ("MOST", "REST", "LOSS")
         if not sums:
             tile = cross_entropy.written(cross_entropy.BACK)
