@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.graph.graph import info
 from autopar.letters import NotServed
-from autopar.runtime.faults import naming_the_lost
+from autopar.runtime.faults import naming_the_lacking, naming_the_lost
 from autopar.runtime.private import let_go
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class EmittedStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Runner, *primals: Tensor) -> tuple[Tensor, ...]:
-        with naming_the_lost("forward"):
+        with naming_the_lost("forward"), naming_the_lacking("forward"):
             given = (_in_order(p.to_local() if isinstance(p, DTensor) else p) for p in primals)
             results = runner.results(given)
         count = runner.outputs
@@ -54,7 +54,7 @@ class EmittedStep(torch.autograd.Function):
             return (None, *gradients)
         filled = [None if t is None else lies.given(t) for t, lies in zip(arrived, runner.tangents, strict=True)]
         runner.check_arrived(has_arrived)
-        with naming_the_lost("backward"):
+        with naming_the_lost("backward"), naming_the_lacking("backward"):
             given = [*ctx.saved_tensors, *filled]
             let_go(ctx)
             del filled, arrived, tangents

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.letters import Letter, Lost
+from autopar.letters import Letter, Lost, NotServed
 from autopar.runtime.agreement import wait_at_most
 from autopar.runtime.private import job_store, set_timeout
 
@@ -63,6 +63,18 @@ def naming_the_lost(where: str) -> Iterator[None]:
             _write(f"raised {type(e).__name__} in {where}: {e}")
             raise
         raise _lost(where, e) from e
+
+
+@contextlib.contextmanager
+def naming_the_lacking(where: str) -> Iterator[None]:
+    """Around what runs ops: of some it shows only there that torch lacks them in the dtype that is computed in."""
+    try:
+        yield
+    except NotImplementedError as e:
+        raise NotServed(
+            f"torch does not run an op of {where} in its dtype on this device: {str(e).splitlines()[0]}",
+            advice="a cast where its operand is read, x.float(); or no precision=",
+        ) from e
 
 
 def _key(rank: int) -> str:

@@ -164,3 +164,22 @@ def test_a_gradient_that_never_has_the_dtype_of_reduction_is_a_letter():
         "bfloat16",
         "float32",
     )
+
+
+class Factored(torch.nn.Module):
+    """A factor of a matrix that is computed: torch has none in bfloat16, and its fakes have."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.layer(x)
+        return torch.linalg.cholesky(h @ h.T + 6 * torch.eye(6, dtype=h.dtype)).sum()
+
+
+def test_what_torch_does_not_run_in_the_dtype_is_a_letter_in_the_first_call():
+    x = torch.randn(6, 6)
+    model = autopar.autoparallelize(Factored(), (x,), mesh=(1,), memory_budget="inf", precision="bf16")
+    with pytest.raises(Letter, match=r"(?s)cholesky.*x\.float\(\)"):
+        model(x)
