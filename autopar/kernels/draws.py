@@ -56,7 +56,7 @@ def bits_of(KEY, COLUMN, FIRST, SECOND, THIRD, op, row, at, rows, columns, of_se
 def given_places(
     key: Tensor, op: int, shape: list[int], places: list[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """Of `bits_of` the pointers and the number of the op; the numbers of the dims; and how many there are."""
+    """The first arguments of `bits_of`, which are pointers and the number of the op; and those of its dims, by name."""
     *before, column = [p.contiguous() for p in places] or [key.reshape(1) * 0]
     sizes = list(shape[:-1])
     while len(before) > _MOST:

@@ -254,7 +254,7 @@ def held_backward(columns: int, dtype: torch.dtype, means: bool, adds: bool, sha
 
 
 def most_columns(dtype: torch.dtype, means: bool) -> int:
-    """Of a row that backward holds: in single precision or with a mean, which has more sums, registers are half."""
+    """The longest row that backward holds: half as long in single precision, and with a mean, which has more sums."""
     return MOST_COLUMNS if dtype.itemsize == 2 and not means else MOST_COLUMNS // 2
 
 

@@ -67,13 +67,14 @@ def naming_the_lost(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_the_lacking(where: str) -> Iterator[None]:
-    """Around what runs ops: of some it shows only there that torch lacks them in the dtype that is computed in."""
+    """Around what runs ops, of which some turn out there to be missing: in a dtype that `precision=` chose, say."""
     try:
         yield
     except NotImplementedError as e:
+        words = str(e).partition("\n")[0] or "its error says no more"
         raise NotServed(
-            f"torch does not run an op of {where} in its dtype on this device: {str(e).splitlines()[0]}",
-            advice="a cast where its operand is read, x.float(); or no precision=",
+            f"an op of {where} is not implemented on this device: {words}",
+            advice="where its dtype is the cause, a cast before it, x.float(), or no precision=",
         ) from e
 
 

@@ -92,7 +92,7 @@ def keys_of_rows(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -
 
 
 def number_of(op: int) -> int:
-    """What the number of a random op gives to its key."""
+    """The 32 bits that a random op adds to its key."""
     return _signed(op * 0x85EBCA77 % 2**32, 32)
 
 

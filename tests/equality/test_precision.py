@@ -183,3 +183,24 @@ def test_what_torch_does_not_run_in_the_dtype_is_a_letter_in_the_first_call():
     model = autopar.autoparallelize(Factored(), (x,), mesh=(1,), memory_budget="inf", precision="bf16")
     with pytest.raises(Letter, match=r"(?s)cholesky.*x\.float\(\)"):
         model(x)
+
+
+class Unwritten(torch.nn.Module):
+    """An op of a user's that a device has no kernel for, and that says nothing."""
+
+    def forward(self, x):
+        return torch.ops.unwritten.op(x).sum()
+
+
+def test_an_op_that_is_missing_without_a_word_is_a_letter_too():
+    with torch.library._scoped_library("unwritten", "DEF") as library:
+        library.define("op(Tensor x) -> Tensor")
+
+        def missing(x):
+            raise NotImplementedError
+
+        library.impl("op", missing, "CPU")
+        torch.library.register_fake("unwritten::op", torch.empty_like, lib=library)
+        model = autopar.autoparallelize(Unwritten(), (torch.randn(6, 6),), mesh=(1,), memory_budget="inf")
+        with pytest.raises(Letter, match="not implemented on this device"):
+            model(torch.randn(6, 6))
