@@ -234,16 +234,17 @@ def _alone(
 
     agreed = iter(stages.run("ops and optimizers", len(ops) + len(steps), measure))
     figures = [next(agreed) for _ in range(len(DTYPES) + 2)]
-    found: dict[tuple[str, str], tuple[list[tuple[float, float]], list[tuple[float, float]]]] = {}
+    found: dict[tuple[str, str, float], tuple[list[tuple[float, float]], list[tuple[float, float]]]] = {}
     for w, size, dtype in ops:
         alone, both = next(agreed), next(agreed)
-        forward, backward = found.setdefault((w.name, dtype), ([], []))
+        forward, backward = found.setdefault((w.name, dtype, w.at(size, device)), ([], []))
         forward.append((w.amount(size), alone))
         backward.append((w.amount(size), max(both - alone, 1e-9) / w.gradients))
     for name, elements, _, _ in steps:
-        found.setdefault((name, "float32"), ([], []))[0].append((float(elements), next(agreed)))
+        found.setdefault((name, "float32", 0.0), ([], []))[0].append((float(elements), next(agreed)))
     return tuple(
-        Timed(name, dtype, tuple(forward), tuple(backward)) for (name, dtype), (forward, backward) in found.items()
+        Timed(name, dtype, tuple(forward), tuple(backward), at)
+        for (name, dtype, at), (forward, backward) in found.items()
     ), figures
 
 

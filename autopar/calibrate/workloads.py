@@ -45,11 +45,17 @@ class Workload:
     sizes: Sequence[Any] = ELEMENTS
     on_gpu: Sequence[Any] = ON_GPU  # sizes that fill one
     amount: Callable[[Any], float] = float
+    # on a GPU the second size of a call, on which its seconds depend beside its amount: 0 where there is none
+    second_on_gpu: Callable[[Any], float] = lambda size: 0.0
     gradients: int = 1  # products in its backward
     is_last: bool = False  # it stands where a step holds most: the process has to ask for the memory of its results
 
     def sizes_on(self, device: str) -> Sequence[Any]:
         return self.on_gpu if device == "cuda" else self.sizes
+
+    def at(self, size: Any, device: str) -> float:
+        """The second size of the call of a size, as `Timed.at` has it."""
+        return self.second_on_gpu(size) if device == "cuda" else 0.0
 
 
 def rows(n: int, width: int = 0) -> Tensor:
@@ -103,9 +109,15 @@ def _points(size: tuple[int, int, int]) -> Call:
     return F.conv2d, (torch.rand(batch, channels, side, side), torch.rand(channels, channels, 1, 1))
 
 
-def _patches(size: tuple[int, int]) -> Call:
-    batch, side = size
-    return lambda x, w: F.conv2d(x, w, stride=8), (torch.rand(batch, 3, side, side), torch.rand(128, 3, 8, 8))
+def _patches(size: tuple[int, int, int, int]) -> Call:
+    batch, side, patch, channels = size
+    given = torch.rand(batch, 3, side, side), torch.rand(channels, 3, patch, patch)
+    return lambda x, w: F.conv2d(x, w, stride=patch), given
+
+
+def _flops_of_patches(size: tuple[int, int, int, int]) -> float:
+    batch, side, patch, channels = size
+    return 2.0 * batch * (side // patch) ** 2 * channels * 3 * patch**2
 
 
 def _embedding(function: Callable[..., Tensor]) -> Callable[[int], Call]:
@@ -167,25 +179,50 @@ _GPU_PRODUCTS = (
     (8192, 4096, 65536),
 )
 _GPU_BATCHED = ((16, 64, 64, 64), (64, 256, 64, 256), (64, 1024, 64, 1024), (256, 1024, 128, 1024))
+# of each length some, from few heads to more than units: a length's rate is its own
 _GPU_HEADS = (
     (1, 4, 128, 64),
+    (32, 12, 128, 64),
+    (256, 12, 128, 64),
+    (1, 12, 256, 64),
+    (16, 12, 256, 64),
+    (256, 12, 256, 64),
+    (1, 12, 512, 64),
     (4, 12, 512, 64),
+    (64, 16, 512, 64),
+    (1, 16, 1024, 64),
     (8, 16, 1024, 64),
     (16, 16, 1024, 64),
+    (1, 32, 2048, 64),
     (8, 32, 2048, 64),
+    (1, 32, 4096, 128),
     (4, 32, 4096, 128),
 )
 _GPU_IMAGES = ((1, 64, 14), (8, 128, 28), (64, 128, 28), (128, 256, 28), (256, 512, 28))
 _GPU_POINTS = ((1, 64, 14), (8, 128, 28), (64, 128, 28), (128, 256, 28), (256, 256, 56))
-_GPU_CUT_IMAGES = ((1, 64), (8, 128), (32, 256), (128, 256))
+_GPU_PATCHES = ((1, 64, 16, 768), (8, 224, 16, 768), (32, 224, 16, 768), (128, 224, 16, 768), (256, 224, 16, 768))
 _GPU_PICTURES = ((1, 4, 8), (1, 64, 16), (4, 64, 32), (16, 64, 32), (64, 64, 32), (128, 128, 32), (128, 256, 56))
+# torch's kernels go over a channel in one block: few channels leave most units without work
+_GPU_CHANNELS = (
+    (1, 64, 16),
+    (16, 64, 32),
+    (64, 64, 56),
+    (256, 64, 112),
+    (1, 256, 14),
+    (16, 256, 28),
+    (256, 256, 28),
+    (256, 256, 56),
+    (1, 1024, 7),
+    (16, 1024, 14),
+    (256, 1024, 14),
+)
 # rows of no whole number of 16 bytes, as of vocabularies that nobody rounded up
 _UNALIGNED = ((64, 64, 63), (1024, 1024, 1021), (4096, 1024, 2047), (8192, 1024, 8191), (8192, 1024, 50257))
 _PRODUCTS = ((8, 64, 64), (64, 64, 128), (256, 128, 128), (256, 256, 512), (1024, 256, 512), (1024, 512, 1024))
 _BATCHED = ((4, 16, 16, 16), (8, 32, 32, 32), (16, 64, 32, 64), (32, 128, 32, 128), (64, 128, 64, 128))
 _HEADS = ((1, 1, 32, 32), (2, 2, 128, 32), (2, 8, 128, 32), (8, 8, 128, 32), (8, 8, 256, 64))
 _IMAGES = ((1, 64, 4), (1, 64, 16), (4, 64, 16), (8, 64, 32))
-_CUT_IMAGES = ((1, 16), (1, 64), (4, 64), (8, 128))
+_PATCHES = ((1, 16, 8, 128), (1, 64, 8, 128), (4, 64, 8, 128), (8, 128, 8, 128))
 
 
 def _pairs(size: tuple[int, int, int, int]) -> float:
@@ -193,22 +230,30 @@ def _pairs(size: tuple[int, int, int, int]) -> float:
     return 4.0 * b * h * s * s * d
 
 
+def _length(size: tuple[int, int, int, int]) -> float:
+    return float(size[2])
+
+
+def _channels(size: tuple[int, int, int]) -> float:
+    return float(size[1])
+
+
 WORKLOADS: tuple[Workload, ...] = (
-    Workload("linear", _linear, _PRODUCTS, _GPU_PRODUCTS, lambda s: 2.0 * math.prod(s), 2),
-    Workload("linear unaligned", _linear, (), _UNALIGNED, lambda s: 2.0 * math.prod(s), 2),
-    Workload("matmul", _matmul, _BATCHED, _GPU_BATCHED, lambda s: 2.0 * math.prod(s), 2),
-    Workload("scaled_dot_product_attention", _attention(), _HEADS, _GPU_HEADS, _pairs),
-    Workload("scaled_dot_product_attention causal", _attention(is_causal=True), _HEADS, _GPU_HEADS, _pairs),
-    Workload("scaled_dot_product_attention masked", _attention(masked=True), _HEADS, _GPU_HEADS, _pairs),
-    Workload("conv2d", _convolution, _IMAGES, _GPU_IMAGES, lambda s: 18.0 * s[0] * (s[1] * s[2]) ** 2, 2),
-    Workload("conv2d points", _points, _IMAGES, _GPU_POINTS, lambda s: 2.0 * s[0] * (s[1] * s[2]) ** 2, 2),
+    Workload("linear", _linear, _PRODUCTS, _GPU_PRODUCTS, lambda s: 2.0 * math.prod(s), gradients=2),
+    Workload("linear unaligned", _linear, (), _UNALIGNED, lambda s: 2.0 * math.prod(s), gradients=2),
+    Workload("matmul", _matmul, _BATCHED, _GPU_BATCHED, lambda s: 2.0 * math.prod(s), gradients=2),
+    Workload("scaled_dot_product_attention", _attention(), _HEADS, _GPU_HEADS, _pairs, _length),
+    Workload("scaled_dot_product_attention causal", _attention(is_causal=True), _HEADS, _GPU_HEADS, _pairs, _length),
+    Workload("scaled_dot_product_attention masked", _attention(masked=True), _HEADS, _GPU_HEADS, _pairs, _length),
+    Workload("conv2d", _convolution, _IMAGES, _GPU_IMAGES, lambda s: 18.0 * s[0] * (s[1] * s[2]) ** 2, gradients=2),
+    Workload("conv2d points", _points, _IMAGES, _GPU_POINTS, lambda s: 2.0 * s[0] * (s[1] * s[2]) ** 2, gradients=2),
     Workload(
         "conv2d apart",
         _patches,
-        _CUT_IMAGES,
-        _GPU_CUT_IMAGES,
-        lambda s: 2.0 * s[0] * (s[1] // 8) ** 2 * 128 * 3 * 64,
-        2,
+        _PATCHES,
+        _GPU_PATCHES,
+        _flops_of_patches,
+        gradients=2,
     ),
     *(
         Workload(name, _unary(getattr(torch, name)))
@@ -235,14 +280,16 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload(
         "batch_norm_updating",
         _batch_norm(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True)),
-        on_gpu=_GPU_PICTURES,
+        on_gpu=_GPU_CHANNELS,
         amount=_elements,
+        second_on_gpu=_channels,
     ),
     Workload(
         "batch_norm_updating cut",
         _batch_norm(lambda x, w, b: forms.batch_norm_part(x, None, None, (), x.numel() // len(w), False, w, b)),
-        on_gpu=_GPU_PICTURES,
+        on_gpu=_GPU_CHANNELS,
         amount=_elements,
+        second_on_gpu=_channels,
     ),
     Workload(
         "max_pool2d",

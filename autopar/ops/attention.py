@@ -135,6 +135,7 @@ op(
     part_work=work_of_part,
     joint=True,
     timed=timed,
+    second_size=(1, -2),
     counts="q",
     flops=(4, "e|m"),  # two products, over the width of keys and over that of values
     heads=True,

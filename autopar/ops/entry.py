@@ -183,6 +183,8 @@ class Facts:
     joint: bool = False  # one kernel gives the gradients of all of its operands, where a product has one for each
     spreads: bool = False  # the gradient of an operand that is broadcast is a sum of its own
     timed: Callable[[Mapping[str, Any]], str] | None = None  # the name of its time, where the call tells of another
+    # the operand and the dim of it whose size its time depends on, beside how much it does
+    second_size: tuple[int, int] | None = None
     # arguments as the op wants them, where what was said leaves something to torch
     settle: Callable[[Op, dict[str, Any], Any], tuple[Op, dict[str, Any]]] | None = None
     counts: str = ""  # the pattern of factors along which its local form counts positions

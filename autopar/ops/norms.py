@@ -127,6 +127,7 @@ op(
     serves="^",
     form=statistics_of_all,
     exchanges=(2, 1),
+    second_size=(0, 1),
     keeps="input weight",
     makes=dict(cuda="8*channels", cpu="8*channels"),
 )

@@ -79,6 +79,7 @@ class Timed:
     dtype: str
     forward: Curve
     backward: Curve
+    at: float = 0.0  # a second size on which they depend, of all of these calls: 0 where there is none
 
     def slowed(self, by: float) -> Timed:
         """All of its seconds times a number."""
@@ -128,8 +129,16 @@ class Cluster:
         return tuple((n, link) for n, link in ((here, inner), (size // here, outer)) if n > 1) or ((1, inner),)
 
     def times_of(self, op: str, dtype: str) -> Timed | None:
-        """The measured times of an op, as they are in a step; None where there are none."""
-        return _by_name(self.timed, self.together).get((op, dtype))
+        """The measured times of an op, as they are in a step; None where there are none.
+
+        Of several, which have a second size, those of its least.
+        """
+        found = self.curves_of(op, dtype)
+        return found[0] if found else None
+
+    def curves_of(self, op: str, dtype: str) -> tuple[Timed, ...]:
+        """All measured times of an op, as they are in a step, by their second size."""
+        return _by_name(self.timed, self.together).get((op, dtype), ())
 
     @staticmethod
     def of(given: Any) -> Cluster:
@@ -182,8 +191,11 @@ def _in_a_node(size: int, stride: int, node: int) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def _by_name(timed: tuple[Timed, ...], together: float) -> dict[tuple[str, str], Timed]:
-    return {(t.op, t.dtype): t.slowed(together) for t in timed}
+def _by_name(timed: tuple[Timed, ...], together: float) -> dict[tuple[str, str], tuple[Timed, ...]]:
+    found = dict[tuple[str, str], tuple[Timed, ...]]()
+    for t in sorted(timed, key=lambda t: t.at):
+        found[t.op, t.dtype] = (*found.get((t.op, t.dtype), ()), t.slowed(together))
+    return found
 
 
 def _slowed(times: Curve, by: float) -> Curve:
@@ -211,7 +223,8 @@ def _read(name: str, file: Any) -> Cluster:
         data = json.loads(file.read_text(encoding="utf-8"))
         measured = tuple(Measured(**{**m, "times": curve(m.get("times", ()))}) for m in data.get("measured", ()))
         timed = tuple(
-            Timed(t["op"], t["dtype"], curve(t["forward"]), curve(t["backward"])) for t in data.get("timed", ())
+            Timed(t["op"], t["dtype"], curve(t["forward"]), curve(t["backward"]), float(t.get("at", 0.0)))
+            for t in data.get("timed", ())
         )
         return Cluster(
             name,

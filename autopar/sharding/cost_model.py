@@ -28,6 +28,7 @@ from autopar.sharding.costs import (
     LOCAL,
     collective_seconds,
     is_measured,
+    measured_between,
     measured_seconds,
     optimizer_figures,
     seconds,
@@ -109,6 +110,7 @@ class Kernel:
     heads: Heads | None = None
     hands_on: bool = False  # the gradient that its backward gives is the one that it is given
     as_cut: tuple[str, np.ndarray] | None = None  # another name of its time, and the choices that have that
+    size: np.ndarray | None = None  # the second size on which its time depends, where it has one
     pads: int = 0  # of compiled code the bytes of a number: it pads rows of no whole 16 bytes where that is faster
 
 
@@ -179,10 +181,15 @@ class CostModel:
         return next((timed for timed in found if timed), None)
 
     def _on_curve(self, kernel: Kernel, timed: Timed, way: str) -> np.ndarray:
-        found = measured_seconds(getattr(timed, way), kernel.amount)
-        if kernel.as_cut is None or not (cut := self.cluster.times_of(kernel.as_cut[0], timed.dtype)):
+        found = self._at_size(kernel, timed.op, timed.dtype, way)
+        if kernel.as_cut is None or not self.cluster.times_of(kernel.as_cut[0], timed.dtype):
             return found
-        return np.where(kernel.as_cut[1], measured_seconds(getattr(cut, way), kernel.amount), found)
+        return np.where(kernel.as_cut[1], self._at_size(kernel, kernel.as_cut[0], timed.dtype, way), found)
+
+    def _at_size(self, kernel: Kernel, op: str, dtype: str, way: str) -> np.ndarray:
+        """Seconds on the curves of an op, of which there may be several by a second size."""
+        curves = self.cluster.curves_of(op, dtype)
+        return measured_between([getattr(t, way) for t in curves], [t.at for t in curves], kernel.amount, kernel.size)
 
     def _unmeasured(self, kernel: Kernel, way: str) -> np.ndarray:
         """Seconds as of a sum of as many bytes, or by a formula on what such kernels reach, or on peaks."""

@@ -21,19 +21,31 @@ from typing import Any
 import numpy as np
 import sympy as sp
 
+_SINGLE = 4  # bytes of a number in single precision
+_NARROW = 64  # rows or columns of the narrowest tile that libraries have
+
 flops, bytes_, rate, bandwidth, n, whole, latency, wire, launch = sp.symbols(
     "flops bytes rate bandwidth n whole latency wire launch", positive=True
 )
 batch, m, k, tile_m, tile_n, units, reached, start, itemsize = sp.symbols(
     "batch m k tile_m tile_n units reached start itemsize", positive=True
 )
-_waves = sp.ceiling(batch * sp.ceiling(m / tile_m) * sp.ceiling(n / tile_n) / units)
+_area = tile_m * tile_n
+# a narrow matrix has narrow tiles, of as many numbers
+_tiles = batch * sp.Min(
+    *(sp.ceiling(m * down / _area) * sp.ceiling(n / down) for down in (tile_m, tile_n, _NARROW)),
+    sp.ceiling(m / _NARROW) * sp.ceiling(n * _NARROW / _area),
+)
+_parts = sp.Max(1, sp.floor(units / _tiles))  # of the sums, each on units that would have no tile
+# a wave computes its tiles, then writes them
+_whole = sp.ceiling(_tiles / units) * _area * units * (2 * k / reached + itemsize / bandwidth)
+# parts are written in single precision, and added up by a kernel of its own
+_split = sp.ceiling(_tiles * _parts / units) * _area * units * (2 * k / _parts / reached + _SINGLE / bandwidth)
+_added = start + batch * m * n * (_parts * _SINGLE + itemsize) / bandwidth
 
 FORMULAS: dict[str, sp.Expr] = {
     "compute": launch + sp.Max(flops / rate, bytes_ / bandwidth),
-    # a wave computes its tiles, then writes them
-    "product": start
-    + sp.Max(_waves * tile_m * tile_n * units * (2 * k / reached + itemsize / bandwidth), bytes_ / bandwidth),
+    "product": start + sp.Max(sp.Min(_whole, _split + _added), bytes_ / bandwidth),
     "attention": launch + sp.Max(flops / reached, bytes_ / bandwidth),
     "all_gather": latency + (n - 1) / n * whole / wire,
     "reduce_scatter": latency + (n - 1) / n * whole / wire,
@@ -55,7 +67,6 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     # are written
     "autopar-adamw": {"moved": 7, "kept": 2, "temporary": 0},
 }
-_SINGLE = 4  # bytes of a state of that, and of its master copy of a parameter of fewer
 
 
 def optimizer_figures(optimizer: str | float, itemsize: int) -> dict[str, float]:
@@ -94,6 +105,23 @@ def measured_seconds(curve: Sequence[tuple[float, float]], amount: Any) -> Any:
     x, y = np.log(np.array(curve, float)).T
     at = np.log(np.maximum(amount, 1e-300))
     return np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))
+
+
+def measured_between(
+    curves: Sequence[Sequence[tuple[float, float]]], sizes: Sequence[float], amount: Any, size: Any
+) -> Any:
+    """Seconds for amounts on the curves of a second size, which ascends.
+
+    Between two sizes that were measured by powers, outside of them those of the nearest.
+    """
+    if len(curves) == 1 or size is None:
+        return measured_seconds(curves[0], amount)
+    found = np.log([measured_seconds(points, amount) for points in curves])
+    at, x = np.log(np.maximum(size, 1e-300)), np.log(np.array(sizes, float))
+    place = np.clip(np.searchsorted(x, at), 1, len(x) - 1)
+    share = np.clip((at - x[place - 1]) / (x[place] - x[place - 1]), 0.0, 1.0)
+    choice = np.arange(found.shape[1])
+    return np.exp((1 - share) * found[place - 1, choice] + share * found[place, choice])
 
 
 def is_measured(levels: Sequence[tuple[int, Any]]) -> bool:

@@ -25,6 +25,7 @@ from autopar.space.saved import memories
 from autopar.space.setting import Setting
 from autopar.space.traffic import Chains, Traffic, alone, groups_of, is_fused, relieved_of
 
+_TILE = 64  # queries and keys of the squares of which a GPU computes whole ones in an attention
 Ways = tuple[np.ndarray, ...]  # seconds in forward and in backward, by choice; none of what is free
 
 
@@ -167,35 +168,54 @@ class OpSeconds:
         name = timed_name(op, typed(chosen.node.kwargs))
         keeps_nothing = isinstance(facts.keeps, Line) and not facts.keeps.values
         as_cut = self._where_cut(chosen, name)
-        amounts = self._amounts(chosen)
+        amounts, size = self._amounts(chosen), self._second_size(chosen)
         if as_cut is None and amounts.matrices is not None and not facts.windows:
             as_cut = op + UNALIGNED, amounts.matrices.unaligned(chosen.outputs[0].itemsize)
         is_in_chain = self.chains is not None and is_fused(chosen.node)  # its own time is of a kernel of its own
         return Kernel(
             () if is_in_chain else (name, op),
             chosen.outputs[0].dtype,
-            amounts.work,
+            amounts.work * self._in_tiles(chosen) if facts.heads else amounts.work,
             amounts.moved,
             amounts.moved_back,
             starts=amounts.starts,
             is_product=facts.flops is not None,
             matrices=amounts.matrices,
-            heads=self._heads(chosen, name, as_cut),
+            heads=self._heads(chosen, name, as_cut, size) if facts.heads and size is not None else None,
             hands_on=facts.spreads and keeps_nothing,
             as_cut=as_cut,
+            size=size,
             pads=chosen.outputs[0].itemsize if self.chains is not None and amounts.matrices is not None else 0,
         )
 
-    def _heads(self, chosen: Chosen, name: str, as_cut: tuple[str, np.ndarray] | None) -> Heads | None:
-        """The heads of an attention; None where the op is none."""
-        if not facts_of(chosen.op).heads:
-            return None
-        query, key = chosen.operands[:2]
+    def _second_size(self, chosen: Chosen) -> np.ndarray | None:
+        """The second size on which an op's time depends, by choice; None where it has none."""
+        asked = facts_of(chosen.op).second_size
+        return None if asked is None else self._lengths(chosen, *asked)
+
+    def _lengths(self, chosen: Chosen, operand: int, dim: int) -> np.ndarray:
+        """The size of a dim of an operand on the fullest device, by choice."""
+        shape = chosen.operands[operand].shape
+        held = [largest_local_shape(shape, values(c.operand(operand)), self.mesh) for c in chosen.choices]
+        return np.array([local[dim] for local in held], float)
+
+    def _in_tiles(self, chosen: Chosen) -> np.ndarray | float:
+        """What a GPU computes of an attention, in whole tiles of queries and keys, by what is asked for."""
+        if self.cluster.device.kernels != "cuda":
+            return 1.0
+        more: np.ndarray = np.ones(len(chosen.choices))
+        for operand in (0, 1):
+            length = self._lengths(chosen, operand, -2)
+            more *= np.ceil(length / _TILE) * _TILE / np.maximum(length, 1.0)
+        return more
+
+    def _heads(self, chosen: Chosen, name: str, as_cut: tuple[str, np.ndarray] | None, length: np.ndarray) -> Heads:
+        """The heads of an attention."""
         is_causal = name.endswith(" causal")
         cut = as_cut[1] if as_cut is not None else np.zeros(len(chosen.choices), bool)
         # the last part of causal attention sees nearly all keys
         share = np.where(cut | (not is_causal), 1.0, 0.5)
-        return Heads(query.shape[-1], np.full(len(cut), float(key.shape[-2])), share, is_causal)
+        return Heads(chosen.operands[0].shape[-1], length, share, is_causal)
 
     def _beside(self, chosen: Chosen, name: str, tensors: int) -> Kernel:
         """A kernel on numbers of the result's size, which reads and writes so many tensors."""

@@ -190,9 +190,11 @@ def test_a_rank_that_waits_for_its_core_is_not_slower_itself(processes):
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
 def test_a_workload_is_the_call_and_its_gradients(workload):
     """Beside eager and its autograd: what is timed is all of it, and nothing else."""
-    for sizes in (workload.sizes, workload.on_gpu):
-        amounts = [workload.amount(s) for s in sizes]
-        assert amounts == sorted(amounts)
+    for device in ("cpu", "cuda"):  # more than one point on each curve, ascending
+        curves = {}
+        for size in workload.sizes_on(device):
+            curves.setdefault(workload.at(size, device), []).append(workload.amount(size))
+        assert all(len(amounts) > 1 and amounts == sorted(set(amounts)) for amounts in curves.values())
     function, operands = workload.call((workload.sizes or workload.on_gpu)[1])
     xs = [x.clone().requires_grad_(x.is_floating_point()) for x in operands]
     if workload.name.endswith(" cut") and "cross" in workload.name:  # the exchanges of an axis of one device
@@ -410,7 +412,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     cluster = replace(
         eager_links(),
         name="kept",
-        timed=(Timed("relu", "float32", ((1.0, 2.0), (3.0, 4.0)), ((1.0, 5.0),)),),
+        timed=(Timed("relu", "float32", ((1.0, 2.0), (3.0, 4.0)), ((1.0, 5.0),), at=64.0),),
         hidden=0.5,
         measured=(Measured("all_gather", 2, 1, 1e-3, 1e9, ((8.0, 1e-3), (64.0, 2e-3))),),
     )

@@ -83,6 +83,38 @@ def test_compiled_code_pads_such_rows_where_that_is_faster():
     assert model.forward(replace(kernel, pads=0))[0] == pytest.approx(7.0)
 
 
+@pytest.mark.parametrize("m, n, k", [(768, 768, 50432), (64, 147, 3211264), (64, 64, 802816), (2048, 2048, 256)])
+def test_a_small_result_of_long_sums_is_computed_in_parts(m, n, k):
+    """As the gradient of a weight is: no unit is without work. It takes at most twice what its FLOPs or bytes take."""
+    device = Cluster.of("h200").device
+    least = max(2.0 * m * n * k / dict(device.products.reached)["bfloat16"], 2 * k * (m + n) / device.bandwidth)
+    seconds = CostModel(Cluster.of("h200")).forward(product(m, n, k))[0]
+    assert least <= seconds <= 2 * least + 2 * device.products.start_s
+
+
+def test_a_narrow_product_is_not_computed_as_if_it_were_wide():
+    """Each 64 columns of work need as many bytes as it takes longer to move."""
+    cluster = Cluster.of("h100")
+    for m, n in ((33792, 64), (64, 33792)):
+        kernel = product(m, n, 512)
+        moving = kernel.bytes[0] / cluster.device.bandwidth + cluster.device.products.start_s
+        assert CostModel(cluster).forward(kernel)[0] == pytest.approx(moving)
+
+
+def test_seconds_between_the_curves_of_a_second_size_are_by_powers():
+    curves = [Timed("mm", "bfloat16", ((1.0, s), (1e18, s)), ((1.0, 3 * s), (1e18, 3 * s)), at) for s, at in SECOND]
+    model = CostModel(replace(Cluster.of("h100"), timed=tuple(curves)))
+    sizes = np.array([16.0, 64.0, 128.0, 256.0, 1024.0, 4096.0])
+    one = product(8, 8, 8)
+    kernel = replace(one, amount=np.full(6, 1e3), bytes=np.ones(6), back=np.ones(6), matrices=None, size=sizes)
+    assert model.forward(kernel) == pytest.approx([1.0, 1.0, 2.0, 4.0, 0.5, 0.5])
+    assert model.backward(kernel) == pytest.approx([3.0, 3.0, 6.0, 12.0, 1.5, 1.5])
+    assert model.forward(replace(kernel, size=None)) == pytest.approx(np.ones(6))  # those of the least
+
+
+SECOND = [(4.0, 256.0), (0.5, 1024.0), (1.0, 64.0)]  # seconds, at a size
+
+
 def test_what_was_not_measured_takes_as_long_as_a_sum_of_as_many_bytes_in_its_dtype():
     """And what runs in the kernel of another op pays no start."""
     curve = ((100.0, 1e-6), (1e6, 1e-4), (1e9, 1e-1))

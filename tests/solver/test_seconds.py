@@ -209,6 +209,36 @@ def test_what_a_local_form_exchanges_is_priced_once_for_each_collective_that_it_
     assert priced == len(of_op) > 1, (priced, [(n, n.meta.get(OP), n.meta.get(BACK)) for n in emitted])
 
 
+class Attends(nn.Module):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def seconds_on_curves(model, x, name, curves):
+    """Seconds of an op on a machine on which nothing else was measured."""
+    timed = tuple(Timed(name, "float32", curve, ((1.0, 1e-9), (1e18, 1e-9)), at) for at, curve in curves.items())
+    cluster = replace(peaks("h100-8x1"), timed=timed)
+    plan = autopar.plan(model, (x,), mesh=1, cluster=cluster, memory_budget="inf")
+    return sum(d.seconds for n, d in plan.decisions.items() if name.split("_")[0] in n)
+
+
+def test_a_batch_norm_takes_as_long_as_one_of_as_many_channels():
+    curves = {64.0: ((1.0, 1.0), (1e18, 1.0)), 256.0: ((1.0, 16.0), (1e18, 16.0))}
+    for channels, seconds in ((64, 1.0), (128, 4.0), (512, 16.0)):
+        model, x = nn.Sequential(nn.BatchNorm2d(channels)), torch.randn(4, channels, 2, 2)
+        assert seconds_on_curves(model, x, "batch_norm_updating", curves) == pytest.approx(seconds, rel=1e-6)
+
+
+def test_a_gpu_computes_attention_in_whole_tiles():
+    """What an attention takes grows by steps of its length."""
+    curves = {0.0: ((1.0, 1e-9), (1e18, 1e9))}
+    lengths = (64, 65, 100, 128, 197, 256)
+    name = "scaled_dot_product_attention"
+    by_length = [seconds_on_curves(Attends(), torch.randn(1, 2, n, 8), name, curves) for n in lengths]
+    tiles = [one / by_length[0] for one in by_length]
+    assert tiles == pytest.approx([1, 4, 4, 4, 16, 16], rel=1e-6)
+
+
 def test_windows_of_a_convolution_that_lie_apart_have_a_time_of_their_own():
     calls = {"conv2d": dict(padding=1), "conv2d apart": dict(stride=3)}
     for name, how in calls.items():
