@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.letters import Disagreement, Letter, Lost
+from autopar.runtime import last_words
 from autopar.runtime.private import job_store
 
 _PATIENCE = timedelta(seconds=1)  # that a wait lasts before it looks into the store
@@ -102,7 +103,7 @@ def agree(what: object, said: str, is_call: bool = True) -> None:
     if store.add(_key(k, "came"), 1) == ranks:  # the last one sees what all have said
         differ = ""
         if store.add(_key(k, mine), 0) < ranks:
-            differ = _difference([store.get(_key(k, r)).decode() for r in range(ranks)])
+            differ = last_words.by_text(enumerate(store.get(_key(k, r)).decode() for r in range(ranks)))
         _judge(store, k, differ, False)
     _await_verdict(here, said)
     differ, is_final = json.loads(store.get(_key(k, "verdict")))
@@ -162,9 +163,7 @@ def _await_verdict(here: Standing, said: str) -> None:
             store.set(_key(k, "asked"), json.dumps([here.place, dist.get_rank(), said]))
             has_asked = True
         others = [r for r in range(dist.get_world_size()) if not store.check([_key(k, r)])]
-        ended = {r: store.get(f"autopar/ended/{r}").decode() for r in others if store.check([f"autopar/ended/{r}"])}
-        if raised := {r: text for r, text in ended.items() if text.startswith("raised")}:
-            what = "; ".join(f"rank {r} {text}" for r, text in raised.items())
+        if what := last_words.errors(last_words.heard(others)):
             here.broken = Lost(what, at=f"rank {dist.get_rank()}, which {said}", advice="the log of that rank")
             raise here.broken
         if time.monotonic() > end:
@@ -181,14 +180,6 @@ def _judge(store: Any, k: int, differ: str, is_final: bool) -> None:
     """The first to judge is right."""
     if store.add(_key(k, "judges"), 1) == 1:
         store.set(_key(k, "verdict"), json.dumps([differ, is_final]))
-
-
-def _difference(said: list[str]) -> str:
-    """The ranks that do each thing, in their order."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in enumerate(said):
-        by_text.setdefault(text, []).append(rank)
-    return "; ".join(f"rank {', '.join(map(str, ranks))} {text}" for text, ranks in by_text.items())
 
 
 def _letter(here: Standing, differ: str, is_final: bool) -> Disagreement:

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.letters import Letter, Lost, NotServed
+from autopar.runtime import last_words
 from autopar.runtime.agreement import wait_at_most
-from autopar.runtime.private import job_store, set_timeout
+from autopar.runtime.private import set_timeout
 
-_GRACE_S, _GOES_ON = 3.0, "goes on"
+_GRACE_S = 3.0
 _SIGNS = (
     "gloo",
     "NCCL",
@@ -34,9 +35,6 @@ _SIGNS = (
 )
 
 
-_has_said = False  # does something stand in the store of this rank?
-
-
 def limit(mesh: DeviceMesh, seconds: float) -> None:
     """No collective on these axes, and no agreement, waits longer."""
     wait_at_most(seconds)
@@ -48,10 +46,7 @@ def limit(mesh: DeviceMesh, seconds: float) -> None:
 @contextlib.contextmanager
 def naming_the_lost(where: str) -> Iterator[None]:
     """Around what runs collectives."""
-    global _has_said
-    if _has_said:  # it has raised before, was caught, and goes on
-        _write(_GOES_ON)
-        _has_said = False
+    last_words.begin()
     try:
         yield
     except Lost:
@@ -60,7 +55,7 @@ def naming_the_lost(where: str) -> Iterator[None]:
         if dist.get_backend() not in ("gloo", "nccl") or dist.get_world_size() == 1:
             raise
         if isinstance(e, Letter) or not isinstance(e, RuntimeError) or not any(sign in str(e) for sign in _SIGNS):
-            _write(f"raised {type(e).__name__} in {where}: {e}")
+            last_words.say(f"{last_words.RAISED} {type(e).__name__} in {where}: {e}")
             raise
         raise _lost(where, e) from e
 
@@ -78,46 +73,22 @@ def naming_the_lacking(where: str) -> Iterator[None]:
         ) from e
 
 
-def _key(rank: int) -> str:
-    return f"autopar/ended/{rank}"
-
-
-def _write(text: str) -> None:
-    global _has_said
-    _has_said = True
-    with contextlib.suppress(Exception):  # the store may be gone with rank 0
-        job_store().set(_key(dist.get_rank()), text[:500])
-
-
 def _lost(where: str, error: Exception) -> Lost:
     """A letter that names who did not answer."""
     me, first = dist.get_rank(), str(error).splitlines()[0][:200] if str(error) else ""
-    _write(f"waited in {where}")
-    said: dict[int, str] = {}
+    last_words.say(f"waited in {where}")
+    heard: dict[int, str] = {}
     end = time.monotonic() + _GRACE_S
     with contextlib.suppress(Exception):  # the store lives with rank 0, which may be the one
-        store = job_store()
-        while time.monotonic() < end and len(said) < dist.get_world_size():
-            read = {
-                r: store.get(_key(r)).decode()
-                for r in range(dist.get_world_size())
-                if r not in said and store.check([_key(r)])
-            }
-            said |= {r: text for r, text in read.items() if text != _GOES_ON}
+        while time.monotonic() < end and len(heard) < dist.get_world_size():
+            heard |= last_words.heard(r for r in range(dist.get_world_size()) if r not in heard)
             time.sleep(0.05)
-    raised = {r: text for r, text in said.items() if text.startswith("raised")}
-    silent = [r for r in range(dist.get_world_size()) if r not in said and r != me]
-    if raised:
-        what = "; ".join(f"rank {r} {text}" for r, text in sorted(raised.items()))
-    elif silent:
+    what = last_words.errors(heard)
+    silent = [r for r in range(dist.get_world_size()) if r not in heard and r != me]
+    if not what and silent:
         what = f"rank {', '.join(map(str, silent))} did not come to a collective: it hangs, or has ended"
-    else:
-        places: dict[str, list[int]] = {}
-        for r, text in sorted(said.items()):
-            places.setdefault(text, []).append(r)
-        what = "ranks wait for one another: " + "; ".join(
-            f"rank {', '.join(map(str, ranks))} {text}" for text, ranks in places.items()
-        )
+    elif not what:
+        what = f"ranks wait for one another: {last_words.by_text(sorted(heard.items()))}"
     return Lost(
         what,
         at=f"rank {me}, in {where}",

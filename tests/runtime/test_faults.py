@@ -150,3 +150,35 @@ def test_what_was_caught_is_not_told_of_a_later_loss(tmp_path):
         process.join()
     said = [p.read_text() for p in tmp_path.glob("*.txt")]
     assert said and all("rank 1 did not come" in text and "raised" not in text for text in said), said
+
+
+def caught_by_all_and_late(rank, folder):
+    """All ranks catch the same letter; then rank 1 comes late to what all agree on."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    model, batch = mlp_case(batch=6)
+    mine = autopar.autoparallelize(model, batch, mesh=2, parallel="dp", cluster=eager_links(), timeout_s=20.0)
+    mine(**batch).backward()
+    with pytest.raises(Letter):
+        mine(batch["x"][:, :3], batch["y"])
+    if rank == 1:
+        time.sleep(3.0)  # longer than a wait lasts before it looks into the store
+    other = mlp_case(batch=4)[1]
+    mine(**other).backward()
+    pathlib.Path(folder, f"{rank}.txt").write_text("goes on")
+    os._exit(0)
+
+
+def test_an_error_that_all_ranks_caught_ends_no_job(tmp_path):
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["autopar.testing.preload"])
+    ranks = [context.Process(target=caught_by_all_and_late, args=(r, str(tmp_path)), daemon=True) for r in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+        process.join()
+    assert sorted(p.name for p in tmp_path.glob("*.txt")) == ["0.txt", "1.txt"]
