@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ def whole_numbers_like(args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
 
 def _bounds(*bounds: Any, low: int = 0, high: int | None = None, **how: Any) -> dict[str, Any]:
     """The bounds of whole numbers, of which the first may be left out."""
-    numbers = [b for b in bounds if isinstance(b, int)]
+    numbers = [int(b) for b in bounds if isinstance(b, Integral)]
     if len(numbers) == 2:
         low, high = numbers
     elif numbers and high is None:

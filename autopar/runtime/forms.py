@@ -22,7 +22,7 @@ from torch import Tensor
 
 from autopar.runtime.collectives import TIME
 from autopar.runtime.private import dirichlet_grad, standard_gamma_grad
-from autopar.runtime.random import SECOND, Cuts, bits, kept, normal, places_of, start_of, uniform
+from autopar.runtime.random import SECOND, Cuts, bits, kept, normal, places_of, start_of, uniform, wide
 from autopar.runtime.sampling import gamma_at, poisson_at
 
 
@@ -38,7 +38,11 @@ def embedding_part(input: Tensor, weight: Tensor, cuts: Cuts, padding_idx: int |
     rows = F.embedding(torch.where(here, place, 0), weight)
     if padding_idx is not None:  # that row is read, and trains not
         rows = torch.where((input != padding_idx).unsqueeze(-1), rows, rows.detach())
-    return torch.where(here.unsqueeze(-1), rows, 0)
+    words = cuts[0][1] if cuts else weight.shape[0]
+    # a number that is no word: torch raises an error on the host; on a device of many this is what can be said
+    none = torch.where((input < 0) | (input >= words), torch.nan, 0.0).to(weight.dtype)
+    elsewhere = reduced(none, "lodge", [axis for axis, _ in cuts])  # one device counts it
+    return torch.where(here.unsqueeze(-1), rows, elsewhere.unsqueeze(-1))
 
 
 def cross_entropy_part(
@@ -95,7 +99,9 @@ def amax_part(
     value = top = reduced(signed.detach().amax(dims, keepdim=True), "all_reduce_max", axes)
     if floats:
         mine = signed.detach() == top
-        count = reduced(mine.sum(dims, keepdim=True).to(input.dtype), "all_reduce", axes)
+        # a maximum over devices passes over what is no number, and a sum does not
+        counted = torch.where(signed.detach().isnan(), torch.nan, mine.to(input.dtype))
+        count = reduced(counted.sum(dims, keepdim=True), "all_reduce", axes)
         slope = torch.where(mine & signed.isfinite(), signed - signed.detach(), 0)  # zero, and has the gradient
         value = top + slope.sum(dims, keepdim=True) / count
     value = (-value if least else value).to(input.dtype)
@@ -244,7 +250,7 @@ def drawn_by_position(
     """Draws of a distribution, as torch's method of that name makes them; `a` and `b` are its numbers."""
 
     def u() -> Tensor:
-        return uniform(key, op, shape, cuts, local, dtype)
+        return uniform(key, op, shape, cuts, local, wide(dtype))
 
     def z() -> Tensor:
         return normal(key, op, shape, cuts, local, dtype)
@@ -254,10 +260,15 @@ def drawn_by_position(
             first, last = 0, _whole_numbers_of(dtype)
         else:
             first, last = (0, int(a)) if b is None else (int(a), int(b))
-        return (uniform(key, op, shape, cuts, local, torch.float64) * (last - first)).floor() + first
+        if last - first <= 2**32:
+            return (uniform(key, op, shape, cuts, local, torch.float64) * (last - first)).floor() + first
+        drawn = _of_64_bits(key, op, shape, cuts, local)
+        return (drawn & (last - 1)) if last - first == 2**63 else drawn.remainder(last - first) + first
 
     kinds: dict[str, Callable[[], Tensor]] = {
-        "uniform": lambda: u() * ((1.0 if b is None else b) - (a or 0.0)) + (a or 0.0),
+        "uniform": lambda: (
+            uniform(key, op, shape, cuts, local, dtype) * ((1.0 if b is None else b) - (a or 0.0)) + (a or 0.0)
+        ),
         "normal": lambda: z() * (1.0 if b is None else b) + (a or 0.0),
         "exponential": lambda: -torch.log1p(-u()) / (1.0 if a is None else a),
         "log_normal": lambda: (z() * (2.0 if b is None else b) + (1.0 if a is None else a)).exp(),
@@ -270,9 +281,9 @@ def drawn_by_position(
 
 def _whole_numbers_of(dtype: torch.dtype) -> int:
     """The count of whole numbers from 0 that `random_` draws from where no range is said."""
-    if dtype.is_floating_point:
-        return 2**24
-    return 2 if dtype == torch.bool else min(2**31, torch.iinfo(dtype).max + 1)
+    if dtype.is_floating_point:  # all up to where not every whole number has a place
+        return 2 ** (1 - round(math.log2(torch.finfo(dtype).eps))) + 1
+    return 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
 
 
 def bernoulli_by_position(
@@ -334,8 +345,13 @@ def _of_no_slope(drawn: Tensor, *operands: Any) -> Tensor:
 
 def permutation_by_position(n: int, key: Tensor, op: int, dtype: torch.dtype) -> Tensor:
     """The order in which 64 random bits of each place stand."""
-    first, second = (bits(key, o, (n,), ((),), (n,)).to(torch.int64) for o in (op, op + SECOND))
-    return ((first << 32) | (second & 0xFFFFFFFF)).argsort(stable=True).to(dtype)
+    return _of_64_bits(key, op, (n,), ((),), (n,)).argsort(stable=True).to(dtype)
+
+
+def _of_64_bits(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
+    """Whole numbers of 64 random bits, signed."""
+    first, second = (bits(key, o, shape, cuts, local).to(torch.int64) for o in (op, op + SECOND))
+    return (first << 32) | (second & 0xFFFFFFFF)
 
 
 def rrelu_by_position(
@@ -348,7 +364,7 @@ def rrelu_by_position(
     upper: float = 1 / 3,
 ) -> Tensor:
     """Scale each element that is not above zero by a slope of its own."""
-    slope = uniform(key, op, shape, cuts, input.shape, input.dtype) * (upper - lower) + lower
+    slope = uniform(key, op, shape, cuts, input.shape, wide(input.dtype)) * (upper - lower) + lower
     return torch.where(input > 0, input, input * slope.to(input.dtype))
 
 

@@ -1,17 +1,16 @@
 """Random numbers by position: a function of (seed, step, random op, place in the whole tensor), the same under every
 plan.
 
-    key(seed, step)     = seed + step * 0x9E3779B97F4A7C15                               modulo 2^64, signed
+    key(seed, step)     = seed + step * 0x9E3779B97F4A7C15, modulo 2^64, signed
     op_key              = mix(mix(low(key) ^ op * 0x85EBCA77) ^ high(key))
-    row_key(row)        = mix(mix(high(row) ^ op_key) ^ low(row))                        row: place in all dims but the
-                        last
-    bits(row, column)   = mix(row_key(row) + column * 0x9E3779B9)                        32 bits
+    row_key(row)        = mix(mix(high(row) ^ op_key) ^ low(row)), of the place in all dims but the last
+    bits(row, column)   = mix(row_key(row) + column * 0x9E3779B9), of 32 bits
     kept                  where bits, taken as signed, >= floor(p * 2^32) - 2^31
+    uniform             = the upper 24 bits / 2^24, of float64 all 32 / 2^32: from [0, 1)
+    normal              = sqrt(-2 log(1 - u)) cos(2 pi v), of two uniforms u and v
 
 `mix` is the finalizer of MurmurHash3 for 32 bits, whose published vectors are mix(1) = 0x514E28B7 and mix(0xFFFFFFFF) =
 0x81F16F39.
-    uniform               = the upper 24 bits / 2^24, and for float64 all 32 / 2^32: from [0, 1)
-    normal                = sqrt(-2 log(1 - u)) cos(2 pi v), of two uniforms u and v
 
 It costs six passes over the positions, or one by a kernel (`kernels/draws.py`), and needs no state: recomputing,
 another mesh, or one device give the same bits.
@@ -31,6 +30,7 @@ from torch import Tensor
 
 Cuts = Sequence[tuple[str, int]]  # the axes that cut a dim, major first, each with the dim's size before it
 _GOLDEN = 0x9E3779B97F4A7C15
+_MOST = {torch.float16: 1 - 2.0**-11, torch.bfloat16: 1 - 2.0**-8}  # the largest number below one
 SECOND = 1 << 24  # added to the number of a random op: its second stream
 
 
@@ -160,14 +160,23 @@ def normal(
 
 
 def as_uniform(drawn: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Bits as numbers from [0, 1)."""
+    """Bits as numbers from [0, 1), of which none is rounded to one in this dtype."""
     drawn = drawn.to(torch.int64) & 0xFFFFFFFF
-    return drawn.to(torch.float64) * 2.0**-32 if dtype == torch.float64 else (drawn >> 8).to(torch.float32) * 2.0**-24
+    if dtype == torch.float64:
+        return drawn.to(torch.float64) * 2.0**-32
+    made = (drawn >> 8).to(torch.float32) * 2.0**-24
+    return made.clamp(max=_MOST[dtype]) if dtype in _MOST else made
 
 
 def as_normal(first: Tensor, second: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Bits as numbers of the normal distribution."""
-    return (-2 * torch.log1p(-as_uniform(first, dtype))).sqrt() * torch.cos(2 * math.pi * as_uniform(second, dtype))
+    exact = wide(dtype)
+    return (-2 * torch.log1p(-as_uniform(first, exact))).sqrt() * torch.cos(2 * math.pi * as_uniform(second, exact))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which draws are computed that are stored in this one."""
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 def mix(h: Tensor) -> Tensor:

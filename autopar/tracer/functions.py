@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -41,7 +42,7 @@ class Above(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = plain(args), plain(kwargs or {})
         call, handler = self.recorder.call, handler_of(function)
         if call.function is not None or handler is query:
             return function(*args, **kwargs)
@@ -52,6 +53,19 @@ class Above(TorchFunctionMode):
             finally:
                 call.is_transformed = False
         return handler(self.recorder, function, args, kwargs)
+
+
+def plain(value: Any) -> Any:
+    """The value with Python's numbers in the place of numpy's: torch takes both, a graph holds the former."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (tuple, list):
+        return type(value)(map(plain, value))
+    if type(value) is dict:
+        return {name: plain(v) for name, v in value.items()}
+    if type(value) is slice:
+        return slice(plain(value.start), plain(value.stop), plain(value.step))
+    return value
 
 
 def query(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -146,3 +146,38 @@ def test_of_one_number_nothing_is_cut(function, threads):
     expected = copy.deepcopy(model)(**batch).detach()
     loss = threads(2, lambda rank: autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2)(**batch).detach())
     assert all(torch.allclose(of_rank, expected) for of_rank in loss)
+
+
+def test_a_token_that_is_no_word_is_no_number(threads):
+    """Where the vocabulary is cut nobody has it: eager raises an error, and zeros would pass for a row."""
+    *cut, _ = CASES["tokens"]
+    model = FunctionModel(lambda m, x: F.embedding(x, m.weight).pow(3).sum((0, 2)), 6, 12)
+    plan = random_plan_with(cut, model, (torch.tensor([[0, 5, 3]]),), autopar.DeviceMesh((2,)), 0)
+
+    def body(rank, plan):
+        mine = autopar.autoparallelize(copy.deepcopy(model), (torch.tensor([[0, 5, 3]]),), plan=plan)
+        return mine(torch.tensor([[-1, 5, 6]])).detach(), mine.code
+
+    for result, code in threads(2, body, plan):
+        assert result.isnan().tolist() == [True, False, True] and "embedding_part(" in code
+
+
+def largest_of_rows(m, x):
+    return (x * m.weight.sum()).amax(1)
+
+
+def called_with(rank, model, batch, plan, x):
+    torch.set_num_threads(1)
+    return autopar.autoparallelize(model, batch, plan=plan)(x).detach()
+
+
+def test_no_number_is_the_largest_wherever_it_lies(processes):
+    """Torch says so on one device; gloo's maximum passes over what comes second."""
+    model, batch = FunctionModel(largest_of_rows, 6, 12), {"x": torch.randn(6, 6).double()}
+    plan = random_plan_with(["amax", 0, "S(1)"], model, batch, autopar.DeviceMesh((2,)), 0)
+    x = batch["x"].clone()
+    x[0, 0] = x[1, 3] = x[2, 5] = torch.nan
+    eager = model(x).detach()
+    for mine in processes(2, called_with, model, batch, plan, x):
+        assert torch.equal(mine.isnan(), eager.isnan())
+        torch.testing.assert_close(mine[3:], eager[3:])

@@ -77,6 +77,34 @@ def test_whole_numbers_reach_both_ends_and_no_further():
     assert ours.unique().tolist() == [-2, -1, 0, 1, 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_uniform_number_is_never_rounded_to_one(dtype):
+    """As torch draws halves: up to the number before one, and near zero as finely as they are."""
+    ours, eager = drawn("uniform", dtype=dtype), torch.rand(N, dtype=dtype)
+    assert ours.dtype == dtype and ours.max() < 1 and ours.min() >= 0
+    assert ours.unique().numel() == pytest.approx(eager.unique().numel(), rel=0.05)
+    assert torch.log1p(-ours).isfinite().all() and drawn("normal", dtype=dtype).isfinite().all()
+
+
+@pytest.mark.parametrize("first, last", [(0, 2**40), (-(2**62), 2**62 - 5), (7, 7 + 2**33)])
+def test_whole_numbers_of_a_wide_range_have_all_their_bits(first, last):
+    ours = drawn("random", first, last, torch.int64)
+    assert ours.min() >= first and ours.max() < last
+    low = torch.bincount(ours % 16, minlength=16) / N
+    assert (low - 1 / 16).abs().max() < 0.006
+    assert ours.double().mean().item() == pytest.approx((first + last) / 2, abs=0.01 * (last - first))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int8]
+)
+def test_whole_numbers_without_a_range_have_that_of_torch(dtype):
+    ours, eager = drawn("random", dtype=dtype).double(), torch.empty(N, dtype=dtype).random_().double()
+    assert ours.isfinite().all() and ours.min() >= 0
+    for some in (0.1, 0.5, 0.9, 1.0):
+        assert ours.quantile(some).item() == pytest.approx(eager.quantile(some).item(), rel=0.05, abs=1)
+
+
 def test_uniform_numbers_are_the_published_finalizer_of_places():
     def mix(h):
         with np.errstate(over="ignore"):

@@ -40,6 +40,20 @@ def test_every_draw_is_explicit_with_its_probability():
     assert [n.kwargs["p"] for n in drawn if "p" in n.kwargs] == [0.3, 0.4, 0.3]
 
 
+def test_numbers_of_numpy_are_numbers():
+    """Torch takes them wherever it takes Python's; a graph has the latter, bounds of draws too."""
+
+    def counts_with_numpy(m, x):
+        two, third = np.int64(2), np.float32(1 / 3)
+        h = (x @ m.weight).view(two, -1, np.int64(2)).sum(np.int64(1), keepdim=True) * third
+        h = h.transpose(np.int64(0), two)[np.int64(1)].clamp(max=np.float64(0.5))
+        return h.sum() + torch.randint(0, np.int64(5), (np.int64(4),)) + torch.randint(np.int64(7), (4,))
+
+    graph = check(counts_with_numpy)
+    bounds = [(n.kwargs["low"], n.kwargs["high"]) for n in graph.nodes if "high" in n.kwargs]
+    assert bounds == [(0, 5), (0, 7)] and "np." not in str(graph)
+
+
 def test_only_what_draws_is_random():
     def draws_from_a_view_of_written_memory(m, x):
         z = torch.zeros(4, 4)
