@@ -40,20 +40,7 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
-    if name in (
-        "tracer",
-        "graph",
-        "ops",
-        "sharding",
-        "space",
-        "solver",
-        "codegen",
-        "module",
-        "runtime",
-        "testing",
-        "letters",
-        "optim",
-    ):
+    if name in _FOLDERS:
         return importlib.import_module(f"autopar.{name}")
     raise AttributeError(f"module 'autopar' has no attribute {name!r}")
 

@@ -14,9 +14,8 @@ from autopar.graph.layers import innermost_block
 from autopar.letters import Infeasible, Letter
 from autopar.request import Request
 from autopar.sharding.cluster import Cluster
-from autopar.sharding.costs import optimizer_figures
 from autopar.solver.figures import size
-from autopar.space.saved import saved_bytes
+from autopar.space.saved import bytes_that_stand, saved_bytes
 from autopar.tracer.precision import Precision
 
 MOST_DEVICES = 4096
@@ -48,14 +47,13 @@ class Needs:
     @staticmethod
     def of(graph: Graph, request: Request) -> Needs:
         sizes = {name: type_of(node).nbytes for name, node in graph.parameters.items()}
-        trained = sum(type_of(node).nbytes for node in graph.parameters.values() if type_of(node).requires_grad)
-        kept = optimizer_figures(request.optimizer, 4)["kept"]
         blocks: dict[str, int] = {}
         for name, nbytes in sizes.items():
             place = innermost_block(name) or name
             blocks[place] = blocks.get(place, 0) + nbytes
         narrow = getattr(torch, request.precision.param).itemsize / 4 if request.precision is not None else 1.0
-        return Needs(graph, sum(sizes.values()) + trained * (1 + kept), 2 * narrow * max(blocks.values(), default=0))
+        states = bytes_that_stand(graph, request.optimizer)
+        return Needs(graph, states, 2 * narrow * max(blocks.values(), default=0))
 
     def on(self, kind: str, request: Request) -> Fit:
         """On how many devices of a kind it fits: in the budget, or in the memory of one less a reserve."""

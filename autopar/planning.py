@@ -16,12 +16,11 @@ from typing import Any
 
 from autopar.codegen.local_passes import groups_left_out
 from autopar.collector import without_collections
-from autopar.graph.graph import Graph, info, type_of
+from autopar.graph.graph import Graph, info
 from autopar.kernels.backend import is_traced
 from autopar.kernels.measured import taken
 from autopar.letters import BadConstraint, BadPreset, Infeasible, NotServed
 from autopar.runtime.collectives import TIME
-from autopar.sharding.costs import optimizer_figures
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import budget_for, size
 from autopar.solver.plan import Plan
@@ -29,6 +28,7 @@ from autopar.solver.program import peak_where_nothing_is_dear, solve
 from autopar.solver.standing import refuse_below
 from autopar.space.constraints import Preset
 from autopar.space.presets import preset_of, said_of, window_of
+from autopar.space.saved import bytes_that_stand
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
 from autopar.space.shared import Shared
@@ -108,7 +108,8 @@ class Planning:
 
     def _stored_apart(self, mesh: DeviceMesh) -> str:
         """Words about what stands on each device, if the constraints left it in parts on all of them."""
-        return f"on all {mesh.size} devices in parts it takes {size(_standing(self.request, self.graph) / mesh.size)}"
+        stands = bytes_that_stand(self.graph, self.request.optimizer)
+        return f"on all {mesh.size} devices in parts it takes {size(stands / mesh.size)}"
 
     def _with_kernels(self, mesh: DeviceMesh, known: float) -> Plan:
         """The plan in which kernels hold as little as they are counted to.
@@ -206,7 +207,7 @@ class Planning:
         whole = replace(self, is_tight=True, why_whole=found.why)
         head = found.head
         numbers = () if head is None else numbers_of_chunks(head)
-        is_over = _standing(self.request, self.graph) / mesh.size > self.request.budget
+        is_over = bytes_that_stand(self.graph, self.request.optimizer) / mesh.size > self.request.budget
         if head is None or not numbers or is_over:
             return whole._planned(mesh, known)
         few = [n for n in numbers if n <= FEW]
@@ -280,13 +281,6 @@ def _said_of_groups(apart: frozenset[str]) -> list[tuple[str, str]]:
         return []
     few = ", ".join(sorted(apart)[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
     return [("one by one", f"ops that a kernel could stand for, with a conversion among them: {few}")]
-
-
-def _standing(request: Any, graph: Graph) -> float:
-    """Bytes of parameters, gradients and states of the optimizer, on all devices."""
-    types = [type_of(node) for node in graph.parameters.values()]
-    kept = {t.itemsize: optimizer_figures(request.optimizer, t.itemsize)["kept"] for t in types}
-    return float(sum(t.nbytes * (1 + t.requires_grad * (1 + kept[t.itemsize])) for t in types))
 
 
 def _of_the_smaller(letter: Infeasible, smallest: float, chunks: int) -> Infeasible:

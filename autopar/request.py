@@ -169,13 +169,13 @@ class Request:
         until = math.inf if self.time_limit is None else started + self.time_limit
         if self.microbatches != "auto":
             return self._on_meshes(Planning(self, self._in_turns(graph, int(self.microbatches)), until))
-        letters: list[Infeasible] = []
-        for turns in _numbers_of_turns(graph):
+        letters: dict[int, Infeasible] = {}  # by micro-batches
+        for turns in _numbers_of_turns(rows_of_batch(graph)):
             try:
                 planning = Planning(self, self._in_turns(graph, turns), until, is_trial=turns > 1)
                 return self._on_meshes(planning)
             except Infeasible as e:
-                letters.append(e)
+                letters[turns] = e
                 if not _may_fit(letters, self.budget):
                     break
             except (NotServed, BadConstraint, BadPreset):
@@ -288,39 +288,44 @@ def _count_or_mesh(given: Any) -> Any:
     return int(given) if isinstance(given, str) and given.strip().isdecimal() else given
 
 
-def _may_fit(letters: Sequence[Infeasible], budget: float) -> bool:
-    """May twice as many turns fit, after these did not?
+def _may_fit(letters: Mapping[int, Infeasible], budget: float) -> bool:
+    """May more turns fit, after these did not?
 
-    Each halves at best what the last two differ by, so that all that follow take as much again. Of few turns the
-    smallest plans are not known as well as that.
+    At best a part of what they need goes by the rows of a turn: the last two say how large it is, and what is left
+    without it. Of few turns the smallest plans are not known as well as that.
     """
-    smallest = [e.smallest for e in letters[-2:]]
-    if letters[-1].is_of_states:
+    *_, last = letters
+    if letters[last].is_of_states:
         return False
-    return len(letters) < _TURNS_TRIED or 2 * smallest[1] - smallest[0] <= budget
+    if len(letters) < _TURNS_TRIED:
+        return True
+    *_, before, last = letters
+    saved = (letters[before].smallest - letters[last].smallest) * before / (last - before)
+    return letters[last].smallest - saved <= budget
 
 
-def _of_the_smallest(letters: Sequence[Infeasible]) -> Infeasible:
+def _of_the_smallest(letters: Mapping[int, Infeasible]) -> Infeasible:
     """The letter about the whole batch at once; where a plan in micro-batches that was met is smaller, of that too."""
-    whole, doublings = letters[0], min(range(len(letters)), key=lambda k: letters[k].smallest)
-    smallest = letters[doublings].smallest
+    whole, turns = letters[1], min(letters, key=lambda turns: letters[turns].smallest)
+    smallest = letters[turns].smallest
     if not smallest < whole.smallest:
         return whole
     return Infeasible(
         whole.what,
         at=whole.at,
-        seen=f"{size(smallest)} in the smallest plan that was found, in {2**doublings} micro-batches; "
+        seen=f"{size(smallest)} in the smallest plan that was found, in {turns} micro-batches; "
         f"{size(whole.smallest)} in the smallest that was met of the whole batch at once",
         advice=f"{budget_for(smallest)}, or more devices",
     ).of_bytes(whole.needs, smallest)
 
 
-def _numbers_of_turns(graph: Graph) -> Iterator[int]:
-    """One, then two, four, ... as far as they share the rows of a batch."""
-    rows, turns = rows_of_batch(graph), 1
-    while rows % turns == 0:
-        yield turns
-        turns *= 2
+def _numbers_of_turns(rows: int) -> Iterator[int]:
+    """The numbers that share the rows of a batch, from one on: each at least a third more than the one before."""
+    before = 0
+    for turns in range(1, rows + 1):
+        if rows % turns == 0 and 3 * turns >= 4 * before:
+            yield turns
+            before = turns
 
 
 def _matching(graph: Graph, patterns: Mapping[str, Any]) -> set[str]:

@@ -34,7 +34,8 @@ def rows_of(graph: Graph, plan: Plan) -> Rows:
     rows = None
     for name, node in graph.inputs.items():
         paths = [cut_rows(c.forward) for c in plan.conversions if c.source == info(node).key]
-        common = tuple(a for a, *others in zip(*paths, strict=False) if set(others) <= {a})
+        alike = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*paths, strict=False))
+        common = tuple(a for a, *_ in alike)
         if paths and len(common) > len(axes):
             axes, rows = common, type_of(graph.inputs[name]).shape[0]
     having = [name for name, node in graph.inputs.items() if rows is not None and type_of(node).shape[:1] == (rows,)]

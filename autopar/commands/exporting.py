@@ -92,6 +92,8 @@ class Told:
             yield Unsaid(f"the loss head in {plan.chunks} chunks of rows: logits are whole there", 0.0)
         if plan.microbatches > 1:
             yield Unsaid(f"{plan.microbatches} micro-batches of a call: a loop of one's own there", 0.0)
+        if plan.precision and not {"replicate", "shard"} & set(self.kinds):
+            yield Unsaid(f"compute in {plan.precision[0]}: it goes with an axis of data there", 0.0)
         if plan.kernels:
             yield Unsaid(f"kernels: {', '.join(plan.kernels)}", 0.0)
 
@@ -138,17 +140,23 @@ def _styles(plan: Plan, kinds: tuple[str, ...]) -> tuple[dict[str, str], frozens
 
 # -- targets
 
+_FLAGS = {"bfloat16": "bf16", "float16": "fp16"}  # of transformers' Trainer
+
 
 def _fsdp2(told: Told) -> str:
     """A Python file: `parallelize(model)` on torch's own fully_shard and parallelize_module."""
-    shape = tuple(told.degree(kind) for kind in _KINDS)
+    shape, policy = tuple(told.degree(kind) for kind in _KINDS), ""
+    if told.plan.precision is not None:
+        param, reduce = told.plan.precision
+        policy = f", mp_policy=MixedPrecisionPolicy(torch.{param}, torch.{reduce})"
     lines = [
         '"""Written by `autopar export --to fsdp2`: the nearest to a plan that torch\'s own modules can be told."""',
         "",
         "from fnmatch import fnmatchcase",
         "",
+        *(["import torch"] if policy else []),
         "from torch.distributed.device_mesh import init_device_mesh",
-        "from torch.distributed.fsdp import fully_shard",
+        f"from torch.distributed.fsdp import {'MixedPrecisionPolicy, ' if policy else ''}fully_shard",
         "from torch.distributed.tensor import Replicate",
         "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
         "",
@@ -168,7 +176,7 @@ def _fsdp2(told: Told) -> str:
         '        data = mesh["replicate", "shard"] if SHAPE[0] > 1 else mesh["shard"]',
         "        for name, module in reversed(list(model.named_modules())):",
         "            if not name or any(fnmatchcase(name, b) and name.count('.') == b.count('.') for b in BLOCKS):",
-        f"                fully_shard(module, mesh=data, reshard_after_forward={told.is_regathered})",
+        f"                fully_shard(module, mesh=data, reshard_after_forward={told.is_regathered}{policy})",
         "    return model",
     ]
     return "\n".join(lines) + "\n"
@@ -188,8 +196,9 @@ def _hf(told: Told) -> str:
     """JSON for transformers: `tp_plan` of from_pretrained, and the arguments of its Trainer."""
     trainer: dict[str, Any] = {
         "fsdp": "full_shard" if told.degree("shard") > 1 else "",
-        "bf16": told.plan.precision is not None,
     }
+    if told.plan.precision is not None and (flag := _FLAGS.get(told.plan.precision[0])):
+        trainer[flag] = True
     if told.degree("shard") > 1:
         trainer["fsdp_config"] = {"reshard_after_forward": told.is_regathered}
     if told.plan.recomputed:

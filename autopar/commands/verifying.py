@@ -53,7 +53,7 @@ def verify(asked: argparse.Namespace) -> int:
     log.info("one step on %d local ranks", plan.mesh.size)
     found = on_processes(plan.mesh.size, _on_rank, named, plan, batch, timeout_s=asked.timeout)[0]
     log.info("the certificate of its program")
-    near = asked.near or _NEAR[plan.precision[0] if plan.precision else _dtype(named)]
+    near = asked.near if asked.near is not None else _NEAR[plan.precision[0] if plan.precision else _dtype(named)]
     errors = _errors(alone, found)
     worst = max(errors.values(), key=lambda e: float("inf") if math.isnan(e) else e)
     is_right = worst <= near  # what is no number is not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Sampler
 
 from autopar.letters import NotServed
+
+_ROWS_AT_ONCE = 2**16  # of a sampler, in one message
 
 
 class Moves:
@@ -52,10 +55,14 @@ class RowsOfRank0(Sampler):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        box: list[Any] = [list(self.sampler)]
-        if dist.is_initialized():
-            dist.broadcast_object_list(box, 0)
-        return iter(box[0])
+        rows = iter(self.sampler)
+        while True:  # one may never end
+            box: list[Any] = [list(itertools.islice(rows, _ROWS_AT_ONCE))]
+            if dist.is_initialized():
+                dist.broadcast_object_list(box, 0)
+            yield from box[0]
+            if len(box[0]) < _ROWS_AT_ONCE:
+                return
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.sampler, "set_epoch"):

@@ -36,11 +36,12 @@ def runs(x: Tensor) -> bool:
 @contextlib.contextmanager
 def as_ops() -> Iterator[None]:
     """Let custom ops run their references in this thread, whatever the device: for who traces them."""
+    before = getattr(_TRACED, "as_ops", False)
     _TRACED.as_ops = True
     try:
         yield
     finally:
-        _TRACED.as_ops = False
+        _TRACED.as_ops = before
 
 
 def is_traced(device: str) -> bool:

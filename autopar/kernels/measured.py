@@ -36,7 +36,9 @@ def keep(device: str, gains: Mapping[str, float]) -> Path:
     known = _read()
     known[device] = {**known.get(device, {}), **gains}
     path().parent.mkdir(parents=True, exist_ok=True)
-    path().write_text(json.dumps(known, indent=2) + "\n")
+    part = path().with_suffix(f".{os.getpid()}.part")  # ranks that write at once: whoever reads sees a whole file
+    part.write_text(json.dumps(known, indent=2) + "\n")
+    part.replace(path())
     return path()
 
 

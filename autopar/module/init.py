@@ -117,10 +117,12 @@ def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None], gi
             with _DRAWING:
                 others = torch.get_rng_state()
                 torch.set_rng_state(state)
-                for step in steps:
-                    step()
-                state = torch.get_rng_state()
-                torch.set_rng_state(others)
+                try:
+                    for step in steps:
+                        step()
+                    state = torch.get_rng_state()
+                finally:
+                    torch.set_rng_state(others)
         finally:
             for i in written:
                 for place in places[i][2]:
@@ -241,7 +243,8 @@ def _share_unwritten(tensor: Tensor) -> float:
         if tensor.is_floating_point() or tensor.is_complex()
         else tensor == _UNWRITTEN % (2 ** (8 * tensor.itemsize - 1))
     )
-    return marks.double().mean().item()
+    share = marks.double().mean().item()
+    return share if tensor.itemsize > 2 or tensor.is_floating_point() else float(share == 1.0)  # others may hold it
 
 
 class _ByPosition(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Optimizers that cannot make a step of parameters of a parallel model.
+"""What is looked at before an optimizer steps parameters of a parallel model: its states, and whether it can.
 
 Every class and form of torch's was tried (tests/runtime/test_optimizers.py): those that are not here make the step of
 one device. Of others' those are here that were seen to end in the middle of a step.
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.letters import Consumed, NotServed
+from autopar.module.storage import Storage
 from autopar.runtime.ours import is_ours
 from autopar.runtime.private import StridedShard
 
@@ -43,6 +44,18 @@ def _look_before_steps() -> None:
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check_step(optimizer))
 
 
+def take_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Put parts in the place of states that are whole where a parameter is cut: those of a checkpoint of one device."""
+    if getattr(optimizer, "_autopar_seen", None) is optimizer.state:  # states are loaded as a new dictionary
+        return
+    for parameter, states in optimizer.state.items():
+        for name, value in states.items() if is_ours(parameter) else ():
+            is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
+            if is_whole and name != "step":
+                states[name] = Storage.like(parameter).take(value.to(parameter.device), False)
+    optimizer._autopar_seen = optimizer.state
+
+
 def check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise an error where a step would end in the middle, before it changes anything."""
     name = type(optimizer).__name__
@@ -51,6 +64,7 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
             "this optimizer holds parameters of the model from before autoparallelize",
             advice="build the optimizer from the parallel model's parameters()",
         )
+    take_parts(optimizer)
     for group in optimizer.param_groups:
         spread = [p for p in group["params"] if is_ours(p)]
         if not spread:

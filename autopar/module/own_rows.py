@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from autopar.codegen.parts import Parts
 from autopar.graph.graph import Graph, info, type_of
 from autopar.letters import Letter, NotServed
+from autopar.runtime.agreement import wait_for
 from autopar.sharding.placement import part
 
 
@@ -103,5 +104,5 @@ class _OwnRows(torch.autograd.Function):
         whole = gradient.new_zeros(ctx.shape)
         whole.narrow(0, ctx.start, ctx.length).copy_(gradient * (ctx.length / ctx.shape[0]))
         for group in ctx.groups:  # ranks of the other axes have the same rows
-            dist.all_reduce(whole, group=group)
+            wait_for(dist.all_reduce(whole, group=group, async_op=True))
         return whole, None, None, None

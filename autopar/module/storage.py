@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from autopar.runtime.collectives import bind_axes, slice
 from autopar.runtime.ours import own
 from autopar.runtime.private import StridedShard
-from autopar.sharding.placement import Placement, R, Sharding
+from autopar.sharding.placement import Placement, R, S, Sharding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +31,12 @@ class Storage:
         whole = Sharding((R,) * mesh.ndim)
         own(mesh)
         return Storage(mesh, sharding or whole, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride())
+
+    @staticmethod
+    def like(tensor: DTensor) -> Storage:
+        """The storage of a tensor that is stored already."""
+        sharding = Sharding(tuple(map(_own_placement, tensor.placements)))
+        return Storage(tensor.device_mesh, sharding, tuple(tensor.shape), tuple(tensor.stride()))
 
     @property
     def placements(self) -> tuple[Any, ...]:
@@ -83,6 +89,13 @@ def dtensor_of(
     placements = [_torch_placement(p) for p in sharding.placements]
     stride = stride or torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+def _own_placement(p: Any) -> Placement:
+    """The placement that torch has this word for."""
+    if isinstance(p, StridedShard):
+        return S(p.dim, blocks=(1,) * p.split_factor)
+    return S(p.dim) if p.is_shard() else R
 
 
 def _torch_placement(p: Placement) -> Any:

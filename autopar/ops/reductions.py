@@ -43,11 +43,6 @@ def reduction_of_parts(arguments: Mapping[str, Any]) -> Rule:
     return reduced(arguments, "^")
 
 
-def reduction(arguments: Mapping[str, Any]) -> Rule:
-    """Reduced dims stay whole: these are no sums."""
-    return reduced(arguments, "!")
-
-
 def reduced_whole(arguments: Mapping[str, Any]) -> Rule:
     """Reduced dims stay whole: these are no sums. Without a dim, everything is reduced."""
     return reduced(arguments, "!")
@@ -140,28 +135,18 @@ def parts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     return forms.amax_part, {**kwargs, "axes": axes, "least": call.op == "amin"}
 
 
-@translates(torch.var, T.var)
-def variance(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+def _translates_spread(name: str, *functions: Any) -> None:
     """var(x, False), var(x, 1, False, True) and var(x, dim=1, correction=0) are one op."""
-    return OPS["var"], spread_arguments(*args, **kwargs)
+
+    @translates(*functions)
+    def translated(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+        return OPS[name], spread_arguments(*args, **kwargs)
 
 
-@translates(torch.std, T.std)
-def deviation(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """The same for the deviation."""
-    return OPS["std"], spread_arguments(*args, **kwargs)
-
-
-@translates(torch.var_mean)
-def variance_and_mean(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """The same for both at once."""
-    return OPS["var_mean"], spread_arguments(*args, **kwargs)
-
-
-@translates(torch.std_mean)
-def deviation_and_mean(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """The same for both at once."""
-    return OPS["std_mean"], spread_arguments(*args, **kwargs)
+_translates_spread("var", torch.var, T.var)
+_translates_spread("std", torch.std, T.std)
+_translates_spread("var_mean", torch.var_mean)
+_translates_spread("std_mean", torch.std_mean)
 
 
 def spread_arguments(
@@ -252,10 +237,10 @@ each(
     settle=with_dims,
     neutral=-math.inf,
 )
-each("all", "input:T, dim=None, keepdim=False", rule=reduction, keeps="", neutral=1)
-each("any", "input:T, dim=None, keepdim=False", rule=reduction, keeps="", neutral=0)
-each("argmax argmin", "input:T, dim=None, keepdim=False", rule=reduction, keeps="")
-each("norm", "input:T, p='fro', dim=None, keepdim=False, *, dtype=None", rule=reduction, neutral=0)
+each("all", "input:T, dim=None, keepdim=False", rule=reduced_whole, keeps="", neutral=1)
+each("any", "input:T, dim=None, keepdim=False", rule=reduced_whole, keeps="", neutral=0)
+each("argmax argmin", "input:T, dim=None, keepdim=False", rule=reduced_whole, keeps="")
+each("norm", "input:T, p='fro', dim=None, keepdim=False, *, dtype=None", rule=reduced_whole, neutral=0)
 each("max min", "input:T, dim, keepdim=False", rule=reduced_whole)
 each("median nanmedian", "input:T, dim=None, keepdim=False", rule=reduced_whole)
 op("aminmax", torch.aminmax, "input:T, *, dim=None, keepdim=False", T.aminmax, rule=reduced_whole)

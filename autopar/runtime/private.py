@@ -2,9 +2,10 @@
 
     TRACING             the lock of captures and joint traces: they read and patch state of the process
     clean_room          tracing must not be seen by modes that happen to be active around it
-    FakeTensor, FakeTensorMode, TorchDispatchMode, ...   which have no public name
-    TO_COPY, UNSAFE_VIEW, GROUPED_MM, ASSERTIONS, ...    ops and functions that have none
     unwatched           nor by hooks on what autograd saves
+    FakeTensor, ...     tensors without values, and the mode that makes them
+    TorchDispatchMode   sees every op that runs inside it
+    TO_COPY, UNSAFE_VIEW, GROUPED_MM, ASSERTIONS, ...    ops and functions that have no public name
     ThreadedRanks       ranks as threads (torch's own tests use it)
     LocalTensorMode     one process that plays all ranks
     plays_all_ranks     whether it does, here and now
@@ -23,10 +24,7 @@
     profiler_runs       whether torch.profiler records
     backward_again      compiled backwards that may run more than once
     before_call         a part of a parallel model is called by itself
-    FakeTensor, ...     tensors without values, and the mode that makes them
-    TorchDispatchMode   sees every op that runs inside it
     OpOverload          one signature of an op
-    TO_COPY, ...        ops of emitted code and of backwards that have no public name
 
 Parts of torch that are replaced, and not only used, are in `patches.py`. The joint trace also uses
 `torch.fx.experimental.proxy_tensor`, which has no public name; structures of arguments are those of

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -58,11 +59,21 @@ def from_rank_0(make: Callable[[], T]) -> T:
         try:
             box = [make()]
         except Exception as e:
-            box = [e]
+            dist.broadcast_object_list([_sendable(e)], 0)
+            raise
     dist.broadcast_object_list(box, 0)
     if isinstance(box[0], Exception):
         raise box[0]
     return box[0]
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or one with its words where it cannot be pickled: the other ranks wait for it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # of a class that lies in a function, say, or that takes other arguments
+        return RuntimeError(f"{type(error).__name__} on rank 0: {error}")
+    return error
 
 
 def all_ranks_hold(what: str, value: Any) -> None:

@@ -125,7 +125,7 @@ class Cluster:
                 counts.update(Counter(rank // node for rank in group).values())
             here = counts.pop() if len(counts) == 1 else 1
         else:
-            here = _in_a_node(size, stride, node)
+            here = size if mesh.size <= node else _in_a_node(size, stride, node)
         return tuple((n, link) for n, link in ((here, inner), (size // here, outer)) if n > 1) or ((1, inner),)
 
     def times_of(self, op: str, dtype: str) -> Timed | None:

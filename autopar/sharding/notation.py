@@ -1,21 +1,25 @@
 """The notation of sharding rules: one line says how an op may be cut.
 
-    "m k, k n -> m n"        a letter (or a word) is a factor: a dim that may be cut
-                             in the output it stays cut; missing from every output it is a sum and leaves P(sum)
-    "b s! -> b s!"           `!` may not be cut
-    "..., v~ d -> ... d"     `~` may be cut behind a mask: lowering has a local form of the op for it
-    "n^ c -> n^ c"           `^` may be cut, and is reduced inside: the local form exchanges sums, and an output that
-    lacks the factor is whole "1 b -> a* b"            `*` is made here: an output has it, no operand does, and each
-    device makes its own part "a b -> a 1"             `1` is a dim of size one that is no factor "(h d) -> h d"
-    a dim that is a product of factors, major first: only the major one is cut, which a minor one becomes where those
-    before it are of size one "(g c!) -> (g c!)"       in a product too, `!` may not be cut "(b s+) -> b s"          `+`
-    may be cut though it is minor: the dim is then cut by blocks, one for every value of those before it "q|k|v -> q, k,
-    v"       a dim that is several put end to end: they are cut together, each block of the dim by itself "a:3 (b c:4)
-    -> ..."     a factor's size, where the shapes of a call do not say it "..., ... -> ..."        `...` leading dims,
-    aligned from the right; a dim of size 1 against a larger one is broadcast "nothing -> a*"          no operands; an
-    empty place is an operand without dims linear="x, y"            linear in one operand at a time: that operand and
-    the output may be P(sum), the others R
-    linear="x+y"             linear in several jointly: all of them and the output are P(sum) together
+    "m k, k n -> m n"     a letter (or a word) is a factor: a dim that may be cut. In the output it stays cut; missing
+                          from every output it is a sum, and leaves P(sum)
+    "b s! -> b s!"        `!` may not be cut
+    "..., v~ d -> ... d"  `~` may be cut behind a mask: lowering has a local form of the op for it
+    "n^ c -> n^ c"        `^` may be cut, and is reduced inside: the local form exchanges sums, and an output that lacks
+                          the factor is whole
+    "1 b -> a* b"         `*` is made here: an output has it, no operand does, and each device makes its own part
+    "a b -> a 1"          `1` is a dim of size one that is no factor
+    "(h d) -> h d"        a dim that is a product of factors, major first: only the major one is cut, which a minor one
+                          becomes where those before it are of size one
+    "(g c!) -> (g c!)"    in a product too, `!` may not be cut
+    "(b s+) -> b s"       `+` may be cut though it is minor: the dim is then cut by blocks, one for every value of those
+                          before it
+    "q|k|v -> q, k, v"    a dim that is several put end to end: they are cut together, each block of it by itself
+    "a:3 (b c:4) -> ..."  a factor's size, where the shapes of a call do not say it
+    "..., ... -> ..."     `...` are leading dims, aligned from the right; a dim of size 1 against a larger one is
+                          broadcast
+    "nothing -> a*"       no operands; an empty place is an operand without dims
+    linear="x, y"         linear in one operand at a time: that operand and the output may be P(sum), the others R
+    linear="x+y"          linear in several jointly: all of them and the output are P(sum) together
 
 Operands stand in the order of the op's signature and are called x, y, z, ... . An operand that is None drops out, with
 every mention of it; a number is an operand that is R on every device.

@@ -25,6 +25,7 @@ from autopar.graph.blocks import calls
 from autopar.graph.graph import Graph, call_of, info, op_name, run, type_of
 from autopar.ops.entry import Line, facts_of
 from autopar.sharding.cluster import Cluster
+from autopar.sharding.costs import optimizer_figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,13 @@ def freed_first(node: fx.Node) -> fx.Node | None:
 
 def _is_trained(value: Any) -> bool:
     return hasattr(value, "meta") and type_of(value).requires_grad
+
+
+def bytes_that_stand(graph: Graph, optimizer: str | float) -> float:
+    """Bytes of parameters, their gradients and states of the optimizer, on all devices together."""
+    types = [type_of(node) for node in graph.parameters.values()]
+    kept = {t.itemsize: optimizer_figures(optimizer, t.itemsize)["kept"] for t in types}
+    return float(sum(t.nbytes * (1 + t.requires_grad * (1 + kept[t.itemsize])) for t in types))
 
 
 def saved_bytes(graph: Graph, cluster: Any = None, emitted: bool = False) -> int:

@@ -280,3 +280,48 @@ def test_where_parameters_are_whole_they_serve(build):
         ).check()
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Uneven(nn.Module):
+    """Parameters that are cut unevenly, by blocks, and not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.last = nn.Linear(6, 10), nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return (self.last(gate.sigmoid() * up) * self.scale).pow(2).mean()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW foreach", "SGD nesterov", "autopar AdamW"])
+def test_states_of_one_device_are_loaded_on_a_mesh(name, threads):
+    """Whole tensors, of which each rank takes its part; the step after is that of one device."""
+    torch.manual_seed(3)
+    model, batch = Uneven().double(), {"x": torch.randn(8, 6, dtype=torch.float64)}
+    optimizer = FORMS[name](list(model.parameters()))
+
+    def steps(model, optimizer, count):
+        for _ in range(count):
+            model(**batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steps(model, optimizer, 2)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    steps(model, optimizer, 2)
+    expected = {n: p.detach() for n, p in model.named_parameters()}
+
+    def body(rank, parallel):
+        mine = autopar.autoparallelize(Uneven().double(), batch, mesh=2, parallel=parallel, cluster=eager_links())
+        again = FORMS[name](list(mine.parameters()))
+        mine.load_state_dict(saved[0])
+        again.load_state_dict(copy.deepcopy(saved[1]))
+        steps(mine, again, 2)
+        return {n: whole(p.detach()) for n, p in mine.named_parameters()}
+
+    near = 1e-6 if name == "autopar AdamW" else 1e-9  # whose states are float32
+    for parallel in ("zero3", "dp"):
+        for result in threads(2, body, parallel):
+            Equality.in_float64(f"{name} under {parallel}", result, expected, near).check()

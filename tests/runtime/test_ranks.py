@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.letters import BadPlan
+from autopar.runtime.world import from_rank_0
 from autopar.testing import Equality, Unequal
 
 
@@ -49,6 +50,24 @@ def test_a_failing_rank_ends_all(threads, processes):
         with pytest.raises(BadPlan, match="mine") as letter:
             kind(2, fail)
         assert letter.value.seen == "this"
+
+
+def refuse_in_a_class_of_its_own():
+    class Mine(Exception):
+        """It lies in a function: pickle finds it nowhere."""
+
+    raise Mine("not this one")
+
+
+def caught(rank):
+    try:
+        from_rank_0(refuse_in_a_class_of_its_own)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def test_an_error_that_cannot_be_sent_reaches_all_ranks_in_words(processes):
+    assert processes(2, caught, timeout_s=60) == ["Mine: not this one", "RuntimeError: Mine on rank 0: not this one"]
 
 
 @pytest.mark.machines

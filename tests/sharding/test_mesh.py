@@ -113,6 +113,10 @@ def test_an_axis_that_spans_nodes_is_priced_on_both_levels():
     assert cluster.levels(DeviceMesh((16, 2)), 0) == ((4, inner), (4, outer)) and cluster.levels(
         DeviceMesh((8, 3)), 0
     ) == ((8, outer),)
+    within = [(mesh, axis) for mesh in ((6,), (3,), (2, 3), (3, 2), (7, 1)) for axis in range(len(mesh))]
+    for mesh, axis in within:  # whose ranks are all on the first node
+        assert [link for _, link in cluster.levels(DeviceMesh(mesh), axis)] == [inner]
+    assert cluster.levels(DeviceMesh(12), 0) == ((12, outer),)  # eight and four
     got = collective_seconds("all_gather", cluster.levels(DeviceMesh(32), 0), 1e9)
     wire = dict(outer.reached)["all_gather"], dict(inner.reached)["all_gather"]
     moved = max(3 / 4 * 1e9 / 8 / wire[0], 7 / 8 * 1e9 / wire[1])

@@ -17,6 +17,7 @@ from autopar.graph.graph import Graph
 from autopar.graph.kept import NotKept
 from autopar.letters import Infeasible, NotServed
 from autopar.module.turns import InTurns
+from autopar.request import _may_fit, _numbers_of_turns
 from autopar.testing import Equality, Unequal, on_processes, on_threads
 from autopar.tracer import ColoTracer
 from autopar.turns import in_micro_batches
@@ -140,6 +141,28 @@ def test_a_budget_asks_for_micro_batches():
     assert "in 2 micro-batches" in str(found)
     with pytest.raises(Infeasible):
         ask(memory_budget=2**16)
+
+
+def test_a_budget_asks_for_an_odd_number_of_micro_batches():
+    """Rows of which no half is whole are shared by what shares them."""
+    assert [list(_numbers_of_turns(rows)) for rows in (1, 8, 9, 12, 15)] == [
+        [1],
+        [1, 2, 4, 8],
+        [1, 3, 9],
+        [1, 2, 3, 4, 6, 12],
+        [1, 3, 5, 15],
+    ]
+    model, batch = mlp_case(batch=225)
+    ask = functools.partial(autopar.plan, model, batch, mesh=(1,), cluster=eager_links(), recompute="none")
+    three = ask(microbatches=3)
+    found = ask(memory_budget=three.peak_bytes)
+    assert (found.microbatches, found.peak_bytes) == (3, three.peak_bytes)
+
+
+def test_what_turns_save_says_whether_more_may_fit():
+    """Of 100 bytes and 240 by rows: 340, 220, 180; no number of turns needs less than 100."""
+    letters = {turns: Infeasible("").of_bytes(0.0, 100 + 240 / turns) for turns in (1, 2, 3)}
+    assert _may_fit(letters, 101) and not _may_fit(letters, 99)
 
 
 def test_outputs_of_a_step_are_kept_where_they_are_asked_for():

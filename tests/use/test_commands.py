@@ -16,7 +16,10 @@ import torch
 import autopar
 from autopar.cli import _parser, main
 from autopar.commands.models import Named, shipped
+from autopar.needs import Needs
+from autopar.request import Request
 from tests.language import meta_gpt2
+from tests.models import mlp_case
 
 HERE = "tests/use/made.py"
 PLAN = ("plan", f"{HERE}:with_inputs", "--mesh", "2", "--quiet")
@@ -116,6 +119,20 @@ def test_a_model_fits_where_its_plan_does(capsys):
         assert plan.peak_bytes <= row["room"] and 0.8 < held / plan.peak_bytes < 1.3
         half = autopar.plan(model, inputs, mesh=(n // 2,), **asked)
         assert half.peak_bytes > row["room"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "autopar-adamw", 8.0], ids=str)
+def test_states_of_parameters_of_sixteen_bits_count_as_they_are_kept(optimizer):
+    """Beside the optimizer's own states after a step; bytes for each parameter count as they are given."""
+    torch.manual_seed(0)
+    model, batch = mlp_case()
+    model = model.bfloat16()
+    request = Request(mesh=1, optimizer=optimizer)
+    with torch.device("meta"):
+        graph = request.trace(model, {"x": batch["x"].bfloat16(), "y": batch["y"].bfloat16()})
+    count = sum(p.numel() for p in model.parameters())
+    kept = {"adamw": 2 * 2, "autopar-adamw": 3 * 4, 8.0: 8}[optimizer]
+    assert Needs.of(graph, request).states == count * (2 + 2 + kept)
 
 
 def test_configurations_that_are_shipped_can_be_made():

@@ -80,6 +80,24 @@ def test_what_is_written_for_others_says_the_same(tmp_path, capsys):
     assert told["training_arguments"]["bf16"] and told["tp_size"] == 2
 
 
+@pytest.mark.parametrize("asked, flag", [("bf16", "bf16"), ("fp16", "fp16")])
+def test_the_dtype_of_compute_is_said_to_all(asked, flag, tmp_path, capsys):
+    path, dtype = saved(tmp_path, mesh=(2,), parallel="zero3", precision=asked), {"bf16": "bfloat16", "fp16": "float16"}
+    said(["export", path, "--to", "hf", "-o", str(tmp_path / "hf.json")], capsys)
+    told = json.loads((tmp_path / "hf.json").read_text())["training_arguments"]
+    assert {name for name in ("bf16", "fp16") if told.get(name)} == {flag}
+    said(["export", path, "--to", "fsdp2", "-o", str(tmp_path / "fsdp2.py")], capsys)
+    text = (tmp_path / "fsdp2.py").read_text()
+    assert f"mp_policy=MixedPrecisionPolicy(torch.{dtype[asked]}, torch.float32)" in text
+    compile(text, "fsdp2.py", "exec")
+
+
+def test_a_dtype_of_compute_without_an_axis_of_data_cannot_be_told(tmp_path, capsys):
+    path = saved(tmp_path, mesh=(2,), parallel="megatron", precision="bf16")
+    lost = said(["export", path, "--to", "fsdp2", "-o", str(tmp_path / "fsdp2.py")], capsys)
+    assert any(one["what"].startswith("compute in bfloat16") for one in lost)
+
+
 def test_what_cannot_be_told_is_listed_with_its_seconds(tmp_path, capsys):
     path = saved(tmp_path, mesh=(4,), recompute="full", constraints={"model.norm.weight": "S(0)"})
     out = str(tmp_path / "plan.py")
