@@ -101,7 +101,18 @@ def repeat_in_passing(half: Half) -> None:
     wanted, places = half.recomputed.wanted, half.recomputed.places
     if not half.is_backward or all(len(times) < 2 for times in wanted.values()):
         return
-    instances: dict[fx.Node, dict[int, fx.Node]] = {}  # of each node that comes several times, by place
+    instances = _instances(half)
+    for several in instances.values():
+        _read_nearest(several, places)
+    for node in reversed([n for several in instances.values() for n in several.values()]):
+        if not node.users and node.target not in COLLECTIVES:  # those come alike on every rank
+            half.graph.erase_node(node)
+
+
+def _instances(half: Half) -> dict[fx.Node, dict[int, fx.Node]]:
+    """A copy of each recomputed node for each place that wants it, the node itself for the first of them."""
+    wanted, places = half.recomputed.wanted, half.recomputed.places
+    instances: dict[fx.Node, dict[int, fx.Node]] = {}
     for node in [n for n in half.graph.nodes if n.meta.get(RECOMPUTED)]:
         op = node.meta.get(OP, "")
         follows = {place for operand in node.all_input_nodes for place in instances.get(operand, ())}
@@ -117,15 +128,16 @@ def repeat_in_passing(half: Half) -> None:
                     last = half.graph.node_copy(node)
             last.meta[WANTED] = place
             own[place] = last
-    for several in instances.values():
-        first = several[max(several)]
-        for reader in list(first.users):
-            place = reader.meta[WANTED] if WANTED in reader.meta else places.get(reader.meta.get(BACK, ""), -1)
-            known = [p for p in several if p >= place] or [max(several)]
-            reader.replace_input_with(first, several[min(known)])
-    for node in reversed([n for several in instances.values() for n in several.values()]):
-        if not node.users and node.target not in COLLECTIVES:  # those come alike on every rank
-            half.graph.erase_node(node)
+    return instances
+
+
+def _read_nearest(several: Mapping[int, fx.Node], places: Mapping[str, int]) -> None:
+    """Let each reader of a node read the copy that comes last before it."""
+    first = several[max(several)]
+    for reader in list(first.users):
+        place = reader.meta[WANTED] if WANTED in reader.meta else places.get(reader.meta.get(BACK, ""), -1)
+        known = [p for p in several if p >= place] or [max(several)]
+        reader.replace_input_with(first, several[min(known)])
 
 
 def recompute_late(half: Half) -> None:
@@ -142,10 +154,8 @@ def recompute_late(half: Half) -> None:
     places, wanted = half.recomputed.places, half.recomputed.wanted
     rest = [n for n in half.graph.nodes if n.op != "placeholder" and not n.meta.get(RECOMPUTED)]
     at = {node: i for i, node in enumerate(rest)}
-    steps, begins = (
-        list[int](),
-        list[int](),
-    )  # the places to which backward comes, each lower than all before, and where
+    steps: list[int] = []  # the places to which backward comes, each lower than all before,
+    begins: list[int] = []  # and where
     for node, i in at.items():
         place = places.get(node.meta.get(BACK, ""))
         if place is not None and (not steps or -place > steps[-1]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -117,6 +117,25 @@ def typed(arguments: Any) -> Any:
     if isinstance(arguments, (list, tuple)):
         return type(arguments)(typed(v) for v in arguments)
     return arguments
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCall:
+    """A call of an op; calls that are written alike are equal."""
+
+    op: Any
+    arguments: dict[str, Any] = field(compare=False)  # with types in the places of tensors,
+    written: str  # and as text
+    operands: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+
+    @property
+    def types(self) -> tuple[TensorType, ...]:
+        return (*self.operands, *self.outputs)
+
+    @property
+    def is_trained(self) -> bool:
+        return any(t.requires_grad for t in self.outputs)
 
 
 def call_of(node: fx.Node) -> OpCall:

@@ -194,9 +194,7 @@ class Plan:
 
         As `explain`, it needs the space: it is for the process that planned. `print(plan)` names them from then on.
         """
-        if self.search is None or self.search.is_over:
-            raise BadPlan("the space that this plan was chosen from is gone", advice="autopar.plan(...).beside()")
-        return self.search.beside()
+        return self._searched("beside").beside()
 
     def explain(self, pattern: str) -> str:
         """The choices of the sites whose name begins with a pattern, their conversions, and their best rivals.
@@ -211,9 +209,7 @@ class Plan:
 
         As `explain`, it needs the space.
         """
-        if self.search is None or self.search.is_over:
-            raise BadPlan("the space that this plan was chosen from is gone", advice="autopar.plan(...).line()")
-        return self.search.line()
+        return self._searched("line").line()
 
     def timeline(self) -> StepTimeline:
         """The predicted step, event by event: `.save(path)` writes a trace for Perfetto.
@@ -221,10 +217,8 @@ class Plan:
         Beside a torch.profiler.profile of a step of its program, `.save(path, profile)` has both, and
         `.compare(profile)` the errors by kind of op. As `explain`, it needs the space.
         """
-        if self.search is None or self.search.is_over:
-            raise BadPlan("the space that this plan was chosen from is gone", advice="autopar.plan(...).timeline()")
         kinds = {name: decision.op for name, decision in self.decisions.items() if decision.kind == "op"}
-        return StepTimeline(tuple(self.search.events()), kinds)
+        return StepTimeline(tuple(self._searched("timeline").events()), kinds)
 
     def report(self, path: str | Path, budgets: int = 0) -> Path:
         """Write a page about the plan, one file that needs no network: open it in a browser.
@@ -245,9 +239,13 @@ class Plan:
         A plan for one of them is looked at more closely, and may take turns that this plan does not. As `explain`, it
         needs the space.
         """
+        return self._searched("curve").curve(_budgets_of(budgets))
+
+    def _searched(self, call: str) -> SearchedSpace:
+        """The space that the plan was chosen from, for a call of this name; a letter where it is gone."""
         if self.search is None or self.search.is_over:
-            raise BadPlan("the space that this plan was chosen from is gone", advice="autopar.plan(...).curve()")
-        return self.search.curve(_budgets_of(budgets))
+            raise BadPlan("the space that this plan was chosen from is gone", advice=f"autopar.plan(...).{call}()")
+        return self.search
 
     def diff(self, other: Plan) -> str:
         """The sites that differ, this plan first."""

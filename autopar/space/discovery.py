@@ -17,13 +17,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autopar.graph.graph import TensorType
+from autopar.graph.nodes import WrittenCall
 from autopar.runtime.private import function_of
 from autopar.sharding.placement import Flow, P, Placement, R, S, part
 from autopar.sharding.strategies import Strategy
@@ -236,21 +237,6 @@ def _part_shape(shape: Shape, placement: Placement, n: int, i: int) -> Shape:
 # -- ops of a graph
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownCall:
-    """A call of an op without a rule; calls that are written alike are equal."""
-
-    op: Any
-    arguments: dict[str, Any] = field(compare=False)  # with types in the places of tensors,
-    written: str  # and as text
-    operands: tuple[TensorType, ...]
-    outputs: tuple[TensorType, ...]
-
-    @property
-    def types(self) -> tuple[TensorType, ...]:
-        return (*self.operands, *self.outputs)
-
-
 def suspected(op: Any, arguments: dict[str, Any], operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> str:
     """A line of notation under which an op without a rule ran right in every draw.
 
@@ -259,11 +245,11 @@ def suspected(op: Any, arguments: dict[str, Any], operands: Sequence[TensorType]
     `arguments` have types in the places of tensors. The op runs on small tensors, in which every larger size of the
     call is another odd multiple of six; numbers among its arguments that are such sizes follow.
     """
-    return _suspected(UnknownCall(op, arguments, repr(arguments), tuple(operands), tuple(outputs)))
+    return _suspected(WrittenCall(op, arguments, repr(arguments), tuple(operands), tuple(outputs)))
 
 
 @functools.lru_cache(maxsize=256)
-def _suspected(call: UnknownCall) -> str:
+def _suspected(call: WrittenCall) -> str:
     assignments = math.prod(len(t.shape) + 2 for t in call.types)
     if assignments > MOST or any("complex" in t.dtype for t in call.types) or _says_places(call.arguments):
         return ""
@@ -271,7 +257,7 @@ def _suspected(call: UnknownCall) -> str:
     return _line(set.intersection(*found), call) if found else ""
 
 
-def _line(found: set[Strategy], call: UnknownCall) -> str:
+def _line(found: set[Strategy], call: WrittenCall) -> str:
     """The cuts of these strategies as one line.
 
     Sums of operands are not suggested, since linearity is not seen by trying.
@@ -352,7 +338,7 @@ def constants_of(op: Any) -> tuple[float, ...]:
     return tuple(dict.fromkeys(numbers))
 
 
-def _drawn(call: UnknownCall, draw: Draw) -> set[Strategy] | None:
+def _drawn(call: WrittenCall, draw: Draw) -> set[Strategy] | None:
     """The strategies under which a call runs right on small tensors drawn so; None where it does not run."""
     random = torch.Generator().manual_seed(0)
     op, arguments = call.op, call.arguments

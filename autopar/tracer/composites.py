@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph import walks
 from autopar.graph.graph import Graph, TensorType, fresh_key, info, type_of
+from autopar.graph.nodes import WrittenCall
 from autopar.ops.declare import WHOLE
 from autopar.ops.entry import Apply, Op
 from autopar.ops.lookup import functional, lookup
@@ -91,30 +92,15 @@ def _may_be_opened(node: fx.Node) -> bool:
     return not is_known and about.random < 0 and not isinstance(op.call, Apply)
 
 
-@dataclass(frozen=True, slots=True)
-class CompositeCall:
-    """A call of a composite function; calls that are written alike are equal."""
-
-    op: Op
-    arguments: dict[str, Any] = field(compare=False)  # with types in the places of tensors,
-    written: str  # and as text
-    operands: tuple[TensorType, ...]
-    outputs: tuple[TensorType, ...]
-
-    @property
-    def is_trained(self) -> bool:
-        return any(t.requires_grad for t in self.outputs)
-
-
 def chain_of(node: fx.Node) -> Chain | None:
     """The chain of the op of a node; None where it stays whole. Calls that are alike share one."""
     operands = tuple(map(type_of, walks.operands(node)))
     arguments = pytree.tree_map_only(fx.Node, type_of, dict(node.kwargs))
-    return _chain(CompositeCall(node.target, arguments, repr(arguments), operands, info(node).outputs))
+    return _chain(WrittenCall(node.target, arguments, repr(arguments), operands, info(node).outputs))
 
 
 @functools.lru_cache(maxsize=1024)
-def _chain(call: CompositeCall) -> Chain | None:
+def _chain(call: WrittenCall) -> Chain | None:
     """Run the op on fakes and translate what it dispatches."""
     given: list[Tensor] = []
 
