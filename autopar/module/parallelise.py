@@ -15,6 +15,7 @@ from autopar.codegen.lower import Lowered
 from autopar.graph.calls import Call
 from autopar.letters import NotServed
 from autopar.module.around import watch_parts, watch_what_stands_around
+from autopar.module.as_whole import read_and_write_as_whole
 from autopar.module.checkpoint import teach_dtensor, whole_state
 from autopar.module.optimizers import refuse_steps_on
 from autopar.module.padding import Padding
@@ -95,6 +96,7 @@ def _patch() -> None:
     skip_together()
     let_anomalies_be_looked_for()
     watch_what_stands_around()
+    read_and_write_as_whole()
     let_optimizers_forget()
 
 

@@ -3,6 +3,8 @@
     what                                    why                                                     how long
     DTensor's handler of GradScaler's op    all ranks skip a step together, or none                 standing
     DTensor's handler of _is_any_true       detect_anomaly looks at gradients that are DTensors     standing
+    DTensor's handler of item(), methods    what is read of a part, and written to one, is read of     standing
+      that read, view and write, data         and written to the whole
     DTensor.__create_write_items__, ...     checkpoints of dims that are cut by blocks              standing
     DTensor.__reduce_ex__                   pickling one rank's part is an error                    standing
     DDP.__init__, FSDP.__init__,            a wrapper around a parallel model is an error           standing
@@ -10,6 +12,7 @@
     Optimizer.zero_grad                     gradients that wait are forgotten with the others       standing
     nn.Module.__getattribute__              reads of modules are noted: what a model's forward      while a thread
       and attributes of settings              does not read cannot matter to it                       captures a model
+    nn.init.eye_, nn.init.orthogonal_, ...  they take no DTensors                                   standing
     nn.init.orthogonal_, nn.init.sparse_    on meta they do nothing, and are to be seen             while recipes run
                                                                                                       on meta
 
@@ -164,6 +167,62 @@ def after_zero_grad(forget: Callable[[list[Tensor]], None]) -> None:
         return zero_grad
 
     STANDING.put(torch.optim.Optimizer, "zero_grad", make)
+
+
+# -- reads and writes
+
+
+def answer_reads(number: Callable[[DTensor], Any]) -> None:
+    """Let `number` say the one number of a DTensor of a parallel model: item(), float(), bool() and comparisons ask."""
+
+    def make(theirs: Any) -> Any:
+        def ours(op_call: Any, args: Any, kwargs: Any) -> Any:
+            if is_ours(args[0]):
+                return number(args[0])
+            return op_call(args[0]._local_tensor) if theirs is None else theirs(op_call, args, kwargs)
+
+        return ours
+
+    STANDING.put(_handlers(), torch.ops.aten._local_scalar_dense.default, make)
+
+
+def replace_methods(names: Iterable[str], make: Callable[[str, Any], Any]) -> None:
+    """Put what `make` gives for a name and torch's method in the place of methods of DTensor."""
+    for name in names:
+
+        def made(theirs: Any, name: str = name) -> Any:
+            return functools.wraps(theirs)(make(name, theirs))
+
+        STANDING.put(DTensor, name, made)
+
+
+def begin_as_whole(is_asked: Callable[[Tensor], bool], begin: Callable[..., Any]) -> None:
+    """Let `begin` give a tensor its first values where torch's function takes no DTensor; it gets that function."""
+
+    def make(theirs: Any) -> Any:
+        @functools.wraps(theirs)
+        def ours(tensor: Tensor, *args: Any, **how: Any) -> Tensor:
+            return begin(theirs, tensor, *args, **how) if is_asked(tensor) else theirs(tensor, *args, **how)
+
+        return ours
+
+    for name in ("eye_", "dirac_", "orthogonal_", "sparse_"):
+        STANDING.put(nn.init, name, make)
+
+
+def replace_property(name: str, put: Callable[[DTensor, Any, Callable[[Any], None]], None]) -> None:
+    """Let `put` set a property of DTensor; it gets what torch would do."""
+
+    def make(theirs: Any) -> Any:
+        def get(self: DTensor) -> Any:
+            return theirs.__get__(self)
+
+        def set_(self: DTensor, value: Any) -> None:
+            put(self, value, functools.partial(theirs.__set__, self))
+
+        return property(get, set_)
+
+    STANDING.put(DTensor, name, make)
 
 
 # -- wrappers and files

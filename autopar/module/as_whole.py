@@ -1,0 +1,232 @@
+"""Parameters, gradients and cut outputs in a loop of the user's: read and written as the whole tensors.
+
+    p.grad.norm().item()      a number is that of the whole tensor, not of this rank's part; so are numpy() and tolist()
+    p[9].zero_()              torch gives a copy of a row where the dim is cut: what is written to it is written to p
+    p[9] = 0                  written to the part of each rank
+    p.copy_(x), p.data = x    x may be whole: each rank takes its part
+
+All ranks run the same lines, so that each of these may exchange: a rank that does so alone waits, and has its letter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.letters import NotServed
+from autopar.module.checkpoint import whole
+from autopar.module.storage import Storage
+from autopar.runtime.faults import naming_the_lost
+from autopar.runtime.ours import is_ours
+from autopar.runtime.patches import answer_reads, begin_as_whole, replace_methods, replace_property
+from autopar.runtime.private import local_part
+
+_READS = ("numpy", "tolist", "__array__", "__format__")
+_VIEWS = tuple(
+    "__getitem__ select narrow split chunk unbind view view_as reshape flatten unflatten diagonal t transpose permute "
+    "unsqueeze squeeze movedim swapaxes swapdims expand detach".split()
+)
+_STAY = frozenset(  # they end in an underscore, and write no number
+    "detach_ requires_grad_ rename_ retains_grad_ share_memory_ resize_ resize_as_ sparse_resize_ set_ swapaxes_ "
+    "swapdims_ squeeze_ unsqueeze_ t_ transpose_ apply_ map_ map2_".split()
+)
+_WRITES = tuple(
+    name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_") and name not in _STAY
+) + tuple(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split())
+_PIECE = "_autopar_piece"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """What a tensor shows that torch made a copy of: `look` gives it from the whole of `base`."""
+
+    base: DTensor
+    look: Callable[[Tensor], Tensor]
+
+
+def read_and_write_as_whole() -> None:
+    """Let DTensors of parallel models be read and written so, from the first model on."""
+    answer_reads(_number)
+    replace_methods(_READS, _read)
+    replace_methods(_VIEWS, _looked_at)
+    replace_methods(_WRITES, _written)
+    replace_methods(("__setitem__",), lambda name, theirs: _set_item)
+    replace_property("data", _set_data)
+    begin_as_whole(is_ours, _begin)
+
+
+def whole_of(tensor: DTensor) -> Tensor:
+    """The tensor in full on every rank; a letter where others do not come."""
+    with naming_the_lost("a read of a parameter, a gradient or an output, which all ranks make"), torch.no_grad():
+        summed = [Replicate() if p.is_partial() else p for p in tensor.placements]
+        return whole(tensor.redistribute(placements=summed))
+
+
+def store(tensor: DTensor, full: Tensor) -> None:
+    """Write the whole tensor: each rank its part, also to what the tensor is a piece of."""
+    with torch.no_grad():
+        local_part(tensor).copy_(Storage.like(tensor).take(full, False).to_local())
+    _hand_on(tensor)
+
+
+def _number(tensor: DTensor) -> Any:
+    return whole_of(tensor).item()
+
+
+def _read(name: str, theirs: Any) -> Any:
+    def read(self: DTensor, *args: Any, **how: Any) -> Any:
+        if not is_ours(self):
+            return theirs(self, *args, **how)
+        if self.requires_grad and name in ("numpy", "__array__"):
+            raise RuntimeError(
+                f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}() instead."
+            )
+        if name == "__format__" and self.dim():
+            return theirs(self, *args, **how)
+        return getattr(whole_of(self), name)(*args, **how)
+
+    return read
+
+
+def _looked_at(name: str, theirs: Any) -> Any:
+    """A view of a tensor, which remembers what it is of where it is a copy."""
+
+    def look(self: DTensor, *args: Any, **how: Any) -> Any:
+        try:
+            made = theirs(self, *args, **how)
+        except RuntimeError:
+            if not _is_cut(self):
+                raise
+            made = theirs(self.redistribute(placements=[Replicate()] * self.device_mesh.ndim), *args, **how)
+        if (_piece_of(self) is None and not _is_cut(self)) or (name == "__getitem__" and _copies(args[0])):
+            return made
+        for place, one in enumerate(made) if isinstance(made, (tuple, list)) else ((None, made),):
+            if isinstance(one, DTensor) and (_piece_of(self) is not None or not _shares(one, self)):
+                one.__dict__[_PIECE] = _Piece(self, _looking(name, args, how, place))
+        return made
+
+    return look
+
+
+def _looking(name: str, args: Sequence[Any], how: Any, place: int | None) -> Callable[[Tensor], Tensor]:
+    def look(full: Tensor) -> Tensor:
+        seen = getattr(full, name)(*args, **how)
+        return seen if place is None else seen[place]
+
+    return look
+
+
+def _written(name: str, theirs: Any) -> Any:
+    """A write in place, which reaches what the tensor is a piece of."""
+
+    def write(self: DTensor, *args: Any, **how: Any) -> Any:
+        if name == "copy_" and args and _is_plain(args[0]) and is_ours(self) and _may_write(self):
+            store(self, args[0].to(self.device, self.dtype).expand(self.shape))
+            return self
+        if _piece_of(self) is not None:
+            _may_write(self)
+        try:
+            made = theirs(self, *args, **how)
+        except RuntimeError as e:
+            if "mixed torch.Tensor and DTensor" not in str(e) or not is_ours(self):
+                raise
+            raise NotServed(
+                f"{name} of a tensor of a parallel model with a plain one: nothing says how that lies on the ranks",
+                seen=f"{tuple(self.shape)}, stored as {self.placements}",
+                advice="x.copy_(whole), which takes a whole tensor on every rank: x.copy_(x.full_tensor() * mask)",
+            ) from e
+        _hand_on(self)
+        return made
+
+    return write
+
+
+def _set_item(self: DTensor, index: Any, value: Any) -> None:
+    theirs = super(DTensor, self).__setitem__
+    if not is_ours(self) or not _may_write(self):
+        theirs(index, value)
+        return
+    full = whole_of(self).clone()
+    full[_in_full(index)] = _in_full(value)
+    store(self, full)
+
+
+def _set_data(tensor: DTensor, value: Any, theirs: Callable[[Any], None]) -> None:
+    """torch's own puts another tensor there, and the program goes on to read this rank's part."""
+    alike = isinstance(value, Tensor) and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
+    if not is_ours(tensor) or not alike:
+        theirs(value)
+    elif isinstance(value, DTensor) and value.placements == tensor.placements:
+        with torch.no_grad():
+            local_part(tensor).copy_(local_part(value))
+    else:
+        store(tensor, _in_full(value).to(tensor.device))
+
+
+def _begin(theirs: Callable[..., Any], tensor: DTensor, *args: Any, **how: Any) -> DTensor:
+    """What a function of nn.init makes of the whole tensor, as rank 0 draws it."""
+    full = whole_of(tensor).clone()
+    with torch.no_grad():
+        theirs(full, *args, **how)
+        local_part(tensor).copy_(Storage.like(tensor).take(full, True).to_local())
+    return tensor
+
+
+def _in_full(value: Any) -> Any:
+    """Tensors that are cut in full, in an index too."""
+    if isinstance(value, DTensor):
+        return whole_of(value)
+    return type(value)(map(_in_full, value)) if type(value) in (tuple, list) else value
+
+
+def _hand_on(tensor: DTensor) -> None:
+    """Write a piece to what it is one of."""
+    piece = _piece_of(tensor)
+    if piece is not None:
+        full = whole_of(piece.base).clone()
+        with torch.no_grad():
+            piece.look(full).copy_(whole_of(tensor))
+        store(piece.base, full)
+
+
+def _may_write(tensor: DTensor) -> bool:
+    """Is it written as eager would? An error where that is one, or gradients of the write would be lost."""
+    root = tensor
+    while (piece := _piece_of(root)) is not None:
+        root = piece.base
+    if not (root.requires_grad and torch.is_grad_enabled()):
+        return True
+    if root.is_leaf:
+        raise RuntimeError(
+            "a leaf Variable that requires grad, or a view of one, is being used in an in-place operation."
+        )
+    raise NotServed(
+        "a tensor of a parallel model is written to in place where gradients are recorded, and it is cut",
+        advice="torch.where, or the form that returns a new tensor; inside the model any write is served",
+    )
+
+
+def _piece_of(tensor: Any) -> _Piece | None:
+    return getattr(tensor, "__dict__", {}).get(_PIECE)
+
+
+def _is_cut(tensor: DTensor) -> bool:
+    return is_ours(tensor) and any(not p.is_replicate() for p in tensor.placements)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
+def _shares(one: DTensor, other: DTensor) -> bool:
+    return local_part(one).untyped_storage()._cdata == local_part(other).untyped_storage()._cdata
+
+
+def _copies(index: Any) -> bool:
+    """Does an index give a copy in eager as well: by tensors, or lists of places?"""
+    return any(isinstance(i, (Tensor, list)) for i in (index if isinstance(index, tuple) else (index,)))

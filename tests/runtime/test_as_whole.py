@@ -1,0 +1,272 @@
+"""Ordinary lines of training loops on parameters and gradients that are cut do what they do on one device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.letters import Letter, NotServed
+from autopar.testing import Equality
+from tests.models import eager_links
+from tests.training import whole
+
+
+class Words(nn.Module):
+    """An embedding, a linear whose rows no two ranks share evenly, and a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.e, self.l = nn.Embedding(10, 16), nn.Linear(16, 5)
+
+    def forward(self, ids, y):
+        return F.cross_entropy(self.l(self.e(ids)), y)
+
+
+torch.manual_seed(0)
+MODEL, BATCH = Words().double(), {"ids": torch.randint(0, 10, (12,)), "y": torch.randint(0, 5, (12,))}
+
+
+def made():
+    return copy.deepcopy(MODEL), BATCH
+
+
+LINES = {}
+
+
+def line(function):
+    LINES[function.__name__] = function
+    return function
+
+
+@line
+def norm_by_hand(m):
+    return torch.tensor(sum(p.grad.data.norm(2).item() ** 2 for p in m.parameters()) ** 0.5)
+
+
+@line
+def clip_by_hand(m):
+    total = sum(p.grad.data.norm(2).item() ** 2 for p in m.parameters()) ** 0.5
+    for p in m.parameters():
+        p.grad.data.mul_(min(1.0, 0.1 / (total + 1e-6)))
+    return m.l.weight.grad
+
+
+@line
+def largest(m):
+    return torch.tensor([float(p.grad.abs().max()) for p in m.parameters()])
+
+
+@line
+def count(m):
+    return torch.tensor([(m.e.weight.abs() > 1).sum().item(), int((m.l.weight > 0).sum())])
+
+
+@line
+def penalty(m):
+    return torch.tensor(sum(p.abs().sum() for p in m.parameters()).item())
+
+
+@line
+def words_about(m):
+    return torch.tensor(float(f"{m.e.weight.norm():.6f}"))
+
+
+@line
+def lists_and_arrays(m):
+    return torch.cat(
+        [torch.tensor(m.l.weight.tolist()).double(), torch.from_numpy(m.e.weight.detach().numpy())[:, :16]]
+    )
+
+
+def poisoned(m):
+    full = m.l.weight.grad if not isinstance(m.l.weight.grad, DTensor) else m.l.weight.grad.full_tensor()
+    full = full.clone()
+    full[4, 0] = torch.nan
+    m.l.weight.grad.copy_(full)
+
+
+@line
+def a_step_is_left_out(m):
+    poisoned(m)
+    optimizer = torch.optim.SGD([m.e.weight], lr=1.0)
+    if not torch.isnan(m.l.weight.grad).any() or torch.isfinite(m.l.weight.grad).all():
+        optimizer.step()
+    return m.e.weight
+
+
+@line
+def rows(m):
+    with torch.no_grad():
+        m.e.weight[9].zero_()
+        m.e.weight[2:7] *= 3.0
+        m.l.weight[-1, 3:9].fill_(2.0)
+        m.l.weight[3:].add_(1.0)
+    return torch.cat([m.e.weight, m.l.weight])
+
+
+@line
+def rows_of_data(m):
+    m.e.weight.data[9].zero_()
+    m.e.weight.data[::3][1].mul_(5.0)
+    m.l.weight.data.t()[4:6].sub_(1.0)
+    return torch.cat([m.e.weight, m.l.weight])
+
+
+@line
+def pieces(m):
+    for piece in m.e.weight.data.chunk(3):
+        piece.mul_(2.0)
+    m.e.weight.data.unbind(0)[4].zero_()
+    m.e.weight.data.view(2, 5, 16)[1, 2:].neg_()
+    m.l.weight.data.narrow(0, 2, 2).select(1, 5).fill_(7.0)
+    nn.init.constant_(m.l.weight.data[0], 0.25)
+    return torch.cat([m.e.weight, m.l.weight])
+
+
+@line
+def gradients_of_rows(m):
+    m.e.weight.grad[int(made()[1]["ids"][0])].zero_()
+    m.l.weight.grad[torch.tensor([0, 4])] = 0
+    return torch.cat([m.e.weight.grad, m.l.weight.grad])
+
+
+@line
+def items(m):
+    with torch.no_grad():
+        m.e.weight[0] = 0
+        m.e.weight[1:3] = m.e.weight[5:7]
+        m.l.weight[:, 2] = torch.arange(5.0)
+        m.l.weight[m.l.weight > 0.1] = -1.0
+    return torch.cat([m.e.weight, m.l.weight])
+
+
+@line
+def data_is_set(m):
+    m.l.weight.data = m.l.weight.data * 0.5
+    m.e.weight.data = torch.arange(160.0, dtype=torch.float64).view(10, 16)
+    return torch.cat([m.e.weight, m.l.weight])
+
+
+@line
+def one_vector(m):
+    vector = nn.utils.parameters_to_vector([m.e.weight])
+    nn.utils.vector_to_parameters(vector * 0.5, [m.e.weight])
+    return m.e.weight
+
+
+@line
+def whole_tensors_are_copied(m):
+    with torch.no_grad():
+        m.l.weight.copy_(torch.arange(80.0).view(5, 16))
+        m.e.weight.copy_(torch.ones(16))
+    return torch.cat([m.e.weight, m.l.weight])
+
+
+@line
+def begun_anew(m):
+    nn.init.eye_(m.l.weight)
+    nn.init.orthogonal_(m.e.weight)  # drawn on rank 0
+    products = (m.e.weight @ m.e.weight.t()).detach().clone()
+    nn.init.ones_(m.e.weight)
+    return torch.cat([products, m.l.weight[:, :10]])
+
+
+@line
+def what_is_read_changes_nothing(m):
+    row = m.e.weight[3].detach().clone()
+    row.zero_()
+    return m.e.weight
+
+
+def run(model, batch, name):
+    model(**batch).backward()
+    found = whole(LINES[name](model).detach()).clone()
+    model.zero_grad()
+    model(**batch).backward()  # the program goes on to read what was written
+    return {"found": found, "after": whole(model.l.weight.grad).clone()}
+
+
+def on_rank(rank, parallel, mesh):
+    found = {}
+    for name in LINES:
+        model, batch = made()
+        mine = autopar.autoparallelize(model, batch, mesh=mesh, parallel=parallel, cluster=eager_links())
+        found[name] = run(mine, batch, name)
+    return found
+
+
+@pytest.mark.parametrize("parallel, mesh", [("zero3", 2), ("megatron", 2), ("dp", 2), ("2d", (2, 2))], ids=str)
+def test_lines_of_a_loop_do_what_they_do_on_one_device(parallel, mesh, threads):
+    expected = {name: run(*made(), name) for name in LINES}
+    for found in threads(2 if mesh == 2 else 4, on_rank, parallel, mesh):
+        for name, values in found.items():
+            Equality.in_float64(
+                f"{name} under {parallel}", values, expected[name], 1e-6 if "words" in name else 1e-9
+            ).check()
+
+
+def test_they_do_so_on_processes(processes):
+    expected = {name: run(*made(), name) for name in LINES}
+    for found in processes(3, on_rank, "zero3", 3):
+        for name, values in found.items():
+            Equality.in_float64(name, values, expected[name], 1e-6 if "words" in name else 1e-9).check()
+
+
+def writes_that_are_errors(rank):
+    model, batch = made()
+    mine = autopar.autoparallelize(model, batch, mesh=2, parallel="zero3", cluster=eager_links())
+    mine(**batch).backward()
+    said = []
+    for write in (
+        lambda: mine.e.weight[9].zero_(),
+        lambda: mine.e.weight.__setitem__(0, 1.0),
+        lambda: mine.e.weight.numpy(),
+    ):
+        with pytest.raises(RuntimeError, match="requires grad"):
+            write()
+    with pytest.raises(NotServed, match="mul_ of a tensor of a parallel model") as letter:
+        mine.e.weight.grad.mul_(torch.ones(10, 1))
+    said.append(str(letter.value))
+    return said
+
+
+def test_what_is_an_error_on_one_device_is_one(threads):
+    for said in threads(2, writes_that_are_errors):
+        assert all("copy_" in one for one in said)
+
+
+def read_by_one(rank):
+    model, batch = made()
+    mine = autopar.autoparallelize(model, batch, mesh=2, parallel="zero3", cluster=eager_links(), timeout_s=5.0)
+    mine(**batch).backward()
+    if rank == 1:
+        return "goes on"
+    try:
+        return mine.l.weight.grad.norm().item()
+    except Letter as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def test_a_rank_that_reads_alone_has_a_letter(processes):
+    said = processes(2, read_by_one, timeout_s=60)
+    assert said[0].startswith("Lost: rank 1 did not come") and "a read of a parameter" in said[0]
+
+
+def test_other_dtensors_are_read_and_written_as_torch_does(threads):
+    """Those on a mesh on which no parallel model lies."""
+
+    def body(rank):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("others",))
+        x = DTensor.from_local(torch.full((2, 2), rank + 1.0), mesh, [torch.distributed.tensor.Shard(0)])
+        x.mul_(2.0)
+        return x.sum().item(), copy.copy(x.full_tensor()).tolist()
+
+    for item, full in threads(2, body):
+        assert full == [[2.0, 2.0]] * 2 + [[4.0, 4.0]] * 2 and item in (8.0, 16.0, 24.0)
