@@ -78,6 +78,9 @@ class Attributes:
         backward = [(i, m._backward_pre_hooks, m._backward_hooks) for i, m in enumerate(modules) if i]
         self.hooks = [*forward, *backward]
         self.children = [tuple(m._modules.values()) for m in modules]
+        self.own = [vars(m) for m in modules]
+        self.counts = list(map(len, self.own))
+        self.asked: frozenset[str] = frozenset() if like is None else like.asked  # what captures read of no instance
         if like is None:
             self.layout = 0  # counts how often what is watched was chosen anew
             self._watch_all()
@@ -98,7 +101,10 @@ class Attributes:
 
     def state(self) -> int:
         """The number of the state they are in now; an error where a module was exchanged for another."""
-        if any(of.get(key) is not one for of, key, one in self.settings):  # others: what was known of them says nothing
+        are_others = any(
+            of.get(key) is not one for of, key, one in self.settings
+        )  # what was known of them says nothing
+        if are_others or self._has_more():
             self.layout += 1
             self._watch_all()
         now = self._now()
@@ -108,6 +114,16 @@ class Attributes:
                 self.newest, self.states[self.latest] = self.latest, now
                 self.states.pop(self.latest - _MOST_STATES, None)
         return self.latest
+
+    def _has_more(self) -> bool:
+        """Has a module an attribute that it had not, which a capture read of its class, or found missing?"""
+        counts = list(map(len, self.own))
+        if counts == self.counts:
+            return False
+        self.counts = counts
+        known = {(place[0], key) for place, of_one in self.keys.items() if not place[1] for key in of_one}
+        asked = self.asked - _OF_MODULES
+        return any(key in asked and (i, key) not in known for i, own in enumerate(self.own) for key in own)
 
     def now(self) -> State:
         """The state that they were last seen in."""
@@ -131,6 +147,7 @@ class Attributes:
     def unread(self, read: Reads) -> Unread:
         """The places in a state of attributes that were not read."""
         found = set()
+        self.asked |= {key for i, name, key in read if not name and key not in self.own[i]}
         for h, (place, keys) in enumerate(self.keys.items()):
             if self._are_noted(place):
                 found |= {(h, k) for k, key in enumerate(keys) if (*place, key) not in read}
@@ -233,7 +250,8 @@ def _as_they_are(values: tuple[Any, ...]) -> list[Any]:
 def _as_it_is(value: Any) -> Any:
     """The content of a list or dict, which may be changed in place.
 
-    Of a tensor, whose values are read in every call, its type; of anything else which one it is.
+    Of a tensor, whose values are read in every call, its type; of another object which one it is, and the numbers and
+    words that it holds.
     """
     if isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
         return [*value], [_as_it_is(v) for v in value.values()]
@@ -243,7 +261,12 @@ def _as_it_is(value: Any) -> Any:
         return value.shape, value.dtype, value.requires_grad
     if isinstance(value, tuple):
         return tuple(map(_as_it_is, value))
-    return value if _is_lasting(value) else _Itself(value)
+    if _is_lasting(value):
+        return value
+    inside = getattr(value, "__dict__", None)
+    if not isinstance(inside, dict) or isinstance(value, nn.Module) or len(inside) > _MOST_ENTRIES:
+        return _Itself(value)
+    return _Itself(value), [(k, type(v), v if _is_lasting(v) else _Itself(v)) for k, v in [*inside.items()]]
 
 
 def _reads_by_itself(module: nn.Module) -> bool:

@@ -25,7 +25,16 @@ from tests.training import whole
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
+class Arguments:
+    """Neither a module nor settings."""
+
+    def __init__(self):
+        self.k = 1.0
+
+
 class Net(nn.Module):
+    temperature = 1.0
+
     def __init__(self):
         super().__init__()
         self.first, self.drop, self.last = nn.Linear(6, 12), nn.Dropout(0.4), nn.Linear(12, 6)
@@ -38,8 +47,11 @@ class Net(nn.Module):
             F.gelu,
             None,
         )
+        self.args, self.options = Arguments(), types.SimpleNamespace(inner=Arguments())
 
     def forward(self, x):
+        x = x * self.temperature * (2.0 if getattr(self, "warm", False) else 1.0)
+        x = x * self.args.k / self.options.inner.k
         x = self.last(self.drop(self.act(self.first(x)))) * self.scale
         self.seen = x  # is put back after capture
         return (x * self.weights[0] + self.weights[1][1][0] + self.told.shift).pow(self._power).mean() * self.rates[
@@ -98,6 +110,27 @@ def test_what_is_changed_later_is_computed():
         return True
 
     assert all(on_threads(2, body))
+
+
+LATER = {
+    "a default of the class": lambda m: setattr(m, "temperature", 0.5),
+    "one that was missing": lambda m: setattr(m, "warm", True),
+    "one that nobody asks for": lambda m: setattr(m, "cold", True),
+    "in a plain object": lambda m: setattr(m.args, "k", 3.0),
+    "in one of settings": lambda m: setattr(m.options.inner, "k", 2.0),
+}
+
+
+def test_what_was_not_there_before_is_seen_where_it_is_asked_for():
+    theirs = copy.deepcopy(MODEL).eval()
+    mine = autopar.autoparallelize(copy.deepcopy(theirs), {"x": X}, mesh=1, cluster=eager_links())
+    try:
+        for name, change in LATER.items():
+            change(mine), change(theirs)
+            torch.testing.assert_close(mine(x=X), theirs(X), rtol=1e-12, atol=1e-14, msg=name)
+        assert len(mine._autopar.programs) == 5  # the first, and one a change but for what nobody asks for
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def theirs_with(**attributes):
