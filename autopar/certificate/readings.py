@@ -27,6 +27,10 @@ class Wholes:
     unknown: frozenset[str]  # axes that may cut any dim
     sizes: Mapping[str, int]  # of all axes
 
+    def differ_in(self, rank: int) -> bool:
+        """Are there several shapes of so many dims: is a view of one shape one of another for the whole?"""
+        return len({shape for shape in self.shapes if len(shape) == rank}) > 1
+
     def have(self, dims: Sequence[Dim]) -> bool:
         """May these dims be parts of those of one of the shapes? Ops permute dims inside."""
         shapes = {turned for shape in self.shapes if len(shape) == len(dims) for turned in _turned(shape)}
@@ -124,7 +128,7 @@ def regrouped(dims: Sequence[Dim], shape: Sequence[int], wholes: Wholes | None =
     if 0 in shape:
         return plain(shape), given
     if [size(dim) for dim in dims] == list(shape):
-        return tuple(dims), frozenset()
+        return tuple(dims), _lost_where_alike(tuple(dims), atoms, shape, wholes)
     if any(n == 1 and axes == FREE for n, axes in atoms):  # a row that may be a part is lost among others
         return plain(shape), frozenset(FREE)
     are_mixed = any(axes == FREE for _, axes in atoms) and not _keeps_rows_apart(dims, shape)
@@ -140,6 +144,18 @@ def regrouped(dims: Sequence[Dim], shape: Sequence[int], wholes: Wholes | None =
         return plain(shape), given
     differ = _differing(found)
     return tuple(map(joined, found[0])), frozenset(axes_of(reading[d] for reading in found for d in differ))
+
+
+def _lost_where_alike(dims: Dims, atoms: Sequence[Atom], shape: Sequence[int], wholes: Wholes | None) -> frozenset[str]:
+    """The axes of which it does not follow how they cut a view that has the shape of its operand.
+
+    The whole may have another: (rows, heads x width) that is cut by heads looks like (rows x heads, width) where each
+    device has one head.
+    """
+    if wholes is None or not wholes.differ_in(len(shape)):
+        return frozenset()
+    found = [dims, *(other for other in _read(atoms, shape, is_wide=True) if wholes.have(other))]
+    return frozenset(axes_of(reading[d] for reading in found for d in _differing(found)))
 
 
 def _keeps_rows_apart(dims: Sequence[Dim], shape: Sequence[int]) -> bool:

@@ -105,8 +105,14 @@ def _some_rows(call: Call) -> Type:
         d = call.args[1] % len(x.dims)
         return replace(x, dims=(*x.dims[:d], *x.dims[d + 1 :])).opened(axes_of([x.dims[d]]))
     changed = [d for d, n in enumerate(shape) if size(x.dims[d]) != n]
-    dims = tuple(whole(n) if d in changed else x.dims[d] for d, n in enumerate(shape))
+    dims = tuple(_fewer(x.dims[d], n) if d in changed else x.dims[d] for d, n in enumerate(shape))
     return replace(x, dims=dims).opened(axes_of(x.dims[d] for d in changed))
+
+
+def _fewer(dim: Dim, n: int) -> Dim:
+    """So many rows of a dim that no axis cuts: fewer of those that are all alike are so, too."""
+    are_alike = len(dim) == 1 and is_free(dim) and n < size(dim)
+    return ((n, FREE),) if are_alike else whole(n)
 
 
 @rule("select_backward.default")
@@ -134,7 +140,7 @@ def _pieces(call: Call) -> list[Type]:
 def _piece(dim: Dim, n: int) -> tuple[Dim, list[str]]:
     """So many rows of a dim: whole blocks of it."""
     if not axes_of([dim]) or size(dim) == n:
-        return (dim if size(dim) == n else whole(n)), []
+        return (dim if size(dim) == n else _fewer(dim, n)), []
     outer, inner = dim[0], dim[1:]
     if not outer[1] and inner and n % size(inner) == 0:
         return joined([(n // size(inner), ()), *inner]), []

@@ -8,6 +8,7 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.buffers import is_view
+from autopar.codegen.joint_graph import BACK, OP
 from autopar.runtime.private import UNSAFE_VIEW
 
 if TYPE_CHECKING:
@@ -26,14 +27,16 @@ def drop_idle_views(half: Half) -> None:
               r = view(s, [4])                                                                # x is of 4 x 4
     after     u = t(w);  c = mm(x, w);  d = mm(z, u);  r = sum(d, [0])
 
-    A view of another view stays: of the two together a certificate could not tell how what is cut lies in it.
+    A view that changes the shape of the whole stays, also where that of the part is the same, and so does a view of
+    another view: a certificate could not tell how what is cut lies in what is left.
     What leaves for the caller stays apart from all else that does, and from what the half was given.
     """
     leaving = set(half.leaving)
     taken: dict[Any, fx.Node] = {}
     views = [n for n in half.graph.nodes if _only_shows(n)]
     for node in views:
-        value = _the_same(node) or taken.setdefault(_key(node), node)
+        stays = node.target in _RESHAPES and (node.meta.get(BACK) or node.meta.get(OP)) in half.regrouped
+        value = (None if stays else _the_same(node)) or taken.setdefault(_key(node), node)
         if value is node or (node in leaving and (value in leaving or value.op == "placeholder")):
             continue
         if node in leaving:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.codegen import joint_graph, joint_passes, schedule
 from autopar.codegen.chunks import mark_region
@@ -23,6 +24,8 @@ from autopar.codegen.local import LocalProgram
 from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.codegen.schedule import Half, Read, fetched
 from autopar.codegen.trace import trace
+from autopar.graph.graph import info, op_name
+from autopar.ops.entry import facts_of
 from autopar.passes import run_passes
 from autopar.runtime.private import TRACING, clean_room
 
@@ -79,7 +82,7 @@ def lower_jointly(
     `reads` say of a parameter where it is first read; what is `recomputed` backward makes again.
     """
     states = States(frozenset(regathered), frozenset(scattered), reads or {}, recomputed)
-    key = (program.fingerprint, tuple(differentiable), states.key, device)
+    key = (program.fingerprint, tuple(differentiable), states.key, device, regrouped(program))
     with TRACING:
         return LOWERED.get(key, lambda: _lower(program, differentiable, states, device))
 
@@ -97,18 +100,33 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
     run_passes("joint graph", joint_passes.PASSES, joint, joint_graph.verify, JointGraph.text)
     regathered = {primal for name, primal in primals.items() if name in states.regathered}
     halves = split(joint, regathered, states.recomputed)
-    _schedule(halves, {primal.name: read for primal, read in at.items()}, states.recomputed)
+    _schedule(halves, {primal.name: read for primal, read in at.items()}, states.recomputed, regrouped(program))
     return halves
 
 
-def _schedule(halves: Joint, reads: Mapping[str, Read], recomputed: Recomputed) -> None:
+def regrouped(program: LocalProgram) -> frozenset[str]:
+    """The views of as many dims as before whose whole shape is another: on a part it may be the same."""
+    found = set()
+    for node in program.fx.nodes:
+        if "info" in node.meta and info(node).kind == "op" and facts_of(op_name(node)).free:
+            before = next((info(n).outputs[0].shape for n in node.all_input_nodes), None)
+            after = info(node).outputs[0].shape
+            if before is not None and before != after and len(before) == len(after):
+                found.add(node.name)
+    return frozenset(found)
+
+
+def _schedule(
+    halves: Joint, reads: Mapping[str, Read], recomputed: Recomputed, regrouped: frozenset[str] = frozenset()
+) -> None:
     """Let the collectives of each half begin early and end late; `reads` are by the names of primals."""
     stay = {node.name: reads[p.name] for node, p in fetched(halves.forward, reads).items() if reads[p.name].stays}
     kept = {name: read.window for name, read in stay.items()}
+    back: dict[str, Any] = {"is_backward": True, "kept": kept, "recomputed": recomputed, "regrouped": regrouped}
     for half in (
-        Half(halves.forward, reads, is_backward=False, outputs=halves.outputs),
-        Half(halves.backward, reads, is_backward=True, kept=kept, recomputed=recomputed),
-        Half(halves.hold, reads, is_backward=True, kept=kept, recomputed=recomputed),
+        Half(halves.forward, reads, is_backward=False, outputs=halves.outputs, regrouped=regrouped),
+        Half(halves.backward, reads, **back),
+        Half(halves.hold, reads, **back),
     ):
         run_passes("half", schedule.PASSES, half, schedule.verify, Half.text)
         half.graph.lint()

@@ -71,6 +71,7 @@ class Half:
     kept: Mapping[str, int] = field(default_factory=dict)  # placeholders kept from forward, and the window of each
     recomputed: Recomputed = NOTHING  # what backward makes again, and where that is wanted
     outputs: int | None = None  # of forward, how many of its results leave the step; the others are saved
+    regrouped: frozenset[str] = frozenset()  # views that change whole shapes, whatever parts look like
 
     @property
     def leaving(self) -> list[fx.Node]:

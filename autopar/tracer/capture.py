@@ -37,6 +37,7 @@ from autopar.tracer.recorder import Recorder
 from autopar.tracer.refusals import (
     refuse_detached,
     refuse_hooks,
+    refuse_layouts,
     refuse_lazy,
     refuse_opaque,
     refuse_other_arguments,
@@ -97,6 +98,7 @@ def _check(call: ModelCall, is_parallel: bool) -> None:
     refuse_other_arguments(call.root, call.args, call.kwargs)
     refuse_hooks(call.root, is_parallel)
     refuse_lazy(call.root)
+    refuse_layouts(call.root, call.args, call.kwargs)
     refuse_shared_memory(call.root)
 
 

@@ -12,7 +12,7 @@ The recorder runs a function on fakes, notes what it does below, and writes the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -229,6 +229,7 @@ class Recorder:
                 args,
                 "device=x.device, of a tensor at hand",
             )
+        _refuse_layouts(self, function, args, (*outputs, *tensors_in(args, kwargs)))
         made, arguments = lookup(function, args, kwargs, result)
         _refuse_mixed_dtypes(self, made, arguments, args)
         _refuse_sparse_gradients(self, made, arguments, args)
@@ -386,6 +387,19 @@ def _refuse_hidden_write(recorder: Recorder, function: Callable[..., Any], args:
             f"{name_of(function)} writes to a tensor that it was given ({recorder.call.wrote[0][0]})",
             args,
             "the form that returns a new tensor",
+        )
+
+
+def _refuse_layouts(
+    recorder: Recorder, function: Callable[..., Any], args: tuple[Any, ...], tensors: Sequence[Tensor]
+) -> None:
+    """A function of tensors that are not rows of numbers: sparse, or of rows of different lengths."""
+    layouts = {str(t.layout).removeprefix("torch.") for t in tensors if t.layout != torch.strided}
+    if layouts:
+        raise recorder.letter(
+            f"{name_of(function)} reads or gives a tensor of layout {min(layouts)}, which a plan cannot cut",
+            args,
+            "a dense tensor, x.to_dense(); of a sparse product index_add or scatter_add over its places",
         )
 
 

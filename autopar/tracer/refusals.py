@@ -19,6 +19,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autopar.graph.calls import leaf_names
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.letters import Letter, NotCaptured
 from autopar.tracer.place import is_ours
@@ -145,6 +146,18 @@ def refuse_lazy(root: torch.nn.Module) -> None:
     ]
     if lazy:
         raise NotCaptured(f"{lazy[0]} has no shape yet", advice="one eager call, which gives lazy modules their shapes")
+
+
+def refuse_layouts(root: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    """Parameters, buffers and inputs that are not rows of numbers: sparse, or of rows of different lengths."""
+    held = [*root.named_parameters(), *root.named_buffers()]
+    given = [(name, x) for name, x in zip(leaf_names(args, kwargs), pytree.tree_leaves((args, kwargs)))]
+    for name, tensor in (*held, *given):
+        if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
+            raise NotCaptured(
+                f"{name} is of layout {str(tensor.layout).removeprefix('torch.')}, which a plan cannot cut",
+                advice="a dense tensor, x.to_dense(); of a sparse product index_add or scatter_add over its places",
+            )
 
 
 def refuse_shared_memory(root: torch.nn.Module) -> None:

@@ -4,6 +4,7 @@ that no rule of their op serves.
     cov, corrcoef    torch looks whether weights are whole numbers, and at the sign of what it divides by
     combinations     torch makes a mask and counts it
     ctc_loss         torch reads the lengths
+    gaussian_nll_loss  torch asks whether a variance is negative, and clamps behind autograd
     linear           whose bias is no vector of its columns: a product and a sum
     lstm, gru, rnn   with dropout between layers: a layer at a time
     Gamma            torch lifts the smallest draws through a detached view
@@ -15,6 +16,7 @@ What they compute, and the order in which they draw, is torch's own.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,6 +97,32 @@ def ctc_loss(
     if reduction == "sum":
         return losses.sum()
     return losses if is_batch else losses.squeeze(0)
+
+
+def gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """The loss of a mean and a variance; a variance below zero, of which torch makes an error, gives no number."""
+    if isinstance(var, float):
+        var = var * torch.ones_like(input)
+    if input.shape[:-1] == var.shape != input.shape:
+        var = var.unsqueeze(-1)
+    differ = [n for n, m in zip(input.shape, var.shape, strict=False) if n != m]
+    if input.dim() != var.dim() or len(differ) > 1:
+        raise ValueError("var is of incorrect size")
+    least = torch.where(var < eps, var - var.detach() + eps, var)  # a clamp that autograd does not see
+    least = torch.where(var < 0, torch.nan, least)
+    loss = 0.5 * (least.log() + (input - target) ** 2 / least)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
 def by_layers(recurrent: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,6 +215,7 @@ RESPELLED: dict[Any, tuple[Callable[..., Any], Callable[..., bool]]] = {
     **dict.fromkeys((torch.corrcoef, Tensor.corrcoef), (corrcoef, _always)),
     **dict.fromkeys((torch.ctc_loss, F.ctc_loss), (ctc_loss, _always)),
     torch.combinations: (combinations, _always),
+    F.gaussian_nll_loss: (gaussian_nll_loss, _always),
     F.linear: (linear_and_sum, adds_no_vector),
     **{f: (by_layers(f), drops_between) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }

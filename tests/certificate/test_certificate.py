@@ -24,6 +24,7 @@ from autopar.request import Request
 from autopar.runtime.collectives import STEPS
 from tests.certificate.made import BOTH, MESH, NARROWER, SEQUENCE, broken, lowered
 from tests.fuzz.trial import drawn
+from tests.random_plans import random_plan
 
 PRESETS = (None, "dp", "zero3", "megatron", "2d", BOTH, SEQUENCE)
 KNOWN = 0.9  # of values and of ends, of these models
@@ -314,3 +315,51 @@ def test_of_two_gradients_one_that_is_zero_makes_nothing_zero():
     call = Call((*gradients, rows, rows, Type(plain((4, 32))), True), {}, ((4, 32), (4, 8), (32,)), tp)
     made = typed(torch.ops.aten._thnn_fused_lstm_cell_backward_impl.default, call)
     assert not any(t.is_zero for t in made)
+
+
+class HeadNorm(nn.Module):
+    """A norm of each head: of one head on a device the part of (rows, heads x width) looks as it did."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, heads * 4), nn.LayerNorm(4), nn.Linear(heads * 4, 8)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x).view(-1, 4)).view(len(x), -1)).pow(2).mean()
+
+
+class SideBySide(nn.Module):
+    """A mean of values side by side: the gradient of each is some of the rows of one that is the same everywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.up(x)
+        return torch.cat([h, h * 2]).mean()
+
+
+@pytest.mark.parametrize(
+    "made, drawn_by", [(lambda: HeadNorm(2), None), (lambda: HeadNorm(2), 0), (SideBySide, 1), (SideBySide, 3)]
+)
+def test_what_is_right_is_not_refused(made, drawn_by, threads):
+    torch.manual_seed(0)
+    model, batch = made().double(), {"x": torch.randn(12, 8).double()}
+    expected = copy.deepcopy(model)
+    right = expected(**batch)
+    right.backward()
+
+    def body(rank, how):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, **how)
+        loss = mine(**batch)
+        loss.backward()
+        return loss.detach(), {n: p.grad.full_tensor() for n, p in mine.named_parameters()}
+
+    how = {"mesh": 2, "parallel": "megatron"}
+    if drawn_by is not None:
+        how = {"plan": random_plan(model, batch, autopar.DeviceMesh((2,)), drawn_by)}
+    for loss, found in threads(2, body, how):
+        torch.testing.assert_close(loss, right.detach())
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)

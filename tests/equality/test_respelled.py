@@ -71,6 +71,20 @@ def biases(m, x):
     return (F.linear(rows, m.weight, m.weight[:1]) + F.linear(x, m.weight, bias=m.weight[0, 0])).pow(2).sum()
 
 
+def likelihoods(m, x):
+    """Of means and variances of every shape, of which some are clamped."""
+    mean, var = x @ m.weight, (x @ m.weight).relu() * 1e-1
+    loss = F.gaussian_nll_loss
+    return (
+        loss(mean, x, var.add(1e-2))
+        + loss(mean, x, var, eps=0.05, reduction="sum", full=True)
+        + loss(mean, x, var[:, :1], eps=0.05)
+        + loss(mean, x, var[:, 0], eps=0.05, reduction="none").sum()
+        + loss(mean, x, 0.5)
+        + nn.GaussianNLLLoss(eps=0.02)(mean, x, var)
+    )
+
+
 class OneLength(nn.Module):
     """All weights of a layer share one length."""
 
@@ -98,6 +112,7 @@ MODELS = {
     "cov": lambda: FunctionModel(together, 6, 6),
     "biases": lambda: FunctionModel(biases, 6, 6),
     "combinations": lambda: FunctionModel(choices, 6, 6),
+    "likelihoods": lambda: FunctionModel(likelihoods, 6, 6),
     "weight_norm of one length": OneLength,
     "batch norm of all batches": Averaged,
 }

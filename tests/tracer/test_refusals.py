@@ -362,3 +362,29 @@ def raises_mute(m, x):
 def test_errors_of_the_models_own_code_are_letters(function, match):
     with pytest.raises(NotCaptured, match=match):
         traced(function)
+
+
+class Neighbours(nn.Module):
+    """A product with a sparse matrix: a buffer, an input, or made in forward."""
+
+    def __init__(self, is_held):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("around", torch.eye(6).to_sparse() if is_held else None)
+
+    def forward(self, x, around=None):
+        if around is None:
+            places = torch.arange(6).expand(2, 6)
+            around = self.around if self.around is not None else torch.sparse_coo_tensor(places, torch.ones(6), (6, 6))
+        return torch.sparse.mm(around, self.layer(x)).sum()
+
+
+@pytest.mark.parametrize(
+    "is_held, given, name",
+    [(True, None, "around is"), (False, torch.eye(6).to_sparse(), "around is"), (False, None, "sparse_coo_tensor")],
+    ids=["buffer", "input", "made"],
+)
+def test_a_sparse_tensor_is_a_letter(is_held, given, name):
+    batch = {"x": torch.randn(6, 4)} | ({} if given is None else {"around": given})
+    with pytest.raises(NotCaptured, match=f"{name}.*sparse_coo"):
+        autopar.plan(Neighbours(is_held), batch, mesh=2)
