@@ -714,8 +714,8 @@ BUGS = [
         ("pytorch/pytorch#167213",),
         "Inside a model, `.item()` of a value that waits for its sum read one rank's part.",
         MISSING,
-        shown_by="tests/tracer/test_refusals.py::test_what_a_graph_cannot_hold_is_a_letter",
-        why="a model that reads a number out of a tensor is refused by a letter while it is traced",
+        shown_by="tests/runtime/test_as_whole.py::test_lines_of_a_loop_do_what_they_do_on_one_device",
+        why="a model that reads a number out of a tensor is refused while it is traced; a loop reads that of the whole",
     ),
     Bug(
         "a model that was not wrapped",
@@ -730,8 +730,8 @@ BUGS = [
         ("pytorch/pytorch#139735",),
         "Assigning to a slice of a distributed tensor changed a copy.",
         STALE,
-        shown_by="tests/tracer/test_values.py::test_a_write_is_a_value",
-        why="no write is left after tracing: each is spelled as a new value",
+        shown_by="tests/runtime/test_as_whole.py::test_lines_of_a_loop_do_what_they_do_on_one_device",
+        why="no write is left after tracing, each is spelled as a new value; what a loop writes to a slice reaches it",
     ),
     Bug(
         "evaluation leaves stale weights",
