@@ -73,7 +73,7 @@ def _check_backward(ctx: Any, tangents: Sequence[Tensor | None]) -> None:
     if torch.is_grad_enabled():  # create_graph=True
         raise NotServed(
             "a gradient of gradients is asked for, and the emitted backward has none",
-            advice="torch.autograd.grad inside the model, which is traced, or create_graph=False",
+            advice="create_graph=False; or torch.func.grad inside the model, whose ops are captured",
         )
     for i, tangent in enumerate(tangents):
         if tangent is not None and i not in runner.differentiable:

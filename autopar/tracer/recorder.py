@@ -80,7 +80,10 @@ REFUSED = {
     ),
     **dict.fromkeys(
         (_T.backward, torch.autograd.grad, torch.autograd.backward),
-        ("a derivative is taken inside the model, which a graph of its forward cannot hold", "the loss as an output"),
+        (
+            "a derivative is taken inside the model, which a graph of its forward cannot hold",
+            "the loss as an output; of a penalty on gradients torch.func.grad, whose ops are captured",
+        ),
     ),
     **dict.fromkeys(
         (_T.set_, _T.resize_, _T.resize_as_, _T.detach_, _T.as_strided_, _T.data.__set__, _T.grad.__set__),

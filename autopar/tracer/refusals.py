@@ -39,6 +39,9 @@ _RUN_WHAT_THE_MODEL_RUNS = (
 _CALL_TORCH = ("execute", "fake", "assertion")  # functions that call what the model calls, with nothing between
 
 
+_IN_FORWARD_MODE = "elem.device.type must be 'meta'"  # torch says so of a tangent
+
+
 @contextlib.contextmanager
 def telling_whose_error() -> Iterator[None]:
     """Errors of the model's own code, or of torch on its behalf, as letters with their place.
@@ -58,9 +61,16 @@ def telling_whose_error() -> Iterator[None]:
         at = next((f for f in reversed(frames) if not is_ours(f.filename)), None) or next(
             (f for f in reversed(frames) if f.name == "forward"), frames[-1]
         )
+        place = f"{os.path.basename(at.filename)}:{at.lineno}, in {at.name}"
+        if isinstance(e, AssertionError) and _IN_FORWARD_MODE in str(e):
+            raise NotCaptured(
+                "a derivative is taken in forward mode, which cannot run on shapes alone",
+                at=place,
+                advice="torch.func.grad, vjp or jacrev, which go backward; torch.func.jvp, jacfwd and hessian do not",
+            ) from e
         raise NotCaptured(
             f"the model raises {type(e).__name__} on these inputs{_words_of(e)}",
-            at=f"{os.path.basename(at.filename)}:{at.lineno}, in {at.name}",
+            at=place,
             advice=(
                 "inputs of the shapes and dtypes that it is called with; it was run on shapes alone: an op that "
                 "cannot be needs torch.library.register_fake"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ import autopar
 from autopar.letters import NotCaptured
 from autopar.tracer import ColoTracer
 from tests.models import FunctionModel
-from tests.tracer.cases import Of, traced
+from tests.tracer.cases import Of, check, traced
 
 
 @pytest.mark.parametrize(
@@ -388,3 +390,23 @@ def test_a_sparse_tensor_is_a_letter(is_held, given, name):
     batch = {"x": torch.randn(6, 4)} | ({} if given is None else {"around": given})
     with pytest.raises(NotCaptured, match=f"{name}.*sparse_coo"):
         autopar.plan(Neighbours(is_held), batch, mesh=2)
+
+
+def test_forward_mode_and_gradients_of_gradients_say_what_is_captured():
+    def forward_mode(m, x):
+        return torch.func.jvp(
+            lambda z: nn.functional.linear(z, m.weight, m.weight[0]).tanh(), (x,), (torch.ones_like(x),)
+        )[1].sum()
+
+    def penalty(m, x):
+        h = x.detach().requires_grad_()
+        return torch.autograd.grad((h @ m.weight).pow(2).sum(), h, create_graph=True)[0].norm()
+
+    def as_it_is_captured(m, x):
+        return torch.func.grad(lambda h: (h @ m.weight).pow(2).sum())(x).norm()
+
+    for function, match in ((forward_mode, "forward mode.*torch.func.grad"), (penalty, "torch.func.grad")):
+        with pytest.raises(NotCaptured) as letter:
+            traced(function)
+        assert re.search(match, str(letter.value), re.DOTALL), str(letter.value)
+    check(as_it_is_captured)
