@@ -35,7 +35,7 @@ from autopar.arguments import (
     precision_of,
 )
 from autopar.collector import without_collections
-from autopar.graph.graph import Graph, info
+from autopar.graph.graph import Graph, info, rows_of_batch
 from autopar.kernels.measured import taken
 from autopar.letters import BadCluster, BadConstraint, BadPreset, Infeasible, NotServed
 from autopar.planning import Planning
@@ -48,7 +48,7 @@ from autopar.solver.policies import POLICIES, Policy
 from autopar.solver.rivals import PricedSpace
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
-from autopar.turns import head_of, in_chunks, in_micro_batches, rows_of_batch, why_whole
+from autopar.turns import head_of, in_chunks, in_micro_batches, why_whole
 
 log = logging.getLogger("autopar")
 _BESIDE = ("dp", "zero3", "megatron")  # what a plan is held against

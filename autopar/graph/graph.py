@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import html
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,7 @@ __all__ = [  # the value, the entries of its nodes, and runs of it on tensors
     "call_of",
     "run",
     "fresh_key",
+    "rows_of_batch",
     "Replay",
     "tensor_of",
     "write_buffer",
@@ -358,3 +360,9 @@ def _stops_gradients(node: fx.Node) -> bool:
         return False
     may_have_one = any(t.may_have_gradient for t in outputs)
     return may_have_one and any(type_of(n).requires_grad for n in node.all_input_nodes)
+
+
+def rows_of_batch(graph: Graph) -> int:
+    """The rows of the batch: the first dim that most inputs have, or the first of them."""
+    first = Counter(type_of(n).shape[0] for n in graph.inputs.values() if type_of(n).shape)
+    return first.most_common(1)[0][0] if first else 1

@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.graph.graph import Graph, TensorType, type_of
+from autopar.graph.graph import Graph, TensorType, rows_of_batch, type_of
 from autopar.letters import BadPreset, among
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding, every_part_holds_something
@@ -163,10 +163,15 @@ def _parts(parallel: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 
 
 def _rows(graph: Graph, mesh: DeviceMesh, roles: AxisRoles) -> dict[str, str]:
-    """Inputs cut by rows; where the rows do not divide, the mesh cannot carry it."""
+    """Inputs that have the rows of the batch, or a multiple, cut by rows; others lie as it is best.
+
+    Where the rows do not divide, the mesh cannot carry it.
+    """
     parts, found = math.prod(mesh.shape[a] for a in roles.rows), {}
+    rows = rows_of_batch(graph)
     for name, node in graph.inputs.items():
-        if parts > 1 and (shape := type_of(node).shape):
+        shape = type_of(node).shape
+        if parts > 1 and shape and not shape[0] % max(1, rows):
             if shape[0] % parts:
                 raise BadPreset(
                     f"{parts} devices cannot share the {shape[0]} rows of input {name}",

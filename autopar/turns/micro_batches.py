@@ -12,14 +12,13 @@ What turns add up is a `total`; the ops behind it run once, after the last turn.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.fx as fx
 
 from autopar.graph import walks
-from autopar.graph.graph import Graph, info, op_name, type_of
+from autopar.graph.graph import Graph, info, op_name, rows_of_batch, type_of
 from autopar.graph.verify import verify
 from autopar.letters import NotServed
 from autopar.ops.entry import OPS
@@ -45,12 +44,6 @@ def in_micro_batches(graph: Graph, turns: int, keeps_outputs: bool) -> Graph:
     run_passes("graph", (drop_dead, one_name_per_fan_out), made, verify)
     made.fx.__dict__.pop("_autopar_keys", None)
     return made
-
-
-def rows_of_batch(graph: Graph) -> int:
-    """The rows of the batch: the first dim that most inputs have, or the first of them."""
-    first = Counter(type_of(n).shape[0] for n in graph.inputs.values() if type_of(n).shape)
-    return first.most_common(1)[0][0] if first else 1
 
 
 class _MicroBatch(Writer):

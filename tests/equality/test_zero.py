@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import Precision
+from autopar.testing import Equality
 from autopar.tracer.precision import reference
 from tests.training import whole
 
@@ -143,3 +144,34 @@ def test_zero3_moves_what_fsdp2_moves(vocabulary, processes):
         for name, p in exact.named_parameters():  # a few roundings to eight bits
             assert ours[name].dtype == torch.float32
             assert all((found[name] - p.grad).norm() <= 0.05 * p.grad.norm() + 1e-6 for found in (ours, theirs)), name
+
+
+class Neighbours(nn.Module):
+    """Messages along edges: an input that has other rows than the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 4)
+
+    def forward(self, x, edges, y):
+        h = self.first(x).relu()
+        return F.cross_entropy(self.last(h + torch.zeros_like(h).index_add(0, edges[1], h[edges[0]])), y)
+
+
+@pytest.mark.parametrize("parallel, ranks", [("zero3", 3), ("dp", 2)])
+def test_an_input_without_the_rows_of_the_batch_stays_whole(parallel, ranks, threads):
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(12, 6).double(), "edges": torch.randint(0, 12, (2, 31)), "y": torch.randint(0, 4, (12,))}
+    model = Neighbours().double()
+    alone = copy.deepcopy(model)
+    alone(**batch).backward()
+    plan = autopar.plan(model, batch, mesh=ranks, parallel=parallel)
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
+        mine(**batch).backward()
+        return {name: whole(p.grad) for name, p in mine.named_parameters()}
+
+    expected = {name: p.grad for name, p in alone.named_parameters()}
+    for found in threads(ranks, body):
+        Equality.in_float64(f"{parallel} on {ranks}", found, expected, 1e-9).check()
