@@ -68,12 +68,13 @@ def _call_part(part: weakref.ref[nn.Module], path: str, *args: Any, **kwargs: An
     assert module is not None
     try:
         return call_of(module, *args, **kwargs)
-    except RuntimeError as e:
-        if "mixed torch.Tensor and DTensor" not in str(e):
+    except (RuntimeError, NotServed) as e:
+        words = str(e.__cause__ if isinstance(e, NotServed) else e)
+        if "mixed torch.Tensor and DTensor" not in words:
             raise
         raise NotServed(
             f"{path}, a part of a parallel model, is called by itself: nothing says how its input lies on the ranks",
-            seen=str(e).splitlines()[0],
+            seen=words.splitlines()[0],
             advice="compute it inside the model or in loss=, and return it as an output;\n"
             "or call a copy of it whose parameters are whole: parameter.full_tensor() on all ranks",
         ) from e

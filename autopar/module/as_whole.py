@@ -10,7 +10,8 @@ All ranks run the same lines, so that each of these may exchange: a rank that do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,10 @@ _STAY = frozenset(  # they end in an underscore, and write no number
 _WRITES = tuple(
     name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_") and name not in _STAY
 ) + tuple(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split())
+_OPERATORS = tuple(
+    f"__{name}__"
+    for name in "eq ne lt le gt ge add radd sub rsub mul rmul truediv rtruediv pow matmul and or xor".split()
+)
 _PIECE = "_autopar_piece"
 
 
@@ -55,6 +60,7 @@ def read_and_write_as_whole() -> None:
     replace_methods(_READS, _read)
     replace_methods(_VIEWS, _looked_at)
     replace_methods(_WRITES, _written)
+    replace_methods(_OPERATORS, _met)
     replace_methods(("__setitem__",), lambda name, theirs: _set_item)
     replace_property("data", _set_data)
     begin_as_whole(is_ours, _begin)
@@ -130,20 +136,37 @@ def _written(name: str, theirs: Any) -> Any:
             return self
         if _piece_of(self) is not None:
             _may_write(self)
-        try:
+        with _naming_a_plain_one(name, self, "x.copy_(x.full_tensor() * mask), for copy_ takes a tensor that is whole"):
             made = theirs(self, *args, **how)
-        except RuntimeError as e:
-            if "mixed torch.Tensor and DTensor" not in str(e) or not is_ours(self):
-                raise
-            raise NotServed(
-                f"{name} of a tensor of a parallel model with a plain one: nothing says how that lies on the ranks",
-                seen=f"{tuple(self.shape)}, stored as {self.placements}",
-                advice="x.copy_(whole), which takes a whole tensor on every rank: x.copy_(x.full_tensor() * mask)",
-            ) from e
         _hand_on(self)
         return made
 
     return write
+
+
+def _met(name: str, theirs: Any) -> Any:
+    """An operator of two operands, of which the other has to be a DTensor, too."""
+
+    def meet(self: DTensor, *args: Any) -> Any:
+        with _naming_a_plain_one(name, self, 'outputs="full", for an output; x.full_tensor() on all ranks'):
+            return theirs(self, *args)
+
+    return meet
+
+
+@contextlib.contextmanager
+def _naming_a_plain_one(name: str, tensor: DTensor, advice: str) -> Iterator[None]:
+    """Around what torch refuses of a DTensor and a plain tensor."""
+    try:
+        yield
+    except RuntimeError as e:
+        if "mixed torch.Tensor and DTensor" not in str(e) or not is_ours(tensor):
+            raise
+        raise NotServed(
+            f"{name} of a tensor of a parallel model and a plain one: nothing says how that lies on the ranks",
+            seen=f"{tuple(tensor.shape)}, stored as {tensor.placements}",
+            advice=advice,
+        ) from e
 
 
 def _set_item(self: DTensor, index: Any, value: Any) -> None:
