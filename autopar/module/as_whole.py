@@ -1,4 +1,4 @@
-"""Parameters, gradients and cut outputs in a loop of the user's: read and written as the whole tensors.
+"""Parameters, gradients and cut outputs in a user's loop: they are read and written as whole tensors.
 
     p.grad.norm().item()      a number is that of the whole tensor, not of this rank's part; so are numpy() and tolist()
     p[9].zero_()              torch gives a copy of a row where the dim is cut: what is written to it is written to p
@@ -181,14 +181,18 @@ def _set_item(self: DTensor, index: Any, value: Any) -> None:
 
 def _set_data(tensor: DTensor, value: Any, theirs: Callable[[Any], None]) -> None:
     """torch's own puts another tensor there, and the program goes on to read this rank's part."""
-    alike = isinstance(value, Tensor) and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
+    alike = isinstance(value, Tensor) and _kind(value) == _kind(tensor)
     if not is_ours(tensor) or not alike:
         theirs(value)
     elif isinstance(value, DTensor) and value.placements == tensor.placements:
         with torch.no_grad():
             local_part(tensor).copy_(local_part(value))
     else:
-        store(tensor, _in_full(value).to(tensor.device))
+        store(tensor, _in_full(value))
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _begin(theirs: Callable[..., Any], tensor: DTensor, *args: Any, **how: Any) -> DTensor:
