@@ -11,6 +11,7 @@ from autopar.calibrate.calibration import calibrate, merged
 from autopar.calibrate.collectives import SIZES, pairs
 from autopar.calibrate.stages import Stages
 from autopar.calibrate.workloads import WORKLOADS
+from autopar.letters import BadSharding
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.topology import logical_mesh
@@ -24,7 +25,10 @@ def measure(
     With `into`, a cluster by name or path, what is measured is put into it.
     """
     base = Cluster.of(into) if into else None
-    mesh = DeviceMesh.of(shape or dist.get_world_size())
+    try:
+        mesh = DeviceMesh.of(shape or dist.get_world_size())
+    except BadSharding:
+        raise BadSharding(f"--mesh {shape} is not a shape", advice="--mesh 2x4") from None
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     sizes = [s for s in SIZES if s <= largest] or SIZES[:2]
     about = f"torch {version('torch')}, {dist.get_world_size()} ranks, mesh {mesh}, {device}, {sizes}, ops {with_ops}"
