@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-# by identity, for equal meshes end at different times
-_MESHES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_LOCK = threading.Lock()
+# each that lives, by identity, for equal meshes end at different times; a new tuple each time, for threads read it
+_meshes: tuple[weakref.ref[Any], ...] = ()
 
 
 def own(mesh: Any) -> None:
     """Note that parameters of a parallel model lie on this mesh, as long as it lives."""
-    _MESHES[id(mesh)] = mesh
+    global _meshes
+    with _LOCK:
+        alive = [ref for ref in _meshes if ref() is not None]
+        if all(ref() is not mesh for ref in alive):
+            alive.append(weakref.ref(mesh))
+        _meshes = tuple(alive)
 
 
 def is_ours(tensor: Any) -> bool:
@@ -21,4 +28,7 @@ def is_ours(tensor: Any) -> bool:
 
     Meshes are compared by value: torch's caches hand out a mesh that is equal to the one that was given.
     """
-    return isinstance(tensor, DTensor) and any(mesh == tensor.device_mesh for mesh in tuple(_MESHES.values()))
+    if not isinstance(tensor, DTensor):
+        return False
+    mesh = tensor.device_mesh
+    return any(known is not None and known == mesh for known in (ref() for ref in _meshes))
