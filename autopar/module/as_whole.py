@@ -136,6 +136,7 @@ def _written(name: str, theirs: Any) -> Any:
             return self
         if _piece_of(self) is not None:
             _may_write(self)
+            _refresh(self)
         with _naming_a_plain_one(name, self, "x.copy_(x.full_tensor() * mask), for copy_ takes a tensor that is whole"):
             made = theirs(self, *args, **how)
         _hand_on(self)
@@ -209,6 +210,16 @@ def _in_full(value: Any) -> Any:
     if isinstance(value, DTensor):
         return whole_of(value)
     return type(value)(map(_in_full, value)) if type(value) in (tuple, list) else value
+
+
+def _refresh(tensor: DTensor) -> None:
+    """Let a piece be what its whole holds now: that may have been written since the piece was made."""
+    piece = _piece_of(tensor)
+    if piece is not None:
+        _refresh(piece.base)
+        with torch.no_grad():
+            seen = piece.look(whole_of(piece.base))
+            local_part(tensor).copy_(Storage.like(tensor).take(seen, False).to_local())
 
 
 def _hand_on(tensor: DTensor) -> None:

@@ -101,9 +101,8 @@ class Attributes:
 
     def state(self) -> int:
         """The number of the state they are in now; an error where a module was exchanged for another."""
-        are_others = any(
-            of.get(key) is not one for of, key, one in self.settings
-        )  # what was known of them says nothing
+        # of other settings, what was known of those before says nothing
+        are_others = any(of.get(key) is not one for of, key, one in self.settings)
         if are_others or self._has_more():
             self.layout += 1
             self._watch_all()

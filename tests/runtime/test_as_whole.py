@@ -131,6 +131,17 @@ def pieces(m):
 
 
 @line
+def a_row_that_is_held(m):
+    row, rest = m.l.weight.data[3], m.e.weight.data[2:][1:]
+    with torch.no_grad():
+        m.l.weight.mul_(2.0)
+        m.e.weight.add_(1.0)
+    row.add_(1.0)
+    rest[0].mul_(3.0)
+    return torch.cat([m.e.weight, m.l.weight])
+
+
+@line
 def gradients_of_rows(m):
     m.e.weight.grad[int(made()[1]["ids"][0])].zero_()
     m.l.weight.grad[torch.tensor([0, 4])] = 0
