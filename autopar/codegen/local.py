@@ -53,8 +53,16 @@ class LocalProgram:
     @property
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for programs that compute the same."""
-        nodes = ((n.op, n.name, n.target, repr(n.args), repr(n.kwargs)) for n in self.fx.nodes)
+        nodes = ((n.op, n.name, n.target, repr(n.args), repr(n.kwargs), _recorded(n)) for n in self.fx.nodes)
         return (*nodes, *self.types.items(), self.inputs, self.parameters, self.buffers)
+
+
+def _recorded(node: fx.Node) -> tuple[Any, ...]:
+    """What decides of a node how it is differentiated: which of its values have gradients, and in how many chunks."""
+    if "info" not in node.meta:
+        return ()
+    about = info(node)
+    return about.chunks, tuple(value.requires_grad for value in about.outputs)
 
 
 def local_program(graph: Graph, plan: Plan, coordinate: Sequence[int], rows: Rows = WHOLE) -> LocalProgram:

@@ -112,6 +112,43 @@ def test_what_is_changed_later_is_computed():
     assert all(on_threads(2, body))
 
 
+class Stopping(nn.Module):
+    """Where it stops a gradient its program is the same, op by op, but for what is recorded."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.stop = nn.Linear(6, 12), nn.Linear(12, 6), False
+
+    def forward(self, x):
+        with torch.set_grad_enabled(not self.stop):
+            h = self.first(x)
+        return self.last(h.tanh()).pow(2).mean()
+
+
+@pytest.mark.parametrize("kinds", [(False, True), (True, False)], ids=str)
+@pytest.mark.parametrize("is_one", [True, False], ids=["one model", "two models"])
+def test_programs_that_differ_by_what_is_recorded_alone_are_two(kinds, is_one):
+    one = Stopping().double()
+
+    def body(rank):
+        mine = None
+        for stop in kinds:
+            theirs = copy.deepcopy(one)
+            theirs.stop = stop
+            if mine is None or not is_one:
+                mine = autopar.autoparallelize(copy.deepcopy(theirs), {"x": X}, mesh=2, cluster=eager_links())
+            mine.stop = stop
+            mine.zero_grad()
+            theirs(X).backward(), mine(x=X).backward()
+            for (name, p), q in zip(theirs.named_parameters(), mine.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None), (name, stop)
+                if p.grad is not None:
+                    torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-10, atol=1e-14)
+        return True
+
+    assert all(on_threads(2, body))
+
+
 LATER = {
     "a default of the class": lambda m: setattr(m, "temperature", 0.5),
     "one that was missing": lambda m: setattr(m, "warm", True),
