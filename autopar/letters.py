@@ -14,7 +14,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
+
+_Kind = TypeVar("_Kind", bound="Letter")
 
 
 def among(names: Iterable[str], given: Any) -> str:
@@ -37,12 +39,21 @@ class Letter(Exception):
                 lines.append(f"    {label:<8}" + text.replace("\n", "\n" + " " * 12))
         super().__init__("\n".join(lines))
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What it was made of, by the names of arguments."""
+        return {"what": self.what, "at": self.at, "seen": self.seen, "advice": self.advice}
+
+    def but(self: _Kind, **changes: Any) -> _Kind:
+        """The same letter with other parts."""
+        return type(self)(**{**self.parts, **changes})
+
     def __reduce__(self) -> tuple[Any, ...]:  # letters cross process boundaries whole
-        return _rebuild, (type(self), self.what, self.at, self.seen, self.advice)
+        return _rebuild, (type(self), self.parts)
 
 
-def _rebuild(cls: type[Letter], what: str, at: str, seen: str, advice: str) -> Letter:
-    return cls(what, at=at, seen=seen, advice=advice)
+def _rebuild(cls: type[Letter], parts: dict[str, Any]) -> Letter:
+    return cls(**parts)
 
 
 class NotServed(Letter):
@@ -95,12 +106,15 @@ class Infeasible(Letter):
     Of a budget: the bytes that any plan needs, and those of the smallest plan that was found.
     """
 
-    needs: float = 0.0
-    smallest: float = 0.0
-
-    def of_bytes(self, needs: float, smallest: float) -> Infeasible:
+    def __init__(
+        self, what: str, *, at: str = "", seen: str = "", advice: str = "", needs: float = 0.0, smallest: float = 0.0
+    ) -> None:
+        super().__init__(what, at=at, seen=seen, advice=advice)
         self.needs, self.smallest = needs, smallest
-        return self
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {**super().parts, "needs": self.needs, "smallest": self.smallest}
 
     @property
     def is_of_states(self) -> bool:

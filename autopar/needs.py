@@ -83,9 +83,7 @@ def with_remedies(letter: Infeasible, request: Request, graph: Graph, traced: Ca
     if letter.is_of_states and (request.parallel is not None or request.constraints):
         return letter  # what is asked for keeps parameters whole, on however many devices
     found = [*_ruled_out(letter, request), *_devices(request, graph, traced)]
-    advice = "; ".join([letter.advice, *found])
-    said = Infeasible(letter.what, at=letter.at, seen=letter.seen, advice=advice)
-    return said.of_bytes(letter.needs, letter.smallest)
+    return letter.but(advice="; ".join([letter.advice, *found]))
 
 
 def _ruled_out(letter: Infeasible, request: Request) -> Iterator[str]:

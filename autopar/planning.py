@@ -81,7 +81,7 @@ class Planning:
             advice = "none of these constraints, which keep them whole" if e.is_of_states else e.advice
             if e.is_of_states and asked.parallel is not None:
                 advice = f"another preset than {asked.parallel!r}, or none"
-            raise Infeasible(e.what, at=e.at, seen=seen, advice=advice).of_bytes(e.needs, e.smallest) from e
+            raise e.but(seen=seen, advice=advice) from e
 
     def _in_the_way(self, mesh: DeviceMesh) -> str:
         """The constraints that a budget breaks on: there is a plan without them."""
@@ -287,12 +287,12 @@ def _of_the_smaller(letter: Infeasible, smallest: float, chunks: int) -> Infeasi
     """The letter about the whole head, or where a plan with a head in chunks is smaller, of that."""
     if not smallest < letter.smallest:
         return letter
-    return Infeasible(
-        letter.what,
+    return letter.but(
         seen=f"{size(letter.smallest)} in the smallest plan with a whole loss head; {size(smallest)} in the "
         f"smallest that was found, whose head runs in {chunks} chunks",
         advice=f"{budget_for(smallest)}, or more devices",
-    ).of_bytes(letter.needs, smallest)
+        smallest=smallest,
+    )
 
 
 class _DoesNotFit(Exception):

@@ -310,19 +310,18 @@ def _of_the_smallest(letters: Mapping[int, Infeasible]) -> Infeasible:
     smallest = letters[turns].smallest
     if not smallest < whole.smallest:
         return whole
-    return Infeasible(
-        whole.what,
-        at=whole.at,
+    return whole.but(
         seen=f"{size(smallest)} in the smallest plan that was found, in {turns} micro-batches; "
         f"{size(whole.smallest)} in the smallest that was met of the whole batch at once",
         advice=f"{budget_for(smallest)}, or more devices",
-    ).of_bytes(whole.needs, smallest)
+        smallest=smallest,
+    )
 
 
 def _numbers_of_turns(rows: int) -> Iterator[int]:
     """The numbers that share the rows of a batch, from one on: each at least a third more than the one before."""
     before = 0
-    for turns in range(1, rows + 1):
+    for turns in range(1, max(rows, 1) + 1):
         if rows % turns == 0 and 3 * turns >= 4 * before:
             yield turns
             before = turns

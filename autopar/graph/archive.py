@@ -149,7 +149,13 @@ def _node(node: fx.Node) -> dict[str, Any]:
         "name": node.name,
         "kind": node.op,
         "target": target,
-        "args": _value(node.args if node.op == "output" else (node.args[0],) if "part" in target else ()),
+        "args": _value(
+            node.args
+            if node.op == "output"
+            else (node.args[0],)
+            if isinstance(target, dict) and "part" in target
+            else ()
+        ),
         "kwargs": _value(dict(node.kwargs)),
         "info": asdict(info(node)),
     }

@@ -105,4 +105,6 @@ def _least(refused: Sequence[tuple[DeviceMesh, Letter]]) -> Letter:
             f"on mesh {on}: {smallest.seen.partition('; ')[2]}"
         ),
         advice=smallest.advice,
-    ).of_bytes(needs, smallest.smallest)
+        needs=needs,
+        smallest=smallest.smallest,
+    )

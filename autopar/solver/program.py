@@ -79,7 +79,7 @@ def _none_found(task: Task, found: Findings, is_trial: bool) -> Infeasible:
     if not task.has_budget:
         return infeasible(task.space, "elimination had to split, and found no choices that go together")
     if is_trial:
-        return Infeasible("no plan was found").of_bytes(0.0, found.lowest.peak if found.lowest else math.inf)
+        return Infeasible("no plan was found", smallest=found.lowest.peak if found.lowest else math.inf)
     known = found.lowest or (lowest(task) if task.recomputes and not found.hopeless else None)
     return over_budget(task, known)
 

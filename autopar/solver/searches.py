@@ -251,7 +251,9 @@ def over_budget(task: Task, lowest: Point | None = None) -> Infeasible:
                 f"was found, which recomputes {len(lowest.recomputed)} values; {size(best.peak)} without recompute"
             ),
             advice=f"{budget_for(lowest.peak)}, or more devices",
-        ).of_bytes(bound, lowest.peak)
+            needs=bound,
+            smallest=lowest.peak,
+        )
     fullest = int(best.held.argmax())
     unaided = " that recomputes nothing" if task.recomputes else ""
     kinds = {kind: held[fullest] for kind, held in memory.held(best.picked, space.edges).items()}
@@ -263,7 +265,9 @@ def over_budget(task: Task, lowest: Point | None = None) -> Infeasible:
             f"{memory.when(fullest)}, the fullest time of the smallest plan: {fills}"
         ),
         advice=f"{budget_for(best.peak)}, the smallest for which a plan{unaided} was found, or more devices",
-    ).of_bytes(bound, best.peak)
+        needs=bound,
+        smallest=best.peak,
+    )
 
 
 def _whole_bytes(value: float) -> int:

@@ -30,7 +30,9 @@ def refuse_below(space: Space, budget: float) -> None:
         f"there is no plan of {size(budget)} a device on mesh {space.setting.mesh}",
         seen=f"{size(least)} are needed by any plan; at the optimizer step, in as many parts as may be: {fills}",
         advice="more devices, or an optimizer that keeps less",
-    ).of_bytes(least, math.inf)
+        needs=least,
+        smallest=math.inf,
+    )
 
 
 def standing(space: Space) -> dict[str, float]:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import Graph, info
 from autopar.letters import BadGraph
+from autopar.tracer import ColoTracer
 from tests.tracer.cases import Of, check, traced
 
 
@@ -93,6 +94,14 @@ def test_a_name_reads_back_only_as_what_a_tracer_meets(name):
 def test_what_is_no_graph_is_a_letter(text):
     with pytest.raises(BadGraph, match="graph"):
         Graph.from_json(text)
+
+
+def test_a_parameter_may_have_any_name():
+    """As that of a department, which names a part of a value if it is read as one."""
+    model = Of(lambda m, x: m.weight * m.department * x)
+    model.department = torch.nn.Parameter(torch.ones(4))
+    graph = ColoTracer().trace(model, (torch.ones(4, 4),))
+    assert Graph.from_json(graph.to_json()) == graph
 
 
 def test_what_json_has_no_word_for_is_a_letter():

@@ -161,7 +161,7 @@ def test_a_budget_asks_for_an_odd_number_of_micro_batches():
 
 def test_what_turns_save_says_whether_more_may_fit():
     """Of 100 bytes and 240 by rows: 340, 220, 180; no number of turns needs less than 100."""
-    letters = {turns: Infeasible("").of_bytes(0.0, 100 + 240 / turns) for turns in (1, 2, 3)}
+    letters = {turns: Infeasible("", smallest=100 + 240 / turns) for turns in (1, 2, 3)}
     assert _may_fit(letters, 101) and not _may_fit(letters, 99)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 
 import pytest
@@ -129,6 +130,20 @@ def test_letters_say_what_may_have_been_meant(how, letter, says):
     with pytest.raises(letter) as caught:
         planned(**{"mesh": 4, **how})
     assert says in str(caught.value) and isinstance(caught.value, Letter)
+
+
+def test_a_letter_comes_whole_to_another_process():
+    """With the bytes by which a script decides how many devices it asks for."""
+    letter = Infeasible("nothing fits", at="model.py:3", seen="4 GiB", advice="more", needs=4.0, smallest=5.0)
+    for same in (pickle.loads(pickle.dumps(letter)), letter.but()):
+        assert type(same) is Infeasible and vars(same) == vars(letter) and str(same) == str(letter)
+    other = letter.but(seen="8 GiB", smallest=8.0)
+    assert (other.needs, other.smallest, other.at) == (4.0, 8.0, "model.py:3") and "8 GiB" in str(other)
+
+
+def test_a_batch_of_no_rows_has_a_plan():
+    plan = autopar.plan(torch.nn.Linear(4, 4), torch.zeros(0, 4), mesh=2, loss=lambda y, _: y.sum())
+    assert plan.microbatches == 1
 
 
 def test_a_budget_that_nothing_fits_names_what_helps():
