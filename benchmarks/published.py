@@ -9,7 +9,7 @@ device is used, and nothing is fitted to a row. Two ways, each with its table:
     named      the cluster file that the row names
     as run     that of the part that it ran on, where it is another, with the attention kernel of its time (`RAN`)
 
-SOURCE (products, attention, memory, links, hidden) is switched off, on what ran: peaks take its place.
+SOURCE (products, attention, memory, links, hidden, variation) is switched off, on what ran: peaks take its place.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ def cluster_of(row: dict[str, Any], as_run: bool, without: str) -> Any:
         device=about,
         links=links if without == "links" else cluster.links,
         hidden=1.0 if without == "hidden" else cluster.hidden,
+        variation=0.0 if without == "variation" else cluster.variation,
     )
 
 

@@ -22,7 +22,7 @@ FROM = {
     PEAK: "from data sheets",
 }
 SPREADS = {MEASURED: (0.85, 1.25), REACHED: (0.98, 1.19), PEAK: (1.32, 1.82)}
-ALIKE = {MEASURED: 0.05, REACHED: 0.05, PEAK: 0.31}  # the median error: two steps that differ by less may be either way
+ALIKE = {MEASURED: 0.05, REACHED: 0.04, PEAK: 0.31}  # the median error: two steps that differ by less may be either way
 
 
 def spread(seconds: Mapping[str, float]) -> tuple[float, float]:

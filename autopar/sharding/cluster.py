@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from autopar.letters import BadCluster, among
@@ -102,6 +103,7 @@ class Cluster:
     # what the ops of a step took by the sum of them, each measured alone,
     together: float = 1.0
     step_s: float = 0.0  # and seconds of a step whatever its ops do: its ranks wait for each other, and code around it
+    variation: float = 0.0  # of seconds between devices of one kind: their standard deviation by their mean
 
     def __str__(self) -> str:
         return f"{self.name} ({self.device.name}, {self.devices_per_node} a node)"
@@ -127,6 +129,13 @@ class Cluster:
         else:
             here = size if mesh.size <= node else _in_a_node(size, stride, node)
         return tuple((n, link) for n, link in ((here, inner), (size // here, outer)) if n > 1) or ((1, inner),)
+
+    def slowest_of(self, devices: int) -> float:
+        """Seconds of the slowest of so many devices by those of one: all of them wait for it.
+
+        The expected maximum of normal variables, as Blom approximates it.
+        """
+        return 1.0 + self.variation * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
     def times_of(self, op: str, dtype: str) -> Timed | None:
         """The measured times of an op, as they are in a step; None where there are none.
@@ -202,19 +211,11 @@ def _slowed(times: Curve, by: float) -> Curve:
     return tuple((amount, by * seconds) for amount, seconds in times)
 
 
-def _ratio(given: Any) -> float:
-    """A ratio of seconds as a file has it."""
-    found = float(given)
-    if not 0 < found < math.inf:
-        raise ValueError(f"together: {given}, where a step takes more than nothing")
-    return found
-
-
-def _seconds(given: Any) -> float:
-    """Seconds of a step as a file has them."""
-    found = float(given)
-    if not 0 <= found < math.inf:
-        raise ValueError(f"step_s: {given}, where nothing takes less than no time")
+def _number(data: Mapping[str, Any], name: str, usual: float) -> float:
+    """A number of a file that is not negative, and as it is usually where the file lacks it."""
+    found = float(data.get(name, usual))
+    if not 0 <= found < math.inf or (name == "together" and not found):
+        raise ValueError(f"{name}: {found}, where nothing takes less than no time")
     return found
 
 
@@ -236,8 +237,9 @@ def _read(name: str, file: Any) -> Cluster:
             measured,
             timed,
             float(data.get("hidden", 1.0)),
-            _ratio(data.get("together", 1.0)),
-            _seconds(data.get("step_s", 0.0)),
+            _number(data, "together", 1.0),
+            _number(data, "step_s", 0.0),
+            _number(data, "variation", 0.0),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise BadCluster(f"the cluster file {file} cannot be read", seen=f"{type(e).__name__}: {e}") from e

@@ -118,7 +118,7 @@ class ShapeConsistencyManager:
         like: ShapeConsistencyManager | None = None,
     ) -> None:
         self.mesh = mesh
-        self.costs = CostModel(cluster)
+        self.costs = CostModel(cluster, mesh.size)
         self.most_bytes = most_bytes
         self.messages = messages or {}
         axes = range(len(mesh.shape))

@@ -115,10 +115,16 @@ class Kernel:
 
 
 class CostModel:
-    """Seconds on a cluster."""
+    """Seconds on a cluster, of so many devices that wait for each other.
 
-    def __init__(self, cluster: Cluster) -> None:
+    What was measured on the machine itself was measured while they did; a formula is of one device of its kind, and
+    takes as long as the slowest of all.
+    """
+
+    def __init__(self, cluster: Cluster, devices: int = 1) -> None:
         self.cluster = cluster
+        self.devices = devices
+        self.slowest = cluster.slowest_of(devices)
 
     def forward(self, kernel: Kernel) -> np.ndarray:
         """Seconds of a kernel."""
@@ -198,7 +204,7 @@ class CostModel:
             # what runs in the kernel of another op has its bytes, and no start
             return found if _starts(kernel, way) else np.maximum(found - summed.forward[0][1], 0.0)
         formula, quantities = self._formula(kernel, way)
-        return seconds(formula, **quantities)
+        return seconds(formula, **quantities) * self.slowest
 
     def _as_a_sum(self, kernel: Kernel) -> Timed | None:
         """The curve of a sum of two, for what only reads and writes."""
@@ -242,7 +248,8 @@ class CostModel:
         formula, quantities = self._formula(kernel, way)
         names = (str(symbol) for symbol in FORMULAS[formula].free_symbols)
         numbers = {name: float(np.ravel(quantities[name])[0]) for name in sorted(names)}
-        return f"{FORMULAS[formula]} with {', '.join(f'{name} = {value:.4g}' for name, value in numbers.items())}"
+        told = f"{FORMULAS[formula]} with {', '.join(f'{name} = {value:.4g}' for name, value in numbers.items())}"
+        return told if self.slowest == 1 else f"{told}, times {self.slowest:.3f} of the slowest of {self.devices}"
 
     def _attention(self, kernel: Kernel, heads: Heads, way: str) -> np.ndarray | None:
         """FLOP/s that a fused kernel of attention reaches; None where nobody measured it."""
@@ -256,7 +263,12 @@ class CostModel:
         if timed := self.cluster.times_of(name, "float32"):
             return float(measured_seconds(timed.forward, nbytes / 4))
         device = self.cluster.device
-        return float(seconds("copy", bytes=nbytes, launch=device.launch_s, bandwidth=device.bandwidth))
+        took = seconds("copy", bytes=nbytes, launch=device.launch_s, bandwidth=device.bandwidth)
+        return float(took) * self.slowest
+
+    def moving(self, nbytes: np.ndarray) -> np.ndarray:
+        """Seconds of reading and writing so many bytes in all, without a start."""
+        return nbytes / self.cluster.device.bandwidth * self.slowest
 
     def step(
         self, kind: str, dim: int, levels: Sequence[tuple[int, Any]], nbytes: float, message: Message = ALONE
@@ -285,8 +297,7 @@ class CostModel:
         """Seconds of an optimizer's step on so many bytes of a parameter."""
         if timed := self.cluster.times_of(f"optimizer {optimizer}", dtype):
             return measured_seconds(timed.forward, nbytes / itemsize)
-        moved = optimizer_figures(optimizer, itemsize)["moved"]
-        return nbytes * moved / self.cluster.device.bandwidth
+        return self.moving(nbytes * optimizer_figures(optimizer, itemsize)["moved"])
 
 
 def _starts(kernel: Kernel, way: str) -> bool:

@@ -243,7 +243,7 @@ class EdgeBuilder:
         """
         held = [largest_local_shape(type_.shape, gradients(f), self.setting.mesh) for f in taken]
         elements = np.array([math.prod(local) for local in held], float)
-        return elements * (type_.itemsize + itemsize) / self.setting.cluster.device.bandwidth
+        return self.conversions.costs.moving(elements * (type_.itemsize + itemsize))
 
     def _against_habit(self, given: Sequence[Flows], taken: Sequence[Flows]) -> np.ndarray:
         """Would a value move as no expert of the preset moves it, though it could move as they do?"""

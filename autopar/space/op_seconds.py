@@ -79,7 +79,7 @@ class OpSeconds:
     def __init__(self, graph: Graph, setting: Setting) -> None:
         self.mesh = setting.mesh
         self.cluster = setting.cluster
-        self.costs = CostModel(setting.cluster)
+        self.costs = CostModel(setting.cluster, setting.mesh.size)
         self.copied = _copies(graph)
         self.chains = Chains.of(graph, self.cluster.device.kernels) if setting.compiled else None
         self.groups = groups_of(graph, setting)
@@ -342,6 +342,6 @@ def seconds_in_chunks(prices: OpSeconds, chosen: Chosen, once: Ways) -> Ways:
             held = [largest_local_shape(type_.shape, values(c.operand(place)), prices.mesh) for c in chosen.choices]
             width = type_.itemsize + 2 * max(4, type_.itemsize)
             moved = np.array([math.prod(shape) for shape in held], float) * width
-            added += (count - 1) * moved / prices.cluster.device.bandwidth
+            added += (count - 1) * prices.costs.moving(moved)
     forward, backward = once if once else (np.zeros(len(chosen.choices)),) * 2
     return forward * count, backward * count + added

@@ -175,6 +175,7 @@ def test_a_file_names_a_source_for_each_kind_of_figure_and_what_it_writes_is_wha
         cluster = Cluster.of(name)
         figures = {"products": cluster.device.products, "attention": cluster.device.attention}
         figures |= {"memory": cluster.device.reached_bytes_per_s, "hidden": cluster.hidden < 1}
+        figures |= {"variation": cluster.variation}
         assert dict(cluster.sources).keys() >= {"device", "links", *(n for n, figure in figures.items() if figure)}
         cluster.save(tmp_path / f"{name}.json")
         assert Cluster.of(tmp_path / f"{name}.json") == cluster
@@ -182,3 +183,28 @@ def test_a_file_names_a_source_for_each_kind_of_figure_and_what_it_writes_is_wha
 
 def test_an_h200_has_the_memory_that_devices_report():
     assert Cluster.of("h200").device.memory_bytes / 2**30 == pytest.approx(139, abs=1)
+
+
+def test_devices_wait_for_the_slowest_of_them():
+    """By as much as the largest of so many normal draws is over their mean; bytes on links take what they take."""
+    cluster, drawn = replace(Cluster.of("h100"), variation=0.02), np.random.default_rng(0)
+    one, kernel = CostModel(cluster), product(4096, 4096, 4096)
+    for devices in (1, 2, 8, 64, 512):
+        model = CostModel(cluster, devices)
+        slowest = 1 + 0.02 * drawn.standard_normal((20_000, devices)).max(1).mean()
+        asked = (
+            lambda costs: costs.forward(kernel)[0],
+            lambda costs: costs.copy(1e9),
+            lambda costs: costs.optimizer("adamw", "float32", 4, np.array([1e9]))[0],
+        )
+        for seconds in asked:
+            assert seconds(model) / seconds(one) == pytest.approx(slowest, abs=0.001)
+        levels = cluster.levels(DeviceMesh(2), 0, "all_gather")
+        assert model.step("all_gather", 0, levels, 1e9) == one.step("all_gather", 0, levels, 1e9)
+        assert ("of the slowest of" in model.told(kernel, "forward")) == (devices > 1)
+
+
+def test_what_was_measured_on_the_machine_itself_holds_the_slowest_already():
+    timed = (Timed("mm", "bfloat16", ((1.0, 1.0), (1e15, 1.0)), ()),)
+    model = CostModel(replace(Cluster.of("h100"), timed=timed), 64)
+    assert model.forward(product(512, 512, 512))[0] == pytest.approx(1.0)
