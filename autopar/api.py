@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from autopar.arguments import backend_name, check_pad_to, check_timeout, refuse_unserved
 from autopar.codegen import lower
 from autopar.codegen.checked import check_plan
-from autopar.codegen.parts import WHOLE, rows_of
+from autopar.codegen.parts import NO_ROWS, rows_of
 from autopar.graph.calls import Call, as_call
 from autopar.graph.graph import Graph, type_of
 from autopar.letters import BadPlan, Consumed, Infeasible, NotServed
@@ -175,25 +175,35 @@ def autoparallelize(
     graph = request.as_planned(graph, chosen)
     if plan is not None:
         check_plan(graph, plan)
-    rows = rows_of(graph, chosen) if inputs == "local" else WHOLE
-    if rows[1] and (wants := [name for name, node in graph.inputs.items() if type_of(node).requires_grad]):
+    rows = rows_of(graph, chosen) if inputs == "local" else NO_ROWS
+    if rows.inputs and (wants := [name for name, node in graph.inputs.items() if type_of(node).requires_grad]):
         raise NotServed(f'inputs="local", and the input {wants[0]} wants a gradient', advice='inputs="global"')
     how = asked.how
     if outputs == "local":
-        grows = outputs_of_rows(lambda batch: request.trace(model, batch), asked.graph, meta_inputs, rows[1])
+        grows = outputs_of_rows(lambda batch: request.trace(model, batch), asked.graph, meta_inputs, rows.inputs)
         how = replace(how, gives_rows=grows)
     lowered = lower(graph, chosen, coordinate(chosen.mesh), device, rows=rows)
     _let_search_go(chosen)
 
-    def again(model: torch.nn.Module, call: Call, first: Plan, drops: bool, has_gradients: bool) -> tuple[Graph, Plan]:
-        graph = request.trace(model, call) if drops else request.trace(model, call).without_dropout()
-        all_ranks_hold("calls", graph.digest)
-        other = from_rank_0(lambda: request.plan_again(graph, first, has_gradients))
-        _let_search_go(other)
-        return request.as_planned(graph, other), other
-
     call, source = Call(*as_call(meta_inputs)), Source(sync, init, weights)
-    return parallelise(model, call, lowered, mesh, again, source, how, asked.reads)
+    return parallelise(model, call, lowered, mesh, _Replan(request), source, how, asked.reads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replan:
+    """Plans another call of a model as the first was asked for."""
+
+    request: Request
+
+    def __call__(
+        self, model: torch.nn.Module, call: Call, first: Plan, *, keeps_dropout: bool, has_gradients: bool
+    ) -> tuple[Graph, Plan]:
+        graph = self.request.trace(model, call)
+        graph = graph if keeps_dropout else graph.without_dropout()
+        all_ranks_hold("calls", graph.digest)
+        plan = from_rank_0(lambda: self.request.plan_again(graph, first, has_gradients))
+        _let_search_go(plan)
+        return self.request.as_planned(graph, plan), plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch.fx as fx
 
 from autopar.codegen.forms import OpOnDevice, form_of
-from autopar.codegen.parts import WHOLE, Rows, from_rows, sharding_of_rows
+from autopar.codegen.parts import NO_ROWS, OwnRows, from_rows, sharding_of_rows
 from autopar.graph import walks
 from autopar.graph.graph import Graph, Info, TensorType, info, op_name, type_of
 from autopar.letters import BadPlan
@@ -65,7 +65,7 @@ def _recorded(node: fx.Node) -> tuple[Any, ...]:
     return about.chunks, tuple(value.requires_grad for value in about.outputs)
 
 
-def local_program(graph: Graph, plan: Plan, coordinate: Sequence[int], rows: Rows = WHOLE) -> LocalProgram:
+def local_program(graph: Graph, plan: Plan, coordinate: Sequence[int], rows: OwnRows = NO_ROWS) -> LocalProgram:
     """The program of the device at `coordinate`.
 
     Where every part is even, it is the same on every device. Inputs come whole, but for those of which ranks have their
@@ -88,7 +88,7 @@ _TOPS = ("input", "parameter", "buffer")  # kinds of placeholders, in their orde
 class Localiser:
     """Writes the program of one device, node by node, in the order of the graph."""
 
-    def __init__(self, graph: Graph, plan: Plan, coordinate: Sequence[int], rows: Rows) -> None:
+    def __init__(self, graph: Graph, plan: Plan, coordinate: Sequence[int], rows: OwnRows) -> None:
         self.graph = graph
         self.plan = plan
         self.mesh = plan.mesh
@@ -152,7 +152,7 @@ class Localiser:
         made = self.env[node] = self.fx.placeholder(node.name)
         sharding, whole = values(self._decision(info(node).key).flows()), type_of(node)
         if self._has_rows(node):
-            sharding = sharding_of_rows(self.rows[0], self.mesh)
+            sharding = sharding_of_rows(self.rows.axes, self.mesh)
         self.types[made.name] = TensorType(
             local_shape(whole.shape, sharding, self.mesh, self.coordinate), whole.dtype, whole.requires_grad
         )
@@ -185,7 +185,7 @@ class Localiser:
         here, conversion, whole = self.env[source], self.conversions.get((target, operand)), type_of(source)
         steps, lies = (conversion.forward, conversion.value[0]) if conversion else ((), None)
         if self._has_rows(source):
-            steps, lies = from_rows(self.rows[0], steps), sharding_of_rows(self.rows[0], self.mesh)
+            steps, lies = from_rows(self.rows.axes, steps), sharding_of_rows(self.rows.axes, self.mesh)
         if lies is None or (conversion is None and not steps):
             return here
         forward, shape = self._steps(steps, whole, lies)
@@ -206,7 +206,7 @@ class Localiser:
         return made
 
     def _has_rows(self, node: fx.Node) -> bool:
-        return info(node).kind == "input" and info(node).key in self.rows[1]
+        return info(node).kind == "input" and info(node).key in self.rows.inputs
 
     def _steps(self, steps: Sequence[Step], whole: TensorType, source: Sharding) -> tuple[str, tuple[int, ...]]:
         here, shape = localise(steps, whole.shape, source, self.mesh, self.coordinate)

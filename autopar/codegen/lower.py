@@ -17,7 +17,7 @@ from autopar.codegen.halves import Joint
 from autopar.codegen.joint import lower_jointly
 from autopar.codegen.joint_graph import BACK, OP
 from autopar.codegen.local import LocalProgram, local_program
-from autopar.codegen.parts import WHOLE, Rows, sharding_of_rows
+from autopar.codegen.parts import NO_ROWS, OwnRows, sharding_of_rows
 from autopar.codegen.recomputed import recomputed_of
 from autopar.codegen.schedule import Read
 from autopar.codegen.turns import Ending, in_two, lowered_ending
@@ -39,7 +39,7 @@ class Lowered:
     plan: Plan
     program: LocalProgram
     joint: Joint
-    rows: Rows
+    rows: OwnRows
     ending: Ending | None = None  # of a program that runs in turns: what runs once, behind them
 
     @property
@@ -64,7 +64,12 @@ class Lowered:
 
 @without_collections
 def lower(
-    graph: Graph, plan: Plan, coordinate: Sequence[int], device: str = "cpu", gradients: bool = True, rows: Rows = WHOLE
+    graph: Graph,
+    plan: Plan,
+    coordinate: Sequence[int],
+    device: str = "cpu",
+    gradients: bool = True,
+    rows: OwnRows = NO_ROWS,
 ) -> Lowered:
     """The program of the device at `coordinate` of the plan's mesh; without `gradients` its forward alone.
 
@@ -76,7 +81,9 @@ def lower(
     return lowered
 
 
-def _lowered(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str, gradients: bool, rows: Rows) -> Lowered:
+def _lowered(
+    graph: Graph, plan: Plan, coordinate: Sequence[int], device: str, gradients: bool, rows: OwnRows
+) -> Lowered:
     """The program of a device, of which nobody has asked yet whether its values lie as they have to."""
     if plan.kernels and device != "cpu" and not kernels.can_run():
         raise NotServed(
@@ -118,14 +125,14 @@ def _lowered(graph: Graph, plan: Plan, coordinate: Sequence[int], device: str, g
     return Lowered(graph, plan, parts.turn, joint, rows, lowered_ending(parts, joint, device))
 
 
-def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows: Rows) -> Interface:
+def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows: OwnRows) -> Interface:
     """The shardings at the program's ends: all that its certificate is told of the plan.
 
     Of the model it is told the whole shapes of what each op reads and gives.
     """
     program = programs[0]
-    of_rows = sharding_of_rows(rows[0], plan.mesh) if rows[1] else None
-    inputs = [of_rows if name in rows[1] else None for name in graph.inputs]
+    of_rows = sharding_of_rows(rows.axes, plan.mesh) if rows.inputs else None
+    inputs = [of_rows if name in rows.inputs else None for name in graph.inputs]
     stored = [plan.parameters[name] for name in program.parameters]
     primals = (*inputs, *stored, *[None] * len(program.buffers))
     gradients = dict(enumerate(primals[: len(inputs) + len(stored)]))

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,19 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import R, S, Sharding, local_shape
 from autopar.solver.plan import Plan
 
-# the axes that cut the rows of inputs, major first, and the inputs that have them
-Rows = tuple[tuple[int, ...], frozenset[str]]
-WHOLE: Rows = ((), frozenset())
+
+class OwnRows(NamedTuple):
+    """The inputs of which every rank passes its own rows, and the mesh axes that cut these rows, major first."""
+
+    axes: tuple[int, ...] = ()
+    inputs: frozenset[str] = frozenset()
 
 
-def rows_of(graph: Graph, plan: Plan) -> Rows:
-    """The axes by which the plan cuts rows of inputs, major first, and the inputs that have these rows."""
+NO_ROWS = OwnRows()  # every rank passes whole inputs
+
+
+def rows_of(graph: Graph, plan: Plan) -> OwnRows:
+    """The rows of inputs that the plan cuts."""
     axes: tuple[int, ...] = ()
     rows = None
     for name, node in graph.inputs.items():
@@ -43,7 +49,7 @@ def rows_of(graph: Graph, plan: Plan) -> Rows:
     also = [name for name, node in graph.inputs.items() if having and node.target in targets]
     if axes and graph.turns > 1:
         _check_turns(graph, math.prod(plan.mesh.shape[a] for a in axes), rows or 0)
-    return axes, frozenset((*having, *also))
+    return OwnRows(axes, frozenset((*having, *also)))
 
 
 def _check_turns(graph: Graph, parts: int, rows: int) -> None:

@@ -28,27 +28,9 @@ from autopar.codegen.local import LocalProgram
 from autopar.graph import walks
 from autopar.graph.graph import info, run
 from autopar.graph.layers import innermost_block
+from autopar.graph.tensor_form import TensorForm
 from autopar.runtime.forms import literal
 from autopar.runtime.private import FakeTensor, FakeTensorMode, OpOverload, clean_room
-
-
-@dataclass(frozen=True, slots=True)
-class Lies:
-    """The layout of a value in memory, and whether it has a gradient: all of it that a trace depends on."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    has_gradient: bool = False
-
-    @staticmethod
-    def of(value: torch.Tensor) -> Lies:
-        return Lies(value.shape, value.stride(), value.dtype, value.requires_grad)
-
-    def made(self, device: str) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).requires_grad_(
-            self.has_gradient
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,14 +64,14 @@ def trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> 
     # values that come from nothing are made there
     there = torch.device(device) if device != "cpu" else contextlib.nullcontext()
     with FakeTensorMode(), torch.enable_grad(), there:
-        lies: dict[fx.Node, Lies] = {}
+        lies: dict[fx.Node, TensorForm] = {}
         for i, node in enumerate(placeholders):
             of = program.types[node.name]
             whole = torch.empty(of.shape, dtype=of.torch_dtype, device=device, requires_grad=i in wanted)
-            lies[node] = Lies.of(whole)
+            lies[node] = TensorForm.of(whole)
         _lay_out(segments, lies, device)
-        tangents = {k: _alone(lies[ends[i]]) for k, i in enumerate(differentiable)}
-        reached = [k for k, i in enumerate(differentiable) if lies[ends[i]].has_gradient]
+        tangents = {k: lies[ends[i]].of_gradient for k, i in enumerate(differentiable)}
+        reached = [k for k, i in enumerate(differentiable) if lies[ends[i]].requires_grad]
         arriving = {ends[differentiable[k]]: tangents[k] for k in reached}
         traces = _traces(segments, lies, arriving, device)
         made = _Composition(lies, device)
@@ -105,26 +87,26 @@ def trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> 
     return JointGraph(made.graph, primals, seeds, outputs, gradients, wanted, tuple(differentiable), inputs)
 
 
-def _lay_out(segments: Sequence[Segment], lies: dict[fx.Node, Lies], device: str) -> None:
+def _lay_out(segments: Sequence[Segment], lies: dict[fx.Node, TensorForm], device: str) -> None:
     """Note how every value that a segment leaves lies; segments that are alike are run once."""
-    known: dict[Any, list[Lies]] = {}
+    known: dict[Any, list[TensorForm]] = {}
     for segment in segments:
         key = (segment.likeness, tuple(lies[n] for n in segment.reads))
         if key not in known:
-            env = {n: lies[n].made(device) for n in segment.reads}
-            known[key] = [Lies.of(v) for v in _run(segment, env)]
+            env = {n: lies[n].empty(device) for n in segment.reads}
+            known[key] = [TensorForm.of(v) for v in _run(segment, env)]
         lies.update(zip(segment.leaves, known[key], strict=True))
 
 
 def _traces(
-    segments: Sequence[Segment], lies: Mapping[fx.Node, Lies], arriving: dict[fx.Node, Lies], device: str
+    segments: Sequence[Segment], lies: Mapping[fx.Node, TensorForm], arriving: dict[fx.Node, TensorForm], device: str
 ) -> list[Traced]:
     """The trace of each segment, from the last to the first: it depends on the gradients that arrive.
 
     `arriving` says how the gradients of the outputs lie, and learns of the others.
     """
     known: dict[Any, Traced] = {}
-    sums: dict[tuple[Lies, Lies], Lies] = {}
+    sums: dict[tuple[TensorForm, TensorForm], TensorForm] = {}
     found: list[Traced] = []
     for segment in reversed(segments):
         tangents = tuple(arriving.get(n) for n in segment.leaves)
@@ -136,11 +118,11 @@ def _traces(
         for read, gradient in zip(segment.reads, known[key].gradients, strict=True):
             if gradient is None:
                 continue
-            like = Lies.of(gradient.meta["val"].detach())
+            like = TensorForm.of(gradient.meta["val"].detach())
             if read in arriving:
                 both = arriving[read], like
                 if both not in sums:
-                    sums[both] = Lies.of(torch.add(both[0].made(device), both[1].made(device)))
+                    sums[both] = TensorForm.of(torch.add(both[0].empty(device), both[1].empty(device)))
                 like = sums[both]
             arriving[read] = like
     return found[::-1]
@@ -149,7 +131,7 @@ def _traces(
 class _Composition:
     """One graph of copies of the traces, one after the other."""
 
-    def __init__(self, lies: Mapping[fx.Node, Lies], device: str) -> None:
+    def __init__(self, lies: Mapping[fx.Node, TensorForm], device: str) -> None:
         self.graph = fx.Graph()
         self.lies = lies
         self.device = device
@@ -157,10 +139,10 @@ class _Composition:
         self.gradients: dict[fx.Node, fx.Node] = {}  # value of the local program -> its gradient here
         self.places: list[dict[fx.Node, fx.Node]] = []  # of each segment: node of its trace -> its copy
 
-    def placeholder(self, name: str, of: fx.Node | None, like: Lies) -> fx.Node:
+    def placeholder(self, name: str, of: fx.Node | None, like: TensorForm) -> fx.Node:
         """A placeholder for a value that lies like this."""
         made = self.graph.placeholder(name)
-        made.meta["val"] = like.made(self.device).detach()
+        made.meta["val"] = like.empty(self.device).detach()
         if of is not None:
             self.env[of] = made
         return made
@@ -199,11 +181,6 @@ class _Composition:
             for key, place in node.meta.get("custom", {}).items():
                 op = segment.nodes[place]
                 copy.meta[key], copy.meta[CONVERTED] = op.name, info(op).kind == "conversion"
-
-
-def _alone(like: Lies) -> Lies:
-    """The layout that torch.empty_like gives it."""
-    return Lies.of(torch.empty_like(like.made("cpu").detach()))
 
 
 # -- one segment
@@ -277,12 +254,14 @@ def _without_a_say() -> Iterator[None]:
         traceback.current_meta.pop("custom", None)
 
 
-def _traced(segment: Segment, reads: Sequence[Lies], tangents: Sequence[Lies | None], device: str) -> Traced:
-    held = [i for i, like in enumerate(reads) if like.has_gradient]
+def _traced(
+    segment: Segment, reads: Sequence[TensorForm], tangents: Sequence[TensorForm | None], device: str
+) -> Traced:
+    held = [i for i, like in enumerate(reads) if like.requires_grad]
     given = [t for t in tangents if t is not None]
 
     def step(inputs: list[torch.Tensor], arriving: list[torch.Tensor]) -> tuple[Any, ...]:
-        inputs = [x.detach().requires_grad_(like.has_gradient) for x, like in zip(inputs, reads, strict=True)]
+        inputs = [x.detach().requires_grad_(like.requires_grad) for x, like in zip(inputs, reads, strict=True)]
         outputs = _run(segment, dict(zip(segment.reads, inputs, strict=True)))
         if not given or not held:
             return (*outputs,)
@@ -291,7 +270,7 @@ def _traced(segment: Segment, reads: Sequence[Lies], tangents: Sequence[Lies | N
         with _without_a_say():
             return (*outputs, *torch.autograd.grad(reached, wanted, arriving, allow_unused=True))
 
-    fake = [like.made(device).detach() for like in reads], [like.made(device) for like in given]
+    fake = [like.empty(device).detach() for like in reads], [like.empty(device) for like in given]
     with traceback.preserve_node_meta():
         made = make_fx(step)(*fake)
         if any(map(_writes, made.graph.nodes)):  # an op's body, or a backward, that writes to memory: as values

@@ -6,28 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.graph.tensor_form import TensorForm
 from autopar.letters import Letter, NotServed
 
 HELD_BY = ("_forward_pre_hooks", "_forward_hooks")  # the attributes of a module that hold its forward hooks
-
-
-@dataclass(frozen=True, slots=True)
-class TensorForm:
-    """A tensor's shape, strides and dtype, without the tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def made(self) -> Tensor:
-        """A tensor of this form on the meta device."""
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        return made.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +28,7 @@ class IdleHook:
         """Call it as its module would be, on tensors without values; `own` are those that the whole model had."""
         module = model.get_submodule(self.path)
         held = getattr(module, self.held_by) if self.path else own[HELD_BY.index(self.held_by)]
-        given = pytree.tree_map(lambda leaf: leaf.made() if isinstance(leaf, TensorForm) else leaf, self.given)
+        given = pytree.tree_map(lambda leaf: leaf.empty("meta") if isinstance(leaf, TensorForm) else leaf, self.given)
         try:
             held[self.key](module, *given)
         except Letter:

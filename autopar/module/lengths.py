@@ -96,7 +96,9 @@ def _trial(state: ModelState, model: nn.Module, leaves: list[Any], structure: An
     """The program of a call without dropout, which is not kept."""
     leaves, cut = state.of_all(leaves, structure)
     with state.as_before(model):
-        graph, plan = state.again(model, state.caller.call(leaves, structure), state.first.plan, False, False)
+        graph, plan = state.replan(
+            model, state.caller.call(leaves, structure), state.first.plan, keeps_dropout=False, has_gradients=False
+        )
     lowered = state.lowered(graph, plan, True, state.rows(graph, structure, cut))
     all_ranks_hold("programs", (plan.digest, plan.mesh, lowered.joint.collectives))
     setup = replace(state.setup, how=replace(state.setup.how, backend=None))

@@ -198,6 +198,6 @@ def left_by(model: ParallelModule, program: SituatedProgram, outputs: list[Any],
     left = outputs if bucket is None else cut_back(graph, outputs, bucket.cuts, bucket.here)
     if state.parts is not None and state.setup.how.gives_rows is not None:
         named = dict(zip(graph.output_names, left, strict=True))
-        rows, gives = rows_of_call(graph, program.lowered.rows[1]), state.setup.how.gives_rows
+        rows, gives = rows_of_call(graph, program.lowered.rows.inputs), state.setup.how.gives_rows
         left = own_rows(named, gives, state.parts, state.setup.mesh, rows, dist.get_rank())
     return left

@@ -23,7 +23,7 @@ from autopar.module.parallel import ParallelModule
 from autopar.module.reads import Reads
 from autopar.module.runner import How, Setup
 from autopar.module.situation import Sight
-from autopar.module.state import Again, ModelState
+from autopar.module.state import ModelState, Replan
 from autopar.module.values import Source, store
 from autopar.module.waiting import let_optimizers_forget
 from autopar.runtime.agreement import agree
@@ -38,7 +38,7 @@ def parallelise(
     call: Call,
     lowered: Lowered,
     mesh: Any,
-    again: Again,
+    replan: Replan,
     source: Source,
     how: How,
     read: Reads | None,
@@ -56,7 +56,7 @@ def parallelise(
     storage = store(model, lowered.plan.parameters, mesh, device, source)
     refuse_steps_on(old)
     _patch()
-    state = ModelState(model, lowered, Setup(mesh, device, storage, how), again)
+    state = ModelState(model, lowered, Setup(mesh, device, storage, how), replan)
     state.caller.by_position = len(call.args)
     leaves, structure = state.caller.arguments(call.args, call.kwargs)
     with torch.enable_grad():

@@ -77,5 +77,5 @@ def _captured(state: ModelState, model: nn.Module, call: Call, grad: bool) -> tu
     attributes = state.caller.attributes
     with attributes.reads() as read, state.as_before(model), torch.inference_mode(False), torch.enable_grad():
         # the graph is also that of a later call with gradients
-        graph, plan = state.again(model, call, state.first.plan, True, grad)
+        graph, plan = state.replan(model, call, state.first.plan, keeps_dropout=True, has_gradients=grad)
     return graph, plan, Sight(attributes.now(), attributes.unread(read), graph.idle)

@@ -21,9 +21,10 @@ from autopar.codegen.lower import Lowered
 from autopar.codegen.ranges import with_ranges
 from autopar.graph import walks
 from autopar.graph.graph import info
+from autopar.graph.tensor_form import TensorForm
 from autopar.letters import Anomaly, NotServed
 from autopar.module.emptied import from_a_list
-from autopar.module.step import EmittedStep, Tangent
+from autopar.module.step import EmittedStep
 from autopar.module.storage import Storage, dtensor_of
 from autopar.module.waiting import Waiting
 from autopar.runtime.collectives import bind_axes
@@ -160,10 +161,10 @@ def _kept_by(joint: Joint) -> set[int]:
     return found
 
 
-def tangents_of(joint: Joint) -> list[Tangent]:
+def tangents_of(joint: Joint) -> list[TensorForm]:
     """The layouts of the gradients that arrive at the outputs of a program."""
     results = list(joint.forward.output_node().args[0])
-    return [Tangent.of(results[i].meta["val"]) for i in joint.differentiable]
+    return [TensorForm.of(results[i].meta["val"]).of_gradient for i in joint.differentiable]
 
 
 class Settlement:

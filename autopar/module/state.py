@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from autopar.codegen.lower import Lowered, lower
-from autopar.codegen.parts import WHOLE, Parts, Rows
+from autopar.codegen.parts import NO_ROWS, OwnRows, Parts
 from autopar.graph.calls import Call
 from autopar.graph.graph import Graph, tensor_of
 from autopar.module.around import watch_parts
@@ -31,9 +31,13 @@ from autopar.solver.plan import Plan
 
 MOST_PROGRAMS = 16  # that a model keeps: what was not called for longest goes first
 
-# traces the model as it was before on a call, with its dropout or without, and plans that: on rank 0 for all
-# or without gradients, which need no micro-batches
-Again = Callable[[nn.Module, Call, Plan, bool, bool], tuple[Graph, Plan]]
+
+class Replan(Protocol):
+    """Traces the model on a call, and plans that like its first plan: on rank 0 for all ranks."""
+
+    def __call__(
+        self, model: nn.Module, call: Call, first: Plan, *, keeps_dropout: bool, has_gradients: bool
+    ) -> tuple[Graph, Plan]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -79,10 +83,10 @@ class SituatedProgram:
 class ModelState:
     """The things that a ParallelModule holds besides its parameters."""
 
-    def __init__(self, model: nn.Module, first: Lowered, setup: Setup, again: Again) -> None:
+    def __init__(self, model: nn.Module, first: Lowered, setup: Setup, replan: Replan) -> None:
         self.first = first
         self.setup = setup
-        self.again = again
+        self.replan = replan
         self.original = type(model)
         self.model = weakref.ref(model)
         self.caller = Caller(model)
@@ -134,15 +138,15 @@ class ModelState:
         whole, cut = self.parts.whole(dict(zip(self.caller.names(structure), leaves, strict=True)), structure)
         return list(whole.values()), cut
 
-    def rows(self, graph: Graph, structure: Any, cut: Collection[str]) -> Rows:
+    def rows(self, graph: Graph, structure: Any, cut: Collection[str]) -> OwnRows:
         """The inputs of a graph of which ranks pass rows, and the axes that cut these."""
         if self.parts is None:
-            return WHOLE
+            return NO_ROWS
         names = self.caller.names(structure)
         places = zip(graph.inputs, self.caller.places(graph), strict=True)
-        return self.parts.axes, frozenset(key for key, place in places if names[place] in cut)
+        return OwnRows(self.parts.axes, frozenset(key for key, place in places if names[place] in cut))
 
-    def lowered(self, graph: Graph, plan: Plan, grad: bool, rows: Rows) -> Lowered:
+    def lowered(self, graph: Graph, plan: Plan, grad: bool, rows: OwnRows) -> Lowered:
         """The program of this rank for a graph and a plan."""
         return lower(graph, plan, self.setup.mesh.get_coordinate(), self.setup.device.type, grad, rows)
 
@@ -169,7 +173,9 @@ class ModelState:
         if self.parts is None:
             all_ranks_hold("input values", inputs)
         else:
-            self.parts.all_hold(dict(zip(program.lowered.graph.inputs, inputs, strict=True)), program.lowered.rows[1])
+            self.parts.all_hold(
+                dict(zip(program.lowered.graph.inputs, inputs, strict=True)), program.lowered.rows.inputs
+            )
 
     @contextlib.contextmanager
     def as_before(self, model: nn.Module) -> Iterator[None]:
@@ -189,7 +195,7 @@ class ModelState:
         It has modes, waiting gradients and random numbers of its own, and the same programs.
         """
         with self.as_before(model):
-            made = ModelState(model, self.first, self.setup, self.again)
+            made = ModelState(model, self.first, self.setup, self.replan)
             made.caller.attributes = Attributes(made.caller.modules, self.caller.attributes)
             made.caller.by_position = self.caller.by_position
         made.parts, made.padding = self.parts, self.padding

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.graph.graph import info
+from autopar.graph.tensor_form import TensorForm
 from autopar.letters import NotServed
 from autopar.runtime.faults import naming_the_lacking, naming_the_lost
 from autopar.runtime.private import let_go
@@ -52,7 +52,7 @@ class EmittedStep(torch.autograd.Function):
         gradients: list[Any] = [None] * runner.primals.count
         if not any(has_arrived):
             return (None, *gradients)
-        filled = [None if t is None else lies.given(t) for t, lies in zip(arrived, runner.tangents, strict=True)]
+        filled = [None if t is None else _as_traced(t, form) for t, form in zip(arrived, runner.tangents, strict=True)]
         runner.check_arrived(has_arrived)
         with naming_the_lost("backward"), naming_the_lacking("backward"):
             given = [*ctx.saved_tensors, *filled]
@@ -99,28 +99,11 @@ def _in_order(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-@dataclass(frozen=True, slots=True)
-class Tangent:
-    """The layout of an output's gradient in memory, as backward was traced on it."""
+def _as_traced(gradient: Tensor, form: TensorForm) -> Tensor:
+    """A gradient that has arrived, as backward was traced on it; a copy where it lies otherwise, as that of a sum does.
 
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(output: Tensor) -> Tangent:
-        on_meta = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta")
-        like = torch.empty_like(on_meta)
-        return Tangent(like.shape, like.stride(), like.dtype)
-
-    def given(self, gradient: Tensor) -> Tensor:
-        """The gradient that has arrived; a copy where it lies otherwise, as that of a sum does.
-
-        It is a DTensor where a loss that is whole was added to one: to a penalty on parameters, say.
-        """
-        if isinstance(gradient, DTensor):
-            gradient = gradient.full_tensor()
-        dims = zip(self.shape, self.stride, gradient.stride(), strict=True)
-        if all(mine == theirs for size, mine, theirs in dims if size > 1):
-            return gradient
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=gradient.device).copy_(gradient)
+    It is a DTensor where a loss that is whole was added to one: to a penalty on parameters, say.
+    """
+    if isinstance(gradient, DTensor):
+        gradient = gradient.full_tensor()
+    return gradient if form.lies_like(gradient) else form.empty(str(gradient.device)).copy_(gradient)

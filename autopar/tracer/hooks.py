@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.graph.idle import HELD_BY, IdleHook, TensorForm, name_of_hook
+from autopar.graph.idle import HELD_BY, IdleHook, name_of_hook
+from autopar.graph.tensor_form import TensorForm
 from autopar.letters import NotCaptured
 
 if TYPE_CHECKING:
@@ -101,5 +102,5 @@ class Hooks:
 
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return TensorForm(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+        return TensorForm.of(leaf)
     return leaf if isinstance(leaf, _PLAIN) else Unseen()
