@@ -167,5 +167,5 @@ def _views(graph: Graph) -> set[str]:
     return {
         info(op).key
         for op in ops
-        if all(any(memory[value] == memory[a] for a in op._input_nodes) for value in walks.results(op))
+        if all(any(memory[value] == memory[a] for a in op.all_input_nodes) for value in walks.results(op))
     }

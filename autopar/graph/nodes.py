@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.fx as fx
@@ -108,9 +108,24 @@ def type_of(node: fx.Node) -> TensorType:
     return info(node).outputs[0]
 
 
+def is_value(argument: Any) -> TypeGuard[fx.Node]:
+    """Is an argument of an op a value of the graph, and no number or text?"""
+    return isinstance(argument, fx.Node)
+
+
+def wants_gradient(argument: Any) -> bool:
+    """Is an argument of an op a value of which backward makes a gradient?"""
+    return is_value(argument) and type_of(argument).requires_grad
+
+
+def tensor_operands(op: fx.Node) -> list[fx.Node]:
+    """The values that an op takes, in the order of its signature."""
+    return [argument for argument in op.target.operands(op.kwargs) if is_value(argument)]
+
+
 def typed(arguments: Any) -> Any:
     """Arguments with types in the places of nodes."""
-    if hasattr(arguments, "meta"):
+    if is_value(arguments):
         return type_of(arguments)
     if isinstance(arguments, Mapping):
         return {k: typed(v) for k, v in arguments.items()}

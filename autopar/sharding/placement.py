@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from autopar.letters import BadSharding
 
@@ -227,6 +230,11 @@ def local_shape(
 def largest_local_shape(shape: Sequence[int], sharding: Sharding, mesh: DeviceMesh) -> tuple[int, ...]:
     """The shape of the fullest device, which every other waits for: the one at coordinate 0."""
     return local_shape(shape, sharding, mesh, (0,) * len(mesh.shape))
+
+
+def local_elements(shape: Sequence[int], shardings: Iterable[Sharding], mesh: DeviceMesh) -> np.ndarray:
+    """Elements that the fullest device holds of a tensor, by sharding."""
+    return np.array([math.prod(largest_local_shape(shape, sharding, mesh)) for sharding in shardings], float)
 
 
 def outside_brackets(text: str, separator: str = ",") -> list[str]:

@@ -10,6 +10,7 @@ import torch.fx as fx
 
 from autopar.graph.blocks import calls
 from autopar.graph.graph import Graph, info, op_name, type_of, typed
+from autopar.graph.nodes import is_value
 from autopar.letters import BadRule, NoRule
 from autopar.ops.entry import rule_of
 from autopar.sharding.notation import Binding
@@ -33,7 +34,7 @@ class Bindings:
         for node, kind in kinds.items():
             given = node.target.operands(node.kwargs)
             if kind not in known:
-                known[kind] = _bind(node, given, strict), [i for i, n in enumerate(given) if _is_tensor(n)]
+                known[kind] = _bind(node, given, strict), [i for i, n in enumerate(given) if is_value(n)]
             rules[node], places = known[kind]
             tensors[node] = tuple([given[i] for i in places])
         return Bindings(kinds, rules, tensors)
@@ -44,20 +45,16 @@ def without_numbers(binding: Binding, given: Sequence[Any]) -> Binding:
 
     A number is R on every device: it takes part in no joint linearity, and needs no flow.
     """
-    numbers = {i for i, n in enumerate(given) if n is not None and not _is_tensor(n)}
+    numbers = {i for i, n in enumerate(given) if n is not None and not is_value(n)}
     rows = tuple(None if i in numbers else row for i, row in enumerate(binding.operands))
     return replace(binding, operands=rows, groups=tuple(g for g in binding.groups if not g & numbers))
-
-
-def _is_tensor(argument: Any) -> bool:
-    return hasattr(argument, "meta")
 
 
 def _bind(node: fx.Node, given: Sequence[Any], strict: bool) -> Binding | None:
     about, name = info(node), op_name(node)
     rule = rule_of(name, {**typed(node.kwargs), "outputs": about.outputs})
     if rule is None:
-        tensors = [n for n in given if _is_tensor(n)]
+        tensors = [n for n in given if is_value(n)]
         if strict and tensors:
             raise NoRule(
                 f"autopar has no sharding rule for {name}",
@@ -78,4 +75,4 @@ def _shape(argument: Any) -> tuple[int, ...] | None:
     """The shape of a tensor; a number has none, and what is left out is None."""
     if argument is None:
         return None
-    return type_of(argument).shape if _is_tensor(argument) else ()
+    return type_of(argument).shape if is_value(argument) else ()

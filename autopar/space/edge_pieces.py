@@ -241,7 +241,7 @@ class EdgePieces:
         while value is not self.owners[value]:
             if op_name(value) not in ("to", "identity"):
                 return True
-            value = next(a for a in value._input_nodes if a in self.owners)
+            value = next(a for a in value.all_input_nodes if a in self.owners)
         return False
 
     def _enters(self, passage: _Passage) -> bool:
@@ -253,7 +253,7 @@ class EdgePieces:
         while value is not self.owners[value]:
             if self.lifetimes.has_several_uses(value):
                 return False
-            value = next(a for a in value._input_nodes if a in self.owners)
+            value = next(a for a in value.all_input_nodes if a in self.owners)
         return passage.taker not in self.owners or self.lifetimes.has_several_uses(passage.taker)
 
 

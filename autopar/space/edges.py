@@ -6,7 +6,6 @@ Edges that are alike share their tables.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import TensorType, info
 from autopar.sharding.convert import ShapeConsistencyManager
-from autopar.sharding.placement import largest_local_shape
+from autopar.sharding.placement import local_elements
 from autopar.sharding.strategies import Choice, gradients, values
 from autopar.space.constraints import HABITS
 from autopar.space.overlap import Movement
@@ -120,24 +119,7 @@ class EdgeBuilder:
         like = self._edges.get(key)
         if like is None:
             like = self._edges[key] = self._new_edge(source, target, cargo)
-        # no `replace`: there is an edge for every operand of a model
-        return Edge(
-            source.index,
-            target.index,
-            target.place,
-            like.given,
-            like.taken,
-            like.given_by,
-            like.taken_by,
-            like.seconds,
-            like.shape,
-            like.itemsize,
-            like.has_gradient,
-            like.ahead,
-            like.back,
-            like.forward,
-            like.reduced_in,
-        )
+        return like.between(source.index, target.index, target.place)
 
     def _new_edge(self, source: _End, target: _End, cargo: _Cargo) -> Edge:
         marks = source.site.regathered, source.site.scattered
@@ -156,14 +138,14 @@ class EdgeBuilder:
             taken,
             given_by,
             taken_by,
-            self._tables[key].seconds,
-            cargo.type.shape,
-            cargo.type.itemsize,
-            cargo.type.requires_grad,
-            self.gathers if cargo.is_parameter else None,
-            self._reductions(cargo) if cargo.is_parameter else None,
-            self._tables[key].forward,
-            cargo.reduced_in,
+            seconds=self._tables[key].seconds,
+            shape=cargo.type.shape,
+            itemsize=cargo.type.itemsize,
+            has_gradient=cargo.type.requires_grad,
+            ahead=self.gathers if cargo.is_parameter else None,
+            back=self._reductions(cargo) if cargo.is_parameter else None,
+            forward=self._tables[key].forward,
+            reduced_in=cargo.reduced_in,
         )
 
     def _end(
@@ -241,8 +223,7 @@ class EdgeBuilder:
 
         In line, as it is no communication.
         """
-        held = [largest_local_shape(type_.shape, gradients(f), self.setting.mesh) for f in taken]
-        elements = np.array([math.prod(local) for local in held], float)
+        elements = local_elements(type_.shape, map(gradients, taken), self.setting.mesh)
         return self.conversions.costs.moving(elements * (type_.itemsize + itemsize))
 
     def _against_habit(self, given: Sequence[Flows], taken: Sequence[Flows]) -> np.ndarray:

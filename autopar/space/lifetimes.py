@@ -178,7 +178,7 @@ class Lifetimes:
     def views(self, op: fx.Node, value: fx.Node) -> list[fx.Node]:
         """The values of an op, if they lie on the memory of this operand."""
         outputs = self.outputs[op]
-        passes = value in op._input_nodes and all(self.is_view[w] for w in outputs)
+        passes = value in op.all_input_nodes and all(self.is_view[w] for w in outputs)
         return outputs if passes else []
 
     def has_several_uses(self, value: fx.Node) -> bool:

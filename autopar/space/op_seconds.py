@@ -18,7 +18,7 @@ from autopar.ops.entry import Line, facts_of, timed_name
 from autopar.sharding.cost_model import SUM, SUM_OVER_ROWS, TURNED, UNALIGNED, CostModel, Heads, Kernel, Matrices
 from autopar.sharding.costs import collective_seconds
 from autopar.sharding.notation import Binding, Cut
-from autopar.sharding.placement import largest_local_shape, part
+from autopar.sharding.placement import largest_local_shape, local_elements, part
 from autopar.sharding.strategies import Choice, values
 from autopar.space.product_roles import multiplied, roles_of
 from autopar.space.saved import memories
@@ -282,9 +282,7 @@ class OpSeconds:
 
     def _made(self, chosen: Chosen) -> np.ndarray:
         """Elements of the first output."""
-        shape = chosen.outputs[0].shape
-        held = [largest_local_shape(shape, values(c.output()), self.mesh) for c in chosen.choices]
-        return np.array([math.prod(local) for local in held], float)
+        return local_elements(chosen.outputs[0].shape, (values(c.output()) for c in chosen.choices), self.mesh)
 
     def exchange(self, chosen: Chosen) -> np.ndarray | float:
         """Seconds of what local forms exchange themselves, each sum in a message of its own."""
@@ -324,7 +322,7 @@ def _copies(graph: Graph) -> frozenset[fx.Node]:
     def is_copied(node: fx.Node) -> bool:
         if info(node).kind != "op" or not facts_of(op_name(node)).free:
             return False
-        shares = any(memory[node] == memory[a] for a in node._input_nodes)
+        shares = any(memory[node] == memory[a] for a in node.all_input_nodes)
         return not shares and not any(info(u).kind == "part" for u in node.users)
 
     return frozenset(filter(is_copied, graph.nodes))
@@ -339,9 +337,8 @@ def seconds_in_chunks(prices: OpSeconds, chosen: Chosen, once: Ways) -> Ways:
     for place, operand in enumerate(chosen.given):
         type_ = type_of(operand)
         if type_.requires_grad and info(operand).chunks == 1 and chosen.op != "chunk":
-            held = [largest_local_shape(type_.shape, values(c.operand(place)), prices.mesh) for c in chosen.choices]
-            width = type_.itemsize + 2 * max(4, type_.itemsize)
-            moved = np.array([math.prod(shape) for shape in held], float) * width
+            held = local_elements(type_.shape, (values(c.operand(place)) for c in chosen.choices), prices.mesh)
+            moved: np.ndarray = held * (type_.itemsize + 2 * max(4, type_.itemsize))
             added += (count - 1) * prices.costs.moving(moved)
     forward, backward = once if once else (np.zeros(len(chosen.choices)),) * 2
     return forward * count, backward * count + added

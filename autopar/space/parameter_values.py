@@ -37,7 +37,7 @@ def _owners(graph: Graph) -> dict[fx.Node, fx.Node]:
         if info(node).kind == "parameter":
             found[node] = node
         elif info(node).kind == "op" and facts_of(op_name(node)).same:
-            operands = node._input_nodes
+            operands = node.all_input_nodes
             if operands and all(n in found for n in operands):
                 found[node] = found[next(iter(operands))]
     return found

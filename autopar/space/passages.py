@@ -9,6 +9,7 @@ import torch.fx as fx
 
 from autopar.graph import walks
 from autopar.graph.graph import info, op_name, type_of
+from autopar.graph.nodes import tensor_operands
 from autopar.ops.entry import facts_of
 from autopar.sharding.strategies import Choice
 from autopar.space.lifetimes import Lifetimes
@@ -95,7 +96,7 @@ class _Builder:
 
     def _as_first_operand(self, op: fx.Node, nbytes: int) -> np.ndarray:
         """So many bytes, as the first operand of an op is cut."""
-        first = next(n for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))
+        first = tensor_operands(op)[0]
         part = self._local(op, first, Tensors(0, Choice.operand))
         return self.bytes.scaled(part, nbytes / max(1, type_of(first).nbytes))
 

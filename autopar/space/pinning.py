@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -154,25 +153,9 @@ class Narrowing:
     def _narrowed(self, site: Site, keep: np.ndarray) -> Site:
         key = (id(site.choices), id(site.seconds), keep.tobytes())
         if key not in self._kept:
-            kept = np.flatnonzero(keep)
-            narrowed = replace(
-                site,
-                choices=tuple(site.choices[i] for i in kept),
-                seconds=site.seconds[kept],
-                regathered=tuple(site.regathered[i] for i in kept) if site.regathered else (),
-                scattered=tuple(site.scattered[i] for i in kept) if site.scattered else (),
-                compute=tuple(part[kept] for part in site.compute),
-            )
+            narrowed = site.at(np.flatnonzero(keep).tolist())
             self._kept[key] = site, narrowed  # the site is held, so that its ids stay its own
-        like = self._kept[key][1]
-        return replace(
-            site,
-            choices=like.choices,
-            seconds=like.seconds,
-            regathered=like.regathered,
-            scattered=like.scattered,
-            compute=like.compute,
-        )
+        return site.sharing(self._kept[key][1])
 
 
 def supported(sites: Sequence[Site], edges: Sequence[Edge]) -> list[np.ndarray]:

@@ -23,6 +23,7 @@ import torch.fx as fx
 from autopar.graph import walks
 from autopar.graph.blocks import calls
 from autopar.graph.graph import Graph, call_of, info, op_name, run, type_of
+from autopar.graph.nodes import is_value, wants_gradient
 from autopar.ops.entry import Line, facts_of
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import optimizer_figures
@@ -105,7 +106,7 @@ def kept_by(node: fx.Node, kind: str, emitted: bool = False) -> tuple[list[fx.No
         line = Line(tuple((name, "") for name in (*node.kwargs, "out")))
     values: list[fx.Node] = []
     for name, gradient_of in line.values:
-        if not gradient_of or _is_trained(node.kwargs.get(gradient_of)):
+        if not gradient_of or wants_gradient(node.kwargs.get(gradient_of)):
             values += walks.results(node) if name == "out" else _nodes(node.kwargs.get(name))
     if emitted and about.chunks > 1:
         values += [n for n in node.all_input_nodes if info(n).chunks == 1 and n not in values]
@@ -118,17 +119,13 @@ def freed_first(node: fx.Node) -> fx.Node | None:
     facts = facts_of(op_name(node))
     last = facts.last(call_of(node)) if callable(facts.last) else facts.last
     value = node.kwargs.get(last)
-    if not last or not _is_trained(value):
+    if not last or not wants_gradient(value):
         return None
     operands = [n for name, given in node.kwargs.items() for n in _nodes(given)]
     alike = {tuple(type_of(n).shape) for n in operands}
     if operands.count(value) > 1 or (facts.spreads and len(alike) > 1):  # a sum of another gradient is as large
         return None
     return value
-
-
-def _is_trained(value: Any) -> bool:
-    return hasattr(value, "meta") and type_of(value).requires_grad
 
 
 def bytes_that_stand(graph: Graph, optimizer: str | float) -> float:
@@ -146,7 +143,7 @@ def saved_bytes(graph: Graph, cluster: Any = None, emitted: bool = False) -> int
 def _nodes(value: Any) -> list[fx.Node]:
     if isinstance(value, (tuple, list)):
         return [n for v in value for n in _nodes(v)]
-    return [value] if hasattr(value, "meta") else []
+    return [value] if is_value(value) else []
 
 
 def memories(graph: Graph) -> dict[fx.Node, int]:
@@ -178,7 +175,7 @@ def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
             elif about.kind == "part":
                 held[node] = [held[node.args[0]][node.args[1]]]
             elif about.kind == "op":
-                operands = node._input_nodes  # each once, in order
+                operands = node.all_input_nodes  # each once, in order
                 key = (kinds[node], *(id(held[n][0][0]) for n in operands))
                 if key not in ran:
                     given = {n: held[n][0][0] for n in operands}

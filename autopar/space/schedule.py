@@ -138,7 +138,7 @@ def _readers(ops: Sequence[fx.Node]) -> dict[fx.Node, list[int]]:
 
     found: dict[fx.Node, list[int]] = {}
     for op in ops:
-        for value in op._input_nodes:
+        for value in op.all_input_nodes:
             if info(value).kind == "parameter" and value not in found:
                 found[value] = [at[user] for user in walks.uses(value, hands_on) if user in at]
     return found

@@ -6,6 +6,7 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, call_of, info, op_name, type_of
+from autopar.graph.nodes import tensor_operands
 from autopar.ops.entry import facts_of
 from autopar.sharding.costs import optimizer_figures
 from autopar.sharding.placement import largest_local_shape
@@ -144,8 +145,7 @@ class SitePieces:
 
         The gradient of a sum of halves is one of single precision; rows stand side by side in the end.
         """
-        operands = [n for n in op.target.operands(op.kwargs) if hasattr(n, "meta")]
-        for place, operand in enumerate(operands):
+        for place, operand in enumerate(tensor_operands(op)):
             type_ = type_of(operand)
             if not type_.requires_grad or info(operand).chunks > 1:
                 continue
@@ -157,14 +157,14 @@ class SitePieces:
 
     def _as_first_operand(self, op: fx.Node, bytes_: int) -> np.ndarray:
         """So many bytes, as the first operand of an op is cut."""
-        type_ = next(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))
+        type_ = type_of(tensor_operands(op)[0])
         part = self._local(op, type_, Tensors(0, Choice.operand))
         return self.bytes.scaled(part, bytes_ / max(1, type_.nbytes))
 
     def _part_work(self, op: fx.Node) -> tuple[np.ndarray, ...]:
         """Bytes that the local form of an op makes for the while in forward and in backward, by choice."""
         choices = self.wiring.site(op).choices
-        types = tuple(type_of(n) for n in op.target.operands(op.kwargs) if hasattr(n, "meta"))
+        types = tuple(map(type_of, tensor_operands(op)))
 
         def made() -> tuple[np.ndarray, ...]:
             call, part_work, rows = call_of(op), facts_of(op_name(op)).part_work, []

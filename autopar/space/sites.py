@@ -5,7 +5,6 @@ Sites that are alike share their tables: what is repeated in the model is comput
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,9 +13,10 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, info, op_name, type_of, typed
+from autopar.graph.nodes import wants_gradient
 from autopar.ops.entry import facts_of
 from autopar.sharding.certainty import MEASURED
-from autopar.sharding.placement import R, Sharding, flow, largest_local_shape
+from autopar.sharding.placement import R, Sharding, flow, local_elements
 from autopar.sharding.strategies import (
     Choice,
     Strategy,
@@ -116,8 +116,8 @@ class SiteBuilder:
     def _new_parameter(self, name: str, type_: TensorType, even: dict[int, set[Sizes]]) -> Site:
         choices = self._cross(storage_strategies(type_.shape, even), _sizes(type_))
         choices = tuple(c for c in choices if torch_can_state(values(c.output())))
-        held = [largest_local_shape(type_.shape, values(c.output()), self.setting.mesh) for c in choices]
-        local = np.array([math.prod(size) for size in held]) * type_.itemsize
+        shardings = [values(c.output()) for c in choices]
+        local: np.ndarray = local_elements(type_.shape, shardings, self.setting.mesh) * type_.itemsize
         step = np.zeros(len(choices))
         if type_.requires_grad:
             step = self.seconds.costs.optimizer(self.setting.optimizer, type_.dtype, type_.itemsize, local)
@@ -132,15 +132,7 @@ class SiteBuilder:
         key = id(site.choices), id(site.seconds), type_.requires_grad
         if key not in self._policies:
             self._policies[key] = site, self._new_policies(site, type_)  # the site is held, so that its ids stay its
-        like = self._policies[key][1]
-        return replace(
-            site,
-            choices=like.choices,
-            seconds=like.seconds,
-            compute=like.compute,
-            regathered=like.regathered,
-            scattered=like.scattered,
-        )
+        return site.sharing(self._policies[key][1])
 
     def _new_policies(self, site: Site, type_: TensorType) -> Site:
         gathers = (False, True) if self.setting.regather else (False,)
@@ -150,11 +142,8 @@ class SiteBuilder:
         places = [*range(len(site.choices)), *(cut * len(others))]
         marks = [first] * len(site.choices) + [policy for policy in others for _ in cut]
         regathered, scattered = tuple(m.regathered for m in marks), tuple(m.scattered for m in marks)
-        return replace(
-            site,
-            choices=tuple(site.choices[i] for i in places),
-            seconds=site.seconds[places],
-            compute=tuple(part[places] for part in site.compute),
+        return site.at(
+            places,
             regathered=regathered if any(regathered) else (),
             scattered=scattered if any(scattered) else (),
         )
@@ -204,7 +193,7 @@ class SiteBuilder:
         types = tuple(type_of(n) for n in self.bindings.tensors[node])
         gives = [t.requires_grad for t in about.outputs]
         if binding:
-            wants = [hasattr(n, "meta") and type_of(n).requires_grad for n in node.target.operands(node.kwargs)]
+            wants = list(map(wants_gradient, node.target.operands(node.kwargs)))
             legal = strategies_on_one_axis(binding, wants, gives, blocks)
             if facts_of(name).one_gradient:
                 legal = tuple(s for s in legal if all(f.gradient == R for f in s.outputs))

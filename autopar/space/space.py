@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,31 @@ class Site:
     compute: tuple[np.ndarray, ...] = ()  # of an op: the parts of its seconds that are compute, forward and backward
     outputs: tuple[str, ...] = ()  # whole, of an output what arrives: `float32[8, 16]`
 
+    def at(self, places: Sequence[int], **changes: Any) -> Site:
+        """The site with its choices at these places alone, which may repeat."""
+        return replace(
+            self,
+            **{
+                "choices": tuple(self.choices[i] for i in places),
+                "seconds": self.seconds[places],
+                "compute": tuple(part[places] for part in self.compute),
+                "regathered": tuple(self.regathered[i] for i in places) if self.regathered else (),
+                "scattered": tuple(self.scattered[i] for i in places) if self.scattered else (),
+                **changes,
+            },
+        )
+
+    def sharing(self, like: Site) -> Site:
+        """The site with the choices and tables of one that is like it: what is known by their ids is known of both."""
+        return replace(
+            self,
+            choices=like.choices,
+            seconds=like.seconds,
+            compute=like.compute,
+            regathered=like.regathered,
+            scattered=like.scattered,
+        )
+
     def is_cut(self) -> list[bool]:
         """Does the first output lie in parts? By choice."""
         return [_has_parts(values(choice.output())) for choice in self.choices]
@@ -71,6 +96,26 @@ class Edge:
     # seconds of converting the value once, by [given, taken]
     forward: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     reduced_in: int = 0  # bytes of an element of its gradient while it is reduced, where they are not its own
+
+    def between(self, source: int, target: int, operand: int) -> Edge:
+        """The edge of other sites that shares these tables. Called for every operand of a model: no `replace`."""
+        return Edge(
+            source,
+            target,
+            operand,
+            self.given,
+            self.taken,
+            self.given_by,
+            self.taken_by,
+            self.seconds,
+            self.shape,
+            self.itemsize,
+            self.has_gradient,
+            self.ahead,
+            self.back,
+            self.forward,
+            self.reduced_in,
+        )
 
     def place(self, picked: Sequence[int]) -> tuple[Any, Any]:
         """The entry of its tables, [given, taken], under the picked choices of all sites."""

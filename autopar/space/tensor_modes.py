@@ -9,6 +9,7 @@ from typing import Any
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name, type_of
+from autopar.graph.nodes import is_value
 from autopar.letters import BadPreset
 from autopar.sharding.mesh import DeviceMesh
 
@@ -80,13 +81,13 @@ def _table(node: fx.Node) -> str | None:
 
 def _parameter(value: Any) -> str | None:
     value, _ = _origin(value, ("identity", "t", "to"))
-    return info(value).key if hasattr(value, "meta") and info(value).kind == "parameter" else None
+    return info(value).key if is_value(value) and info(value).kind == "parameter" else None
 
 
 def _origin(value: Any, through: tuple[str, ...]) -> tuple[Any, bool]:
     """The value before these ops; and whether it is turned behind them."""
     turned = False
-    while hasattr(value, "meta") and info(value).kind == "op" and op_name(value) in through:
+    while is_value(value) and info(value).kind == "op" and op_name(value) in through:
         turned ^= op_name(value) == "t"
         value = value.kwargs["input"]
     return value, turned
@@ -141,7 +142,7 @@ def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, 
                 cut.add(node)
         elif table is not None and type_of(node.kwargs["weight"]).shape[0] % parts == 0:
             put(table, "S(0)")
-        elif any(operand in cut for operand in node._input_nodes):
+        elif any(operand in cut for operand in node.all_input_nodes):
             cut.add(node)
     return found
 
@@ -204,7 +205,7 @@ def _three_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, P
                 use = (f"S(1)@{mesh.axes[c]}", *vocabulary)
                 found.setdefault(table, ParameterCut((f"S(1)@{mesh.axes[a]}", *use), use, True))
             by_axis[node] = c
-        elif carried := [by_axis[n] for n in node._input_nodes if n in by_axis]:
+        elif carried := [by_axis[n] for n in node.all_input_nodes if n in by_axis]:
             by_axis[node] = carried[0]
     return found
 

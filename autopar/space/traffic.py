@@ -196,10 +196,10 @@ def is_fused(node: fx.Node) -> bool:
 
 def _shown(node: fx.Node) -> fx.Node:
     """The node whose memory a view shows."""
-    while info(node).kind in ("op", "part") and node._input_nodes:
+    while info(node).kind in ("op", "part") and node.all_input_nodes:
         if info(node).kind == "op" and not facts_of(op_name(node)).free:
             break
-        node = next(iter(node._input_nodes))
+        node = next(iter(node.all_input_nodes))
     return node
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, call_of, info, op_name, type_of
+from autopar.graph.nodes import wants_gradient
 from autopar.ops.entry import facts_of
 from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
@@ -104,7 +105,7 @@ def _strategies(
     gives = [t.requires_grad for t in info(node).outputs]
     if binding is None:
         return replicated(len(operands), [type_of(n).requires_grad for n in operands], gives)
-    wants = [hasattr(n, "meta") and type_of(n).requires_grad for n in node.target.operands(node.kwargs)]
+    wants = list(map(wants_gradient, node.target.operands(node.kwargs)))
     return strategies_on_one_axis(binding, wants, gives, _blocks(binding, given))
 
 
