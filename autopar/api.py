@@ -1,9 +1,11 @@
 """`plan` and `autoparallelize`: the compiler in one sentence.
 
-graph = trace(model, meta_inputs)        # autopar/tracer      Module -> Graph
-space = shardings(graph, mesh)           # autopar/space       Graph  -> Space
-plan  = solve(space)                     # autopar/solver      Space  -> Plan
-model = lower(graph, plan)               # autopar/codegen     Plan   -> ParallelModule
+    graph = trace(model, meta_inputs)        # autopar/tracer      Module -> Graph
+    space = shardings(graph, mesh)           # autopar/space       Graph  -> Space
+    plan  = solve(space)                     # autopar/solver      Space  -> Plan
+    model = lower(graph, plan)               # autopar/codegen     Plan   -> ParallelModule
+
+`plan` goes up to the plan, in one process without devices; `autoparallelize` all the way, on every rank.
 """
 
 from __future__ import annotations
@@ -75,18 +77,35 @@ def plan(
 ) -> Plan:
     """The fastest plan found for one training step of `model` on `mesh`, with a bound on any: `plan.gap`.
 
-    Needs no device, no process group and no weights.
+    Needs no device, no process group and no weights. The model is not modified.
 
-    `meta_inputs` are example tensors (meta ones are enough) of the global shapes, as a dict or a tuple. `mesh` may be
-    "2x4", `memory_budget` "16GiB", `precision` "bf16", `optimizer` a name, the bytes of its states for each parameter,
-    or a class or an instance of torch.optim. `loss(outputs, inputs)` is planned with the model. `constraints` pin what
-    they name. With `accumulation`, a step is so many calls. The batch of a call passes in `microbatches`, forward and
-    backward of each together: the loss and the gradients are those of the whole batch, activations those of one; "auto"
-    takes more than one where the budget has no room otherwise. The loss head runs in `chunks` of rows, "auto" under a
-    budget: then logits are not kept, unless `outputs` asks for them. `outputs` names those beside the loss that
-    gradients arrive at, as autoparallelize is told. With `compile` the seconds are those of code that torch.compile
-    makes. `kernels` of these names take the place of ops on a GPU; True: those measured to be faster. After
-    `time_limit` seconds a plan that was found is not improved. The model is not modified.
+    Args:
+        model: The model as it runs on one device; its parameters may be on meta.
+        meta_inputs: Example tensors of the global shapes (meta ones are enough), as a dict or a tuple.
+        mesh: A mesh, its shape, "2x4", or a count of devices whose meshes are searched. None: the count of the job, or
+            of the cluster.
+        cluster: A cluster, its name, such as "h100-8x4", or the path of a profile. None: a generic machine.
+        memory_budget: Bytes a device, or text such as "16GiB". None: the memory of a device, less a tenth.
+        optimizer: A name, the bytes of its states for each parameter, or a class or an instance of torch.optim.
+        precision: A Precision, or the dtype of compute, such as "bf16". None: the model's own dtypes.
+        recompute: "auto", as little as the budget asks for; or a policy, by name or as a function.
+        loss: `loss(outputs, inputs)`, planned with the model.
+        parallel: A preset that the plan keeps to, such as "zero3", or a dictionary of its parts `data` and `tensor`.
+        constraints: Shardings of what is pinned, by names and patterns.
+        assume: What the model may take for granted about values.
+        strict: Whether an op without a rule is an error.
+        accumulation: Calls that make one optimizer step.
+        microbatches: Parts in which the batch of a call passes, forward and backward of each together: the loss and the
+            gradients are those of the whole batch, activations those of one part. "auto" takes more than one where the
+            budget has no room otherwise.
+        chunks: Parts of the rows in which the loss head runs; "auto" takes several under a budget. Logits are then not
+            kept, unless `outputs` asks for them.
+        kernels: Families of kernels that take the place of ops on a GPU. True: those measured to be faster.
+        solver: The solver of integer programs.
+        time_limit: Seconds after which a plan that was found is not improved.
+        gap: The distance from the bound, as a share of the step time, at which a plan is good enough.
+        outputs: Outputs beside the loss that gradients arrive at, as `autoparallelize` is told.
+        compile: Whether seconds are those of code that torch.compile makes.
     """
     started = time.monotonic()
     _refuse_parallel(model)
@@ -118,7 +137,7 @@ def plan(
 
 
 def _planned(request: Request, graph: Graph, started: float, traced: Callable[[Request], Graph]) -> Plan:
-    """The plan of a request; `traced` gives the graph of another one, where a letter looks for what would help."""
+    """The plan of a request; where there is none, a letter with remedies, for which `traced` traces other requests."""
     try:
         return request.plan(graph, started)
     except Infeasible as e:
@@ -140,21 +159,29 @@ def autoparallelize(
     timeout_s: float = 600.0,
     **planning: Any,
 ) -> torch.nn.Module:
-    """Turn `model` into its parallel self, in place, and return it.
+    """Turn `model` into its parallel self, in place, and return it: an instance of its own class, trained as before.
 
-    An instance of its own class, to be trained as before.
+    Runs on every rank (torchrun), or on one process. A model on meta is filled part by part: no rank ever holds it in
+    full.
 
-    Runs on every rank (torchrun), or on one process. `meta_inputs` are of the batch of all ranks; with `inputs="local"`
-    each rank then passes its own rows of it (`model.input_specs`, `model.sampler`), else all pass the same batch. Takes
-    a `plan`, or any of `autopar.plan`'s arguments; then rank 0 plans and the others receive. `sync` takes parameters
-    and buffers from rank 0. A model on meta gets its values from its own recipes (`init="module"`), or from the same
-    ones drawn by position (`init="counter"`), or from `weights`, a file or directory of safetensors: nothing is ever
-    there in full. `outputs` beside a loss are DTensors where the plan cuts them; whole with "full", all DTensors with
-    "sharded"; those that are named come whole, and may be given gradients. With `outputs="local"` beside
-    `inputs="local"` each rank gets its own rows of them, and a loss that is a mean over these rows is trained as that
-    of the whole batch. With `pad_to` calls of other lengths than `meta_inputs` run as those of the next multiple of it:
-    fewer programs. With `compile`, what stands between collectives is given to torch.compile (True, or the name of a
-    backend). No collective waits longer than `timeout_s` for another rank.
+    Args:
+        model: The model as it runs on one device.
+        meta_inputs: Example tensors of the batch of all ranks, as a dict or a tuple.
+        plan: The plan to follow. None: rank 0 makes one from `planning`, and the others receive it.
+        inputs: "global": all ranks pass the same batch. "local": each passes its own rows of it (`model.input_specs`,
+            `model.sampler`).
+        outputs: How outputs beside a loss leave. "auto": as DTensors where the plan cuts them; "full": whole;
+            "sharded": all as DTensors; names: these come whole, and may be given gradients. "local", beside
+            `inputs="local"`: each rank gets its own rows, and a loss that is a mean over these rows is trained as that
+            of the whole batch.
+        compile: True, or the backend of torch.compile that is given what stands between collectives.
+        sync: Whether parameters and buffers are taken from rank 0.
+        pad_to: Calls of other lengths than `meta_inputs` run as those of the next multiple of it: fewer programs.
+        init: Where a model on meta gets its values: "module", from its own recipes; "counter", from the same ones drawn
+            by position.
+        weights: A file or directory of safetensors that holds the values instead.
+        timeout_s: Seconds after which a collective that waits for another rank gives up.
+        **planning: Arguments of `autopar.plan`.
     """
     started = time.monotonic()
     own = {"inputs": inputs, "outputs": outputs, "compile": compile, "sync": sync, "pad_to": pad_to, "init": init}
@@ -260,7 +287,7 @@ def _backends() -> list[str]:
 
 
 def _is_fused(backend: str | None) -> bool:
-    """Does a backend of torch.compile fuse what only reads and writes?"""
+    """Whether a backend of torch.compile fuses ops that only read and write."""
     return backend == "inductor"
 
 
@@ -279,7 +306,7 @@ def _refuse_planning(plan: Plan | None, planning: Mapping[str, Any]) -> None:
 
 
 def _let_search_go(plan: Plan) -> None:
-    """Give up the space that a plan was chosen from: training would hold it, and needs it no more."""
+    """Release the space that a plan was chosen from: training has no use for it."""
     if plan.search is not None:
         plan.search.let_go()
 
@@ -292,7 +319,7 @@ def _check_graph(
     assume: Assume | None,
     outputs: str | Sequence[str],
 ) -> None:
-    """Raise a letter unless a plan is one of the model's on these inputs."""
+    """Raise a letter unless the model, on these inputs, has the graph that a plan is of."""
     request = Request.of(plan, loss=loss, assume=assume, outputs=outputs)
     check_plan(request.as_planned(request.trace(model, meta_inputs), plan), plan)
 
@@ -302,7 +329,7 @@ Plan.write_report = write_report
 
 
 def _in_words(value: Any) -> str:
-    """An argument as text that is the same for the same argument in another process."""
+    """An argument as text that is equal for equal arguments in other processes."""
     if isinstance(value, Plan):
         whole = json.dumps(value.to_dict(), sort_keys=True, default=str)
         return f"a plan on mesh {value.mesh}, {digest_of(whole)[:16]}"

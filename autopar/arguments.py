@@ -1,4 +1,4 @@
-"""The arguments of `autopar.plan`, read one by one: a letter for each that cannot be."""
+"""Readers of the arguments of `autopar.plan`: each gives what a caller means, or raises a letter."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _PRECISIONS = {
 
 
 def refuse_unserved(**arguments: tuple[Any, tuple[Any, ...]]) -> None:
-    """Raise a letter where an argument, given with the values that stages serve, is none of them."""
+    """Raise a letter for an argument that is none of the values that stages serve; each is (given, served)."""
     for name, (given, served) in arguments.items():
         if given not in served:
             raise NotServed(f"{name}={given!r} is not served by any stage yet", advice=f"leave {name} at its default")
 
 
 def kernels_of(given: Any) -> bool | tuple[str, ...]:
-    """The kernels that may take the place of ops: True, those measured to be faster; False; or families by name."""
+    """The families of kernels that may take the place of ops; True: those measured to be faster; False: none."""
     if isinstance(given, bool):
         return given
     names = (given,) if isinstance(given, str) else given
@@ -66,7 +66,7 @@ def check_gap(gap: Any) -> None:
 
 
 def check_recompute(policy: Any, known: Collection[str]) -> None:
-    """Raise a letter unless it is "auto", a policy that is known by name, or a function."""
+    """Raise a letter unless the policy is "auto", one that is known by name, or a function."""
     if not callable(policy) and not (isinstance(policy, str) and policy in ("auto", *known)):
         raise NotServed(
             f"recompute={policy!r} is no policy",
@@ -76,7 +76,7 @@ def check_recompute(policy: Any, known: Collection[str]) -> None:
 
 
 def check_kinds(solver: Any, strict: Any, loss: Any, assume: Any) -> None:
-    """Raise a letter unless each is of the type that it may have."""
+    """Raise a letter unless each of these arguments is of a type that it may have."""
     has_loss = loss is None or callable(loss)
     has_assume = assume is None or isinstance(assume, Assume)
     if not (isinstance(solver, str) and isinstance(strict, bool) and has_loss and has_assume):
@@ -88,9 +88,9 @@ def check_kinds(solver: Any, strict: Any, loss: Any, assume: Any) -> None:
 
 
 def optimizer_of(given: Any) -> str | float:
-    """An optimizer that is known by name, or the bytes of its states for each parameter.
+    """The name of a known optimizer, or the bytes of its states for each parameter.
 
-    From such a name or number, or from a class or an instance of torch.optim.
+    `given` is such a name or number, or a class or an instance of torch.optim.
     """
     if isinstance(given, str) and given.lower() in OPTIMIZERS:
         return given.lower()
@@ -110,10 +110,7 @@ def optimizer_of(given: Any) -> str | float:
 
 
 def _states_of(name: str, groups: Sequence[Any]) -> str | float | None:
-    """The name or bytes of an optimizer of torch.optim, by its options.
-
-    None where its states are not so simple.
-    """
+    """The name of an optimizer of torch.optim, or the bytes of its states by its options; None if not known."""
     has_momentum = any(group.get("momentum") for group in groups)
     if name in ("Adam", "AdamW"):
         return 12 if any(group.get("amsgrad") for group in groups) else "adamw"
@@ -125,7 +122,7 @@ def _states_of(name: str, groups: Sequence[Any]) -> str | float | None:
 
 
 def check_outputs(outputs: Any) -> None:
-    """Raise a letter unless it is a way in which outputs leave, or names of outputs."""
+    """Raise a letter unless `outputs` is a way in which outputs leave, or names of outputs."""
     if isinstance(outputs, str):
         is_known = outputs in ("auto", "full", "sharded", "local")
     else:
@@ -150,7 +147,7 @@ def check_accumulation(accumulation: Any) -> None:
 
 
 def check_number(name: str, given: Any) -> None:
-    """Raise a letter unless it is how many parts a batch, or the rows of a head, are to pass in."""
+    """Raise a letter unless `given` is "auto", or a number of parts in which a batch or its rows may pass."""
     is_whole = isinstance(given, int) and not isinstance(given, bool)
     if given != "auto" and not (is_whole and 1 <= given < 2**20):
         raise NotServed(
@@ -168,7 +165,7 @@ def check_time_limit(time_limit: Any) -> None:
 
 
 def precision_of(given: Any) -> Precision | None:
-    """A Precision from what a caller may pass: one, None, a name such as "bf16", or a dtype of torch."""
+    """The Precision that a caller means: one, None, a name such as "bf16", or a dtype of torch."""
     if given is None or isinstance(given, Precision):
         return given
     name = str(given).removeprefix("torch.").lower()
@@ -196,7 +193,7 @@ def check_timeout(timeout_s: Any) -> None:
 
 
 def backend_name(compile: Any, known: Callable[[], Sequence[str]]) -> str | None:
-    """The backend of torch.compile that is meant, among the `known`; None: code runs as it is emitted."""
+    """The backend that `compile=` asks torch.compile for, among the `known`; None where code runs as emitted."""
     if compile is False:
         return None
     backend = "inductor" if compile is True else compile
@@ -208,7 +205,7 @@ def backend_name(compile: Any, known: Callable[[], Sequence[str]]) -> str | None
 
 
 def budget_of(given: Any, cluster: Cluster) -> float:
-    """Bytes a device from what a caller may pass; infinite for no limit."""
+    """Bytes a device that a caller means, infinite for no limit; by default the device's memory less a reserve."""
     if given is None:
         return cluster.device.memory_bytes * (1 - RESERVE)
     number = given
@@ -231,7 +228,7 @@ def budget_of(given: Any, cluster: Cluster) -> float:
 
 
 def check_fits(devices: int, cluster: Cluster) -> None:
-    """Raise a letter where a cluster's name says how many devices it has, and those are fewer."""
+    """Raise a letter where the cluster's name says how many devices it has, and more are asked for."""
     has = cluster.devices_per_node * cluster.nodes
     if devices > has and re.search(r"-\d+x\d+$", cluster.name):
         nodes = -(-devices // cluster.devices_per_node)
@@ -244,7 +241,7 @@ def check_fits(devices: int, cluster: Cluster) -> None:
 
 
 def device_count(mesh: int | None, cluster: Cluster) -> int:
-    """The number of devices that meshes are searched for."""
+    """The number of devices whose meshes are searched: as given, of the job, or of the named cluster."""
     if mesh is not None:
         return mesh
     if world_size() > 1 or "WORLD_SIZE" in os.environ:

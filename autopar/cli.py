@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(asked: argparse.Namespace) -> None:
-    """Raise a letter about what can be seen to be wrong before anything is imported."""
+    """Raise a letter about arguments that can be seen to be wrong before anything is imported."""
     ranks = getattr(asked, "ranks", None)
     if ranks is not None and ranks < 1:
         raise BadSharding(f"--ranks {ranks} is no number of ranks")

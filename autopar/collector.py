@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def without_collections(working: Callable[P, T]) -> Callable[P, T]:
-    """Run a function while the garbage collector rests.
+    """A function that runs without garbage collections.
 
-    Tracing, planning and lowering make many small objects that all stay and hold no cycles. The collector
-    would look through them, and all of torch, again and again.
+    Tracing, planning and lowering make many small objects that all stay and hold no cycles. The collector would look
+    through them, and all of torch, again and again.
     """
 
     @functools.wraps(working)

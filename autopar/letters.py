@@ -20,7 +20,7 @@ _Kind = TypeVar("_Kind", bound="Letter")
 
 
 def among(names: Iterable[str], given: Any) -> str:
-    """The names that are known, for the line `with` of a letter, and which of them may have been meant."""
+    """The known names, and the one that may have been meant, as text for the line `with` of a letter."""
     known = list(names)
     folded = {name.lower(): name for name in known}
     near = difflib.get_close_matches(given.lower(), list(folded), n=1) if isinstance(given, str) else []
@@ -29,7 +29,7 @@ def among(names: Iterable[str], given: Any) -> str:
 
 
 class Letter(Exception):
-    """A sentence, then the lines `at`, `with`, `try` that apply."""
+    """An error for the user: a sentence, then the lines `at`, `with` and `try` that apply."""
 
     def __init__(self, what: str, *, at: str = "", seen: str = "", advice: str = "") -> None:
         self.what, self.at, self.seen, self.advice = what, at, seen, advice
@@ -41,11 +41,11 @@ class Letter(Exception):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What it was made of, by the names of arguments."""
+        """The parts of the letter, by the names of its arguments."""
         return {"what": self.what, "at": self.at, "seen": self.seen, "advice": self.advice}
 
     def but(self: _Kind, **changes: Any) -> _Kind:
-        """The same letter with other parts."""
+        """The same letter with some parts changed."""
         return type(self)(**{**self.parts, **changes})
 
     def __reduce__(self) -> tuple[Any, ...]:  # letters cross process boundaries whole
@@ -93,7 +93,7 @@ class BadCluster(Letter):
 
 
 class BadGraph(Letter):
-    """A graph that cannot be written, or a text that is none."""
+    """A graph that cannot be written, or a text that does not read as one."""
 
 
 class BadPlan(Letter):
@@ -103,7 +103,8 @@ class BadPlan(Letter):
 class Infeasible(Letter):
     """No plan satisfies what was asked.
 
-    Of a budget: the bytes that any plan needs, and those of the smallest plan that was found.
+    Where a budget is in the way, `needs` are the bytes that any plan needs, and `smallest` those of the smallest plan
+    that was found: infinite where parameters, gradients and optimizer states alone need more than the budget.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Infeasible(Letter):
 
     @property
     def is_of_states(self) -> bool:
-        """Is the budget exceeded by parameters, gradients and states of the optimizer alone, whatever a plan does?"""
+        """Whether parameters, gradients and optimizer states alone exceed the budget, whatever a plan does."""
         return self.needs > 0 and math.isinf(self.smallest)
 
 
@@ -147,10 +148,7 @@ class NotCertified(Letter):
 
 
 class Diverged(Letter):
-    """Copies differ between ranks, or a gradient is not that of a single device.
-
-    `autopar.watch` has looked.
-    """
+    """`autopar.watch` has found copies that differ between ranks, or a gradient that is not that of a single device."""
 
 
 class Consumed(Letter):

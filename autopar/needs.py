@@ -1,4 +1,4 @@
-"""Bytes of a step, estimated without a search: on how many devices it fits, and what would help where it does not."""
+"""The memory of a step, estimated without a search: how many devices it takes, and what helps where it does not fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ MOST_DEVICES = 4096
 
 
 class Fit(NamedTuple):
-    """The fewest devices of a kind that hold a step, and the bytes of each of them by kind."""
+    """The fewest devices of a kind that hold a step, and the bytes on each.
+
+    `states` are parameters, gradients and optimizer states; `kept` is saved for backward; `flying` is there for the
+    while: gathered parameters and the largest values.
+    """
 
     cluster: str
     room: float
@@ -38,7 +42,7 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes of a step on one device: what is cut over devices, and what is not. Nothing is recomputed."""
+    """Bytes of a step without recompute: what devices share (`states`), and what each holds whole (`gathered`)."""
 
     graph: Graph
     states: float  # parameters, gradients and states of the optimizer
@@ -56,13 +60,13 @@ class Needs:
         return Needs(graph, states, 2 * narrow * max(blocks.values(), default=0))
 
     def on(self, kind: str, request: Request) -> Fit:
-        """On how many devices of a kind it fits: in the budget, or in the memory of one less a reserve."""
+        """The fewest devices of a kind on which the step fits: in the budget, or in their memory less a reserve."""
         cluster = Cluster.of(kind)
         has_budget = request.memory_budget is not None
         return self.within(request.budget if has_budget else cluster.device.memory_bytes * (1 - RESERVE), cluster, kind)
 
     def within(self, room: float, cluster: Cluster, kind: str = "") -> Fit:
-        """On how many devices it fits in so many bytes."""
+        """The fewest devices, among powers of two, on which the step fits in `room` bytes each."""
         kept = saved_bytes(self.graph, cluster, emitted=True)
         largest = max(type_.nbytes for node in self.graph.nodes for type_ in info(node).outputs)
         for n in (2**k for k in range(MOST_DEVICES.bit_length())):
@@ -74,7 +78,7 @@ class Needs:
 
 
 def with_remedies(letter: Infeasible, request: Request, graph: Graph, traced: Callable[[Request], Graph]) -> Infeasible:
-    """The letter about a budget that nothing fits, with what would help: devices, precision, or what was ruled out.
+    """The letter about a budget that no plan fits, with what would help: devices, precision, or arguments to free.
 
     `traced` gives the graph of another request of the same model.
     """
@@ -87,7 +91,7 @@ def with_remedies(letter: Infeasible, request: Request, graph: Graph, traced: Ca
 
 
 def _ruled_out(letter: Infeasible, request: Request) -> Iterator[str]:
-    """Arguments that keep the search from what saves memory."""
+    """Advice about arguments that keep the search from saving memory."""
     if letter.is_of_states:
         return  # nothing of it makes these less
     for name, rules_out in (("recompute", "none"), ("microbatches", 1), ("chunks", 1)):
@@ -96,7 +100,7 @@ def _ruled_out(letter: Infeasible, request: Request) -> Iterator[str]:
 
 
 def _devices(request: Request, graph: Graph, traced: Callable[[Request], Graph]) -> Iterator[str]:
-    """Estimates of how many devices would do, as it was asked and in half the precision."""
+    """Advice about how many devices would do, as the request is and with bfloat16."""
     asks: list[tuple[str, dict[str, Any]]] = [("", {})]
     if request.precision is None:
         asks.append(('precision="bf16"', {"precision": Precision("bfloat16", "float32")}))

@@ -27,9 +27,9 @@ _SMALL = 1e-6  # beside a norm that is divided by, as in torch's clip_grad_norm_
 class AdamW(torch.optim.Optimizer):
     """AdamW whose states are in single precision, whatever the parameters' dtype.
 
-    A parameter of sixteen bits has a master copy in single precision, of which it is the rounded one. `max_norm` is
-    the largest norm that all gradients together may have: what is over it they are scaled by in the step itself, and
-    `grad` stays as it is. `norm` is that of the last step.
+    A parameter of sixteen bits has a master copy in single precision, and holds its rounded value. `max_norm` is the
+    largest norm that all gradients together may have: the step itself scales larger ones, and `grad` stays as it is.
+    `norm` is the norm at the last step, before scaling; None where nothing is clipped.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step of all parameters that have a gradient; what the closure returns, if there is one."""
+        """Step all parameters that have a gradient; returns what the closure returns, None without one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -89,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
         adamw.step(_local(parameter), _local(gradient), average, squares, master, scale, rates)
 
     def _scale(self) -> Tensor | None:
-        """The number that gradients are multiplied by, so that their norm is no more than `max_norm`."""
+        """The factor, at most 1, that brings the norm of all gradients to `max_norm`; None where nothing is clipped."""
         if self.max_norm is None:
             return None
         all_ = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -104,7 +104,7 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this optimizer or of torch's; they stay in single precision.
 
-        Without a master copy, as in torch's checkpoints, it is made of the parameter.
+        Where a master copy is missing, as in torch's checkpoints, the next step makes it from the parameter.
         """
         super().load_state_dict(state_dict)  # of a parameter of sixteen bits it rounds them
         places = [i for group in state_dict["param_groups"] for i in group["params"]]

@@ -1,4 +1,4 @@
-"""Run the passes of a stage: one after the other, each checked, and the one that is asked for printed.
+"""Run the passes of a stage in order; verify the graph after each, and print it around the pass that is asked for.
 
     AUTOPAR_PRINT=drop_round_trips python train.py          # that graph before and after that pass, on stderr
 
@@ -56,7 +56,7 @@ def _names_once(passes: Iterable[Callable[..., Any]]) -> list[str]:
 
 
 def _printed_pass() -> str:
-    """The pass that the environment asks to print, "" for none; an error where there is no such pass."""
+    """The pass that the environment asks to print, "" for none; a letter where no pass has that name."""
     wanted = os.environ.get(VARIABLE, "")
     if not wanted:
         return ""

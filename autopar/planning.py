@@ -1,4 +1,4 @@
-"""`Planning`: a request for one graph, on one mesh or another: its space, and what is searched in it.
+"""`Planning`: the search for a plan of one graph, on one mesh or another.
 
 Where the fastest plan does not fit in the budget, the loss head runs in chunks (`turns/head.py`), and the search goes
 on with recompute.
@@ -44,19 +44,19 @@ _MOST_TRIED = 4  # constraints that are left out one at a time to see which a bu
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """A request for a graph, on one mesh or another."""
+    """A request for one graph, to be planned on one mesh or another."""
 
     request: Any  # the `Request`, which stands above
     graph: Graph
     until: float  # a time of the monotonic clock, after which a plan that was found is not improved
     why_whole: str = ""  # why the loss head does not run in chunks under a budget
-    is_trial: bool = False  # is there another way to ask, if nothing fits?
-    is_tight: bool = False  # is it known that the fastest plan does not fit in the budget?
-    apart: frozenset[str] = frozenset()  # results of groups of ops in whose place no kernel stands, though one could
+    is_trial: bool = False  # whether the caller plans otherwise if nothing fits
+    is_tight: bool = False  # whether the fastest plan is known not to fit in the budget
+    apart: frozenset[str] = frozenset()  # results of groups of ops that a kernel could stand for and does not
 
     @without_collections
     def on(self, mesh: DeviceMesh, known: float = math.inf) -> Plan:
-        """The fastest plan on a mesh. `known` are the seconds of a plan on another mesh."""
+        """The fastest plan on a mesh. `known` is the step time, in seconds, of a plan on another mesh."""
         asked = self.request
         if self.graph.turns > 1 and TIME in mesh.axes:
             raise NotServed(
@@ -84,7 +84,7 @@ class Planning:
             raise e.but(seen=seen, advice=advice) from e
 
     def _in_the_way(self, mesh: DeviceMesh) -> str:
-        """The constraints that a budget breaks on: there is a plan without them."""
+        """Text about the constraints that a budget breaks on: those without which there is a plan."""
 
         def fits(**freer: Any) -> bool:
             planning = replace(self, request=replace(self.request, **freer))
@@ -107,15 +107,15 @@ class Planning:
         return f"there is one without {' or without '.join(guilty) if guilty else 'all of the constraints together'}"
 
     def _stored_apart(self, mesh: DeviceMesh) -> str:
-        """Words about what stands on each device, if the constraints left it in parts on all of them."""
+        """Text about the bytes of parameters, gradients and states, if they were divided among all devices."""
         stands = bytes_that_stand(self.graph, self.request.optimizer)
         return f"on all {mesh.size} devices in parts it takes {size(stands / mesh.size)}"
 
     def _with_kernels(self, mesh: DeviceMesh, known: float) -> Plan:
-        """The plan in which kernels hold as little as they are counted to.
+        """The plan in which every kernel that is counted can also stand among the ops, with no conversion in between.
 
-        A group of ops in whose place one could stand is counted as one kernel. Where a plan puts a conversion among its
-        ops, they are counted as ops, and it is planned again.
+        A group of ops that one kernel could stand for is counted as that kernel. Where a plan puts a conversion among
+        them, no kernel can: they are counted as ops, and it is planned again.
         """
         plan = self._planned(mesh, known)
         if not plan.kernels or not is_traced(self.request.hardware.device.kernels):
@@ -132,14 +132,14 @@ class Planning:
         return replace(self, request=replace(self.request, kernels=False))._planned(mesh, known)
 
     def _planned(self, mesh: DeviceMesh, known: float) -> Plan:
-        """The plan on a mesh; where the fastest one does not fit in the budget, one of those that do."""
+        """The fastest plan on a mesh; where that does not fit in the budget, one that does."""
         try:
             return self._by_preset(mesh, known)
         except _DoesNotFit as e:
             return self._under_budget(e.space, mesh, known)
 
     def _by_preset(self, mesh: DeviceMesh, known: float) -> Plan:
-        """The plan on a mesh, by a preset or freely."""
+        """The plan on a mesh, by the preset that the request names, or freely."""
         parallel, defaults = self.request.parallel, self.request.defaults(self.graph)
         if parallel is None:
             return self._solved(mesh, known, defaults)
@@ -158,7 +158,7 @@ class Planning:
     def _solved(
         self, mesh: DeviceMesh, known: float, defaults: Sequence[tuple[str, str]], preset: Preset | None = None
     ) -> Plan:
-        """The fastest plan of the space on a mesh that fits in the budget."""
+        """The fastest plan on a mesh that fits in the budget."""
         asked = self.request
         setting = Setting(
             mesh,
@@ -196,11 +196,10 @@ class Planning:
         return self._fastest(wide, asked.budget, defaults)
 
     def _under_budget(self, space: Space, mesh: DeviceMesh, known: float) -> Plan:
-        """The plan where the fastest one does not fit.
+        """The plan where the fastest one does not fit: the loss head runs in chunks where they are nearly free.
 
-        The loss head runs in chunks where that takes next to no time.
-
-        Where it takes some, the fastest of fewer chunks and of the whole head, under one bound.
+        Where they are not, it is the fastest of plans with these chunks, fewer, and a whole head, under the least of
+        their bounds.
         """
         keeps = self.request.keeps_outputs
         found = head_of(self.graph, keeps)
@@ -262,21 +261,21 @@ class Planning:
         )
 
     def _said_of_bound(self) -> list[tuple[str, str]]:
-        """Words about the bound where it is not that of any plan."""
+        """A line of text where the bound holds only for plans that keep to a preset or constraints."""
         asked = self.request
         pins = [f"parallel={asked.parallel!r}"] if asked.parallel is not None else []
         pins += ["the constraints"] if asked.constraints else []
         return [("bound", f"of plans that keep to {' and '.join(pins)}")] if pins else []
 
     def _said_of_head(self) -> list[tuple[str, str]]:
-        """Words about the loss head under a budget, where there is something to say."""
+        """A line of text about the loss head under a budget, where there is something to say."""
         if self.graph.chunks > 1:
             return [("head", f"in {self.graph.chunks} chunks of rows, whose logits are not kept")]
         return [("head", f"whole: {self.why_whole}")] if self.why_whole else []
 
 
 def _said_of_groups(apart: frozenset[str]) -> list[tuple[str, str]]:
-    """Words about groups of ops in whose place no kernel stands, though one could."""
+    """A line of text about the groups of ops that a kernel could stand for and does not."""
     if not apart:
         return []
     few = ", ".join(sorted(apart)[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
@@ -284,7 +283,7 @@ def _said_of_groups(apart: frozenset[str]) -> list[tuple[str, str]]:
 
 
 def _of_the_smaller(letter: Infeasible, smallest: float, chunks: int) -> Infeasible:
-    """The letter about the whole head, or where a plan with a head in chunks is smaller, of that."""
+    """The letter about a whole loss head, which names the plan with a head in chunks where that is smaller."""
     if not smallest < letter.smallest:
         return letter
     return letter.but(
@@ -304,7 +303,7 @@ class _DoesNotFit(Exception):
 
 
 def _seconds_of_chunks(space: Space, head: Head, plan: Plan) -> float:
-    """Seconds that the head of a plan takes in chunks over the fastest choices of its ops where it is whole."""
+    """Seconds that a plan's loss head takes in chunks beyond the fastest choices of its ops where it is whole."""
     ops = {info(node).key for node in head.ops}
     least = sum(float(site.seconds.min()) for site in space.sites if site.name in ops)
     takes = sum(d.seconds for name, d in plan.decisions.items() if name in ops or d.op in ("chunk", "added_up"))

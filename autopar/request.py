@@ -143,7 +143,7 @@ class Request:
     def plan(self, graph: Graph, started: float = math.inf) -> Plan:
         """The fastest plan found for a graph, on the mesh that is asked for or on the best one.
 
-        `started` a time of the monotonic clock, from which the time limit counts.
+        `started` is the time of the monotonic clock from which the time limit counts.
         """
         began = time.monotonic()
         found = self._plan(graph, started)
@@ -153,7 +153,7 @@ class Request:
         return found
 
     def _beside(self, graph: Graph, mesh: DeviceMesh, turns: int) -> tuple[Beside, ...]:
-        """Experts' plans of a graph on a mesh, without a budget and whatever is pinned."""
+        """Step time and memory of plans by well-known presets on a mesh, without a budget or constraints."""
         freer: dict[str, Any] = {"mesh": mesh, "memory_budget": math.inf, "constraints": None, "microbatches": turns}
         found = []
         for name in _BESIDE:
@@ -165,7 +165,7 @@ class Request:
         return tuple(found)
 
     def _plan(self, graph: Graph, started: float = math.inf) -> Plan:
-        """The fastest plan found for a graph."""
+        """The fastest plan found for a graph; with "auto", in as few micro-batches as fit in the budget."""
         until = math.inf if self.time_limit is None else started + self.time_limit
         if self.microbatches != "auto":
             return self._on_meshes(Planning(self, self._in_turns(graph, int(self.microbatches)), until))
@@ -185,16 +185,16 @@ class Request:
         raise _of_the_smallest(letters)
 
     def as_planned(self, graph: Graph, plan: Plan) -> Graph:
-        """The graph that a plan is of: that of one of its micro-batches, with the head in its chunks."""
+        """The graph that a plan is of: one of its micro-batches, with the loss head in its chunks."""
         return in_chunks(self._turned(graph, plan.microbatches), plan.chunks, self.keeps_outputs)
 
     @property
     def keeps_outputs(self) -> bool:
-        """Are outputs beside a loss wanted, whatever it takes to keep them?"""
+        """Whether outputs beside the loss are wanted, whatever it takes to keep them."""
         return self.outputs != "auto"
 
     def _in_turns(self, graph: Graph, turns: int) -> Graph:
-        """The graph of one of so many micro-batches, with its head in as many chunks as are asked for."""
+        """The graph of one of `turns` micro-batches, with the loss head in the number of chunks that is asked for."""
         made = self._turned(graph, turns)
         if self.chunks in ("auto", 1):
             return made
@@ -205,7 +205,7 @@ class Request:
         return chunked
 
     def _turned(self, graph: Graph, turns: int) -> Graph:
-        """The graph of one of so many micro-batches of a batch, with the outputs that were asked for."""
+        """The graph of one of `turns` micro-batches, with the outputs that are asked for."""
         if turns > 1 and self.outputs == "sharded":
             raise NotServed(
                 "outputs='sharded' and micro-batches: rows of a turn lie otherwise than those of the batch",
@@ -225,9 +225,9 @@ class Request:
         return planning.on(mesh)
 
     def plan_again(self, graph: Graph, first: Plan, has_gradients: bool = True) -> Plan:
-        """A plan of another graph of the same model, with parameters stored as in the first.
+        """A plan of another graph of the same model, with parameters stored as in the first plan.
 
-        The rest of the request holds where it can.
+        Where no plan is found, constraints and preset are dropped, then the budget.
         """
         before, axes, asked = first.parameters, first.mesh.axes, dict(self.constraints or {})
         stored = {escape(name): f"{before[name].text(axes) if name in before else 'R'}; *" for name in graph.parameters}
@@ -250,7 +250,7 @@ class Request:
         raise letter
 
     def _turns_again(self, graph: Graph) -> tuple[int | str, int | str]:
-        """Micro-batches and chunks of another batch: as many of those that are asked for as share its rows."""
+        """Micro-batches and chunks for another batch: the greatest common divisors of those asked for and its rows."""
 
         def shared(asked: int | str, rows: int) -> int | str:
             return asked if asked == "auto" else math.gcd(int(asked), rows)
@@ -259,7 +259,7 @@ class Request:
         return shared(self.microbatches, rows_of_batch(graph)), shared(self.chunks, 1 if head is None else head.rows)
 
     def defaults(self, graph: Graph) -> list[tuple[str, str]]:
-        """The meaning of each argument that was left at its default, and of a time limit."""
+        """Lines of text about what each argument means that was left at its default, and about a time limit."""
         said = []
         if self.cluster is None:
             said.append(("cluster", "generic: a documented stand-in, no machine was measured"))
@@ -284,15 +284,15 @@ class Request:
 
 
 def _count_or_mesh(given: Any) -> Any:
-    """A mesh as it was given; text of one number as a count of devices, whose meshes are searched."""
+    """A mesh as it was given; text of one number as an integer, a count of devices whose meshes are searched."""
     return int(given) if isinstance(given, str) and given.strip().isdecimal() else given
 
 
 def _may_fit(letters: Mapping[int, Infeasible], budget: float) -> bool:
-    """May more turns fit, after these did not?
+    """Whether more turns may fit in the budget, after these did not.
 
-    At best a part of what they need goes by the rows of a turn: the last two say how large it is, and what is left
-    without it. Of few turns the smallest plans are not known as well as that.
+    At best a part of what they need is proportional to the rows of a turn: the last two numbers of turns say how large
+    that part is, and what is left without it. The first few smallest plans are not known well enough to say.
     """
     *_, last = letters
     if letters[last].is_of_states:
@@ -305,7 +305,7 @@ def _may_fit(letters: Mapping[int, Infeasible], budget: float) -> bool:
 
 
 def _of_the_smallest(letters: Mapping[int, Infeasible]) -> Infeasible:
-    """The letter about the whole batch at once; where a plan in micro-batches that was met is smaller, of that too."""
+    """The letter about the whole batch, which names the plan in micro-batches where one was found to be smaller."""
     whole, turns = letters[1], min(letters, key=lambda turns: letters[turns].smallest)
     smallest = letters[turns].smallest
     if not smallest < whole.smallest:
@@ -319,7 +319,7 @@ def _of_the_smallest(letters: Mapping[int, Infeasible]) -> Infeasible:
 
 
 def _numbers_of_turns(rows: int) -> Iterator[int]:
-    """The numbers that share the rows of a batch, from one on: each at least a third more than the one before."""
+    """Divisors of the rows of a batch, from 1 on, each at least a third more than the one before."""
     before = 0
     for turns in range(1, max(rows, 1) + 1):
         if rows % turns == 0 and 3 * turns >= 4 * before:
@@ -328,7 +328,7 @@ def _numbers_of_turns(rows: int) -> Iterator[int]:
 
 
 def _matching(graph: Graph, patterns: Mapping[str, Any]) -> set[str]:
-    """Patterns that speak of something in this graph: another batch may not reach all that the first did."""
+    """The patterns that match a name in this graph: another batch may not reach all that the first did."""
     names = {"out"}
     for node in graph.nodes:
         about = info(node)

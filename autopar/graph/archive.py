@@ -35,7 +35,7 @@ VERSION = 2
 
 
 def write(graph: Graph) -> str:
-    """The graph as text that `read_fields` reads."""
+    """The graph as JSON text that `read_fields` reads."""
     return json.dumps(
         {
             "autopar_graph": VERSION,
@@ -58,7 +58,7 @@ def write(graph: Graph) -> str:
 
 
 def read_fields(text: str) -> dict[str, Any]:
-    """The fields of the graph that `write` wrote. A text that does not read as one is a letter."""
+    """The fields of the graph that `write` wrote as text; a letter where the text does not read as one."""
     try:
         data = json.loads(text)
         if data.get("autopar_graph") != VERSION:
@@ -113,9 +113,9 @@ def _spec(spec: pytree.TreeSpec) -> str:
 
 
 def _read_spec(text: str) -> pytree.TreeSpec:
-    """Plain containers, and classes with fields that are already known.
+    """The pytree structure that a text writes, of plain containers and of dataclasses that are already registered.
 
-    Torch's own reader would import what a defaultdict names.
+    Torch's own reader would import the module that a defaultdict names.
     """
 
     def check(spec: Any) -> None:
@@ -162,7 +162,7 @@ def _node(node: fx.Node) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    """A value as JSON; one that JSON has no word for is an object with one key."""
+    """A value as JSON; one of a kind that JSON lacks is an object with one key, the name of its kind."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int) and not hasattr(value, "name"):
@@ -180,7 +180,7 @@ def _value(value: Any) -> Any:
 
 
 def _a(*types: type) -> Callable[[Any], bool]:
-    """Is a value of one of these types?"""
+    """A predicate that is true for values of these types."""
     return lambda value: isinstance(value, types)
 
 
@@ -264,7 +264,7 @@ def _read_node(made: fx.Graph, nodes: dict[str, fx.Node], entry: dict[str, Any])
 
 
 def _own(name: str) -> Op:
-    """The op of a function that is in no line of the vocabulary."""
+    """The op of a function that is not in the vocabulary of canonical ops."""
     function = _function(name)
     return by_own_name(function, (), {})[0]
 

@@ -1,6 +1,4 @@
-"""Repetition in a graph: calls that are alike, and blocks of them.
-
-Layers `h.0`, `h.1`, ... that run the same ops on the same shapes, wired the same way.
+"""Repetition in a graph: calls that are alike, and blocks of ops that are alike, such as layers `h.0`, `h.1`.
 
 A block is what runs under one numbered module path. Two are alike if their ops, arguments, types, relative module paths
 and parameters agree, and every operand comes from the same place: the same op of the block, the same parameter of the
@@ -36,9 +34,9 @@ class Repeat:
 
 
 def repeated_blocks(graph: Graph) -> tuple[Repeat, ...]:
-    """The classes of two and more blocks that are alike.
+    """The groups of two or more blocks that are alike.
 
-    Where outer blocks are not, the blocks inside them are looked at.
+    Where outer blocks are not alike, the blocks inside them are compared.
     """
     found: list[Repeat] = []
     open_nodes = [n for n in graph.nodes if info(n).kind in ("op", "part") and op_name(n) != "identity"]
@@ -61,9 +59,9 @@ def repeated_blocks(graph: Graph) -> tuple[Repeat, ...]:
 
 
 def calls(graph: Graph) -> dict[fx.Node, int]:
-    """A number for each op's node, the same for calls that are alike.
+    """A number for each op node, equal for calls of one op with equal arguments on operands of equal types.
 
-    They call the same op with equal arguments on operands of equal types. What holds of one holds of all.
+    What is found out about one of these calls holds for all.
     """
     numbers: dict[Any, int] = {}
     found: dict[fx.Node, int] = {}
@@ -82,7 +80,7 @@ def calls(graph: Graph) -> dict[fx.Node, int]:
 
 
 def _given(value: Any, met: dict[fx.Node, int]) -> Any:
-    """An argument as something to compare: a tensor is its type, and which of the call's tensors it is."""
+    """An argument in a form to compare; a tensor is its type, and its index among the tensors of the call."""
     if isinstance(value, fx.Node):
         return met.setdefault(value, len(met)), info(value).outputs[0]
     if isinstance(value, (tuple, list)):
@@ -91,7 +89,7 @@ def _given(value: Any, met: dict[fx.Node, int]) -> Any:
 
 
 def _is_fan_out(node: fx.Node) -> bool:
-    """Is it the identity through which a value with several uses passes? It is told by its uses."""
+    """Whether a node is the identity through which a value with several uses passes; it is told by these uses."""
     return op_name(node) == "identity"
 
 

@@ -13,14 +13,14 @@ from autopar.letters import NotCaptured
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """Inputs as a model was called with them."""
+    """The arguments with which a model was called."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def as_call(meta_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """args and kwargs from what a caller may pass: a dict (or mapping), a tuple, one tensor, or a `Call`."""
+    """args and kwargs from what a caller may pass: a mapping, a tuple or list, one tensor, or a `Call`."""
     if isinstance(meta_inputs, Call):
         return meta_inputs.args, meta_inputs.kwargs
     if isinstance(meta_inputs, Tensor):
@@ -36,7 +36,7 @@ def as_call(meta_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """A name for every leaf of the inputs: its keyword, or its position."""
+    """A name for every leaf of the inputs: its keyword or its position, and the path inside."""
     return [
         pytree.keystr(path[1:]).strip("[]'").replace("']['", ".").replace("][", ".").replace("'", "")
         for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]
@@ -44,7 +44,7 @@ def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
 
 
 def output_names(outputs: Any, has_loss: bool) -> list[str]:
-    """A name for every leaf of the outputs; that of `loss=` comes first."""
+    """A name for every leaf of the outputs; the first is "loss" where the caller has given a `loss=`."""
     names = [
         pytree.keystr(path).lstrip(".").strip("[]'").replace("'", "").replace("][", ".") or "out"
         for path, _ in pytree.tree_flatten_with_path(outputs)[0]
@@ -53,7 +53,7 @@ def output_names(outputs: Any, has_loss: bool) -> list[str]:
 
 
 def learn_dataclasses(value: Any) -> None:
-    """Tell torch's pytree of the dataclasses among inputs or outputs: structures like any other."""
+    """Register the dataclasses among inputs or outputs with torch's pytree, as structures like any other."""
     if isinstance(value, dict):
         children = list(value.values())
     elif isinstance(value, (list, tuple)):
@@ -71,7 +71,7 @@ def learn_dataclasses(value: Any) -> None:
 
 
 def without_caches(outputs: Any) -> tuple[Any, tuple[str, ...]]:
-    """The outputs with None in the place of key-value caches, and a line for each: they serve generation."""
+    """The outputs with None in place of key-value caches, which serve generation, and a line of text for each."""
     dropped: list[str] = []
 
     def is_cache(value: Any) -> bool:

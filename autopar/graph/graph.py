@@ -55,12 +55,13 @@ __all__ = [  # the value, the entries of its nodes, and runs of it on tensors
 
 @dataclass(frozen=True, slots=True)
 class Assume:
-    """Assumptions that the caller declares, and the graph repeats.
+    """Assumptions about values that the caller declares, and the graph repeats.
 
-    no_padding    attention masks are all ones, and a row is one sequence: Hugging Face models then use is_causal=True
-                  and no mask tensors
-    finite        no value is inf or nan
-    branches      {"model.py:84": True}: the condition at that line of the user's code
+    Attributes:
+        no_padding: Attention masks are all ones, and a row is one sequence: Hugging Face models then use is_causal=True
+            and no mask tensors.
+        finite: No value is inf or nan.
+        branches: Conditions by the line of the user's code at which they stand: {"model.py:84": True}.
     """
 
     no_padding: bool = False
@@ -74,7 +75,7 @@ class Assume:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """One training step's forward: what the tracer gives, and every later stage reads."""
+    """The forward of one training step, as canonical ops: the tracer makes it, and every later stage reads it."""
 
     fx: fx.Graph = field(repr=False)
     input_spec: pytree.TreeSpec = field(repr=False)  # of (args, kwargs)
@@ -89,9 +90,9 @@ class Graph:
     # ("parameter name" or "buffer name", its type): tensors that the model holds and no op reads
     unread: tuple[tuple[str, TensorType], ...] = ()
     backward_from: tuple[str, ...] = ()  # outputs beside the loss that gradients arrive at
-    turns: int = 1  # micro-batches in which its batch passes, of which it is one
-    in_turns: tuple[str, ...] = ()  # inputs of which it takes the rows of one
-    # outputs that are rows of one: of each the dim
+    turns: int = 1  # number of micro-batches in which a batch passes; the graph is of one
+    in_turns: tuple[str, ...] = ()  # inputs of which the graph takes the rows of one micro-batch
+    # outputs that hold the rows of one micro-batch, each with the dim of these rows
     rows_out: tuple[tuple[str, int], ...] = ()
     idle: tuple[IdleHook, ...] = field(default=(), repr=False)  # calls of hooks that do nothing to it; not written
 
@@ -112,9 +113,10 @@ class Graph:
         return {info(n).key: n for n in self.nodes if info(n).kind == "input"}
 
     def copies_of_input(self, node: fx.Node) -> int:
-        """The number of times that an input or buffer is held as its node has it.
+        """How many times an input or buffer is held, in units of what its node takes.
 
-        All of a batch is there while its rows pass in turns; where a turn also has all of it, it is counted there.
+        All micro-batches of an input are held while they pass in turns. Where the graph also reads the whole batch, it
+        is counted at the node that does, and not here.
         """
         about = info(node)
         if about.key not in self.in_turns:
@@ -124,12 +126,12 @@ class Graph:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks in which its loss head runs."""
+        """The number of chunks in which the loss head runs."""
         return max((info(n).chunks for n in self.nodes), default=1)
 
     @property
     def passed(self) -> list[str]:
-        """Names of the inputs that a caller passes: one of which turns also have all is one."""
+        """Names of the inputs that a caller passes; one that is read both by micro-batch and whole counts once."""
         first: dict[Any, str] = {}
         for name, node in self.inputs.items():
             first.setdefault(node.target, name)
@@ -142,7 +144,10 @@ class Graph:
 
     @property
     def loss(self) -> int | None:
-        """The place of the scalar loss among the outputs: the one called so, or the only one with a gradient."""
+        """The index of the scalar loss among the outputs: the one called "loss", or the only one with a gradient.
+
+        None where there is no such output.
+        """
         scalars = [
             i
             for i, t in enumerate(info(self.output).outputs[: len(self.output_names)])
@@ -155,7 +160,7 @@ class Graph:
 
     @property
     def differentiable(self) -> tuple[int, ...]:
-        """The outputs that gradients arrive at: the loss, and which are named; where there is no loss, all."""
+        """Indices of the outputs that gradients arrive at: the loss and `backward_from`, or all if there is no loss."""
         types, loss = info(self.output).outputs, self.loss
         return tuple(
             i
@@ -165,14 +170,16 @@ class Graph:
 
     @property
     def is_random(self) -> bool:
-        """Does it draw random numbers?"""
+        """Whether any op draws random numbers."""
         return any(info(n).random >= 0 for n in self.nodes)
 
     def without_dropout(self) -> Graph:
-        """The same, where dropout drops nothing.
+        """Set the probability of every dropout to zero, in place, and return the graph.
 
-        before    y = dropout(x, p=0.1)
-        after     y = dropout(x, p=0.0)
+            before    y = dropout(x, p=0.1)
+            after     y = dropout(x, p=0.0)
+
+        So is the `dropout_p` of attention.
         """
         for node in self.nodes:
             if info(node).kind == "op" and info(node).random >= 0:
@@ -183,7 +190,7 @@ class Graph:
 
     @property
     def digest(self) -> str:
-        """A fingerprint of the ops, shapes, names and structures: a plan belongs to the graphs that have it."""
+        """A fingerprint of the ops, shapes, names and structures; a plan belongs to the graphs of one digest."""
         said = (
             str(self),
             str(self.training),
@@ -232,12 +239,12 @@ class Graph:
         return Graph(**read_fields(text))
 
     def module(self, model: torch.nn.Module) -> Replay:
-        """A module that re-executes the graph on the parameters of `model`."""
+        """A module that runs the graph, node by node, on the parameters of `model`."""
         return Replay(self, model)
 
 
 class Replay(torch.nn.Module):
-    """The graph, run node by node on a model's own parameters."""
+    """A module that runs a graph, node by node, on the parameters of a model."""
 
     def __init__(self, graph: Graph, model: torch.nn.Module) -> None:
         super().__init__()
@@ -277,7 +284,7 @@ class Replay(torch.nn.Module):
 
 
 def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
-    """A parameter, a buffer, or a tensor that a module holds as an attribute, in a list or in a dict."""
+    """The tensor under a dotted name: a parameter, a buffer, or an attribute of a module, maybe in a list or dict."""
     at: Any = model
     for part in name.split("."):
         if isinstance(at, (list, tuple)):
@@ -290,7 +297,7 @@ def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def write_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    """Give a buffer its new value; one that is made while running gets a new tensor."""
+    """Give a buffer its new value: in place where shape and dtype are the same, else as a new tensor."""
     path, _, last = name.rpartition(".")
     owner: Any = model
     for part in path.split(".") if path else ():
@@ -306,7 +313,7 @@ def write_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None
 
 
 def bind_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a call by placeholder name. The structure must be the traced one."""
+    """The tensors of a call by placeholder name; a letter where structure or constants are not as traced."""
     leaves, spec = pytree.tree_flatten((args, in_traced_order(graph, kwargs)))
     if spec != graph.input_spec:
         raise BadInput(
@@ -324,13 +331,13 @@ def bind_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def in_traced_order(graph: Graph, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keywords come in any order."""
+    """The keyword arguments in the order of the traced call; as they are where the names differ."""
     order = graph.input_spec.child(1).context
     return {k: kwargs[k] for k in order} if set(order) == set(kwargs) else kwargs
 
 
 def build_outputs(graph: Graph, tensors: list[Any]) -> Any:
-    """The model's own output structure around these tensors."""
+    """The tensors in the structure of the model's own outputs."""
     return pytree.tree_unflatten(
         [tensors[leaf.position] if isinstance(leaf, Leaf) else leaf for leaf in graph.output_leaves], graph.output_spec
     )
@@ -354,7 +361,7 @@ def _line(node: fx.Node) -> str:
 
 
 def _stops_gradients(node: fx.Node) -> bool:
-    """Was it recorded without a gradient, where its operands and its dtype have one?"""
+    """Whether a node was recorded without a gradient, though its dtype and an operand have one."""
     outputs = info(node).outputs
     if op_name(node) == "detach" or any(t.requires_grad for t in outputs):
         return False
@@ -363,6 +370,6 @@ def _stops_gradients(node: fx.Node) -> bool:
 
 
 def rows_of_batch(graph: Graph) -> int:
-    """The rows of the batch: the first dim that most inputs have, or the first of them."""
+    """The rows of the batch: the commonest first dim of the inputs, the first of equally common ones; 1 without any."""
     first = Counter(type_of(n).shape[0] for n in graph.inputs.values() if type_of(n).shape)
     return first.most_common(1)[0][0] if first else 1

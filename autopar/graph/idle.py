@@ -17,7 +17,7 @@ HELD_BY = ("_forward_pre_hooks", "_forward_hooks")  # the attributes of a module
 
 @dataclass(frozen=True, slots=True)
 class IdleHook:
-    """One call of a hook that does nothing to the graph."""
+    """One call of a module's hook that does nothing to the graph."""
 
     path: str  # of its module
     held_by: str
@@ -25,7 +25,7 @@ class IdleHook:
     given: Any  # its arguments beside the module: forms in the place of tensors
 
     def run(self, model: nn.Module, own: tuple[Any, Any]) -> None:
-        """Call it as its module would be, on tensors without values; `own` are those that the whole model had."""
+        """Call the hook as its module would, on meta tensors; `own` are the pre-hooks and hooks of the whole model."""
         module = model.get_submodule(self.path)
         held = getattr(module, self.held_by) if self.path else own[HELD_BY.index(self.held_by)]
         given = pytree.tree_map(lambda leaf: leaf.empty("meta") if isinstance(leaf, TensorForm) else leaf, self.given)
@@ -42,5 +42,5 @@ class IdleHook:
 
 
 def name_of_hook(hook: Callable[..., Any]) -> str:
-    """A hook's name in letters."""
+    """The name of a hook as letters give it."""
     return getattr(hook, "__qualname__", type(hook).__name__)

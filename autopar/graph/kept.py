@@ -1,4 +1,4 @@
-"""An output that a step does not keep: a name in its place, which says how to get it where it is read."""
+"""`NotKept` stands for an output that a step does not keep; reading it raises a letter that says how to get it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.letters import NotServed
 
 @dataclass(frozen=True)
 class NotKept:
-    """Stands where an output would be that is made and dropped a few rows at a time."""
+    """A stand-in for an output that is made, and dropped, a few rows at a time."""
 
     name: str
 

@@ -16,12 +16,12 @@ _COUNTED = re.compile(r"([^.:]+\.[0-9]+).*")  # `add.2`, `add.2:shared`: an op t
 
 
 def numbered(path: str) -> tuple[int, ...]:
-    """Places of the parts of a module path that end in a digit, outermost first."""
+    """Indices of the parts of a module path that end in a digit, outermost first."""
     return tuple(i for i, part in enumerate(path.split(".")) if part[-1:] in DIGITS and part)
 
 
 def block(path: str, depth: int = 0) -> str:
-    """The path up to its first numbered part, or a later one: `layers.0`, `layers.0.blocks.1`; or ""."""
+    """The path up to its first numbered part, or to a later one by `depth`: `layers.0.blocks.1` at 1; or ""."""
     places = numbered(path)
     return _up_to(path, places[depth]) if depth < len(places) else ""
 
@@ -38,7 +38,7 @@ def folded(text: str) -> str:
 
 
 def around_number(name: str) -> tuple[str, int, str] | None:
-    """The text before the number of the outermost layer, that number, and the text behind it.
+    """The text before the number of the outermost layer, that number, and the text behind it; None without one.
 
     Where no module is numbered, the number is that of the op among those of its module: 2 in `transformer/add.2`.
     """
@@ -58,7 +58,7 @@ def _folded(name: str) -> str:
 
 
 def _layers(path: str) -> list[int]:
-    """Places of the outermost numbered part and of those that are numbers alone."""
+    """Indices of the outermost numbered part of a path, and of its parts that are numbers alone."""
     parts = path.split(".")
     return [place for at, place in enumerate(numbered(path)) if at == 0 or not parts[place].strip(DIGITS)]
 

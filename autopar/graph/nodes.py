@@ -1,4 +1,4 @@
-"""Nodes of a `Graph`: the typed entry that each has in `node.meta["info"]`, and what reads one.
+"""Nodes of a `Graph`: the typed entry of each in `node.meta["info"]`, and functions that read one node.
 
 A node is an `fx.Node`; its entry says what it is, which tensors it gives, and where in the user's program it stands.
 """
@@ -51,7 +51,7 @@ class TensorType:
 
     @property
     def may_have_gradient(self) -> bool:
-        """Does torch differentiate values of this dtype? Real and complex ones."""
+        """Whether torch differentiates values of this dtype: it does real and complex ones."""
         return self.torch_dtype.is_floating_point or self.torch_dtype.is_complex
 
     @property
@@ -65,7 +65,7 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """The entry of a node, written when the node is made."""
+    """What a graph knows about a node, written when the node is made."""
 
     key: str  # its name in plans: `blocks.0.up/linear`, a parameter's or an input's name
     kind: str  # "parameter", "buffer", "input", "op", "part" (of an op with several outputs), "output"
@@ -77,18 +77,18 @@ class Info:
     checkpoint: tuple[int, ...] = ()  # the user's activation-checkpoint regions around it, outermost first
     # of a random op of one micro-batch: its strategy on the axis of time, and the number of turns
     in_time: tuple[str, int] = ("", 1)
-    chunks: int = 1  # it runs so often, on some rows at a time: forward and backward of each together
+    chunks: int = 1  # chunks of rows in which it runs, forward and backward of each together
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The place of a tensor among the outputs."""
+    """The place of a tensor among the results of a graph."""
 
     position: int
 
 
 def fresh_key(graph: fx.Graph, base: str) -> str:
-    """`base`, numbered where a node has that key already."""
+    """A key that no node has yet: `base`, or `base` with a number; it counts as taken from then on."""
     taken = graph.__dict__.setdefault("_autopar_keys", None)
     if taken is None:
         taken = graph.__dict__["_autopar_keys"] = {info(n).key: 0 for n in graph.nodes if "info" in n.meta}
@@ -124,7 +124,7 @@ def tensor_operands(op: fx.Node) -> list[fx.Node]:
 
 
 def typed(arguments: Any) -> Any:
-    """Arguments with types in the places of nodes."""
+    """Arguments with tensor types in the places of nodes."""
     if is_value(arguments):
         return type_of(arguments)
     if isinstance(arguments, Mapping):
@@ -136,11 +136,11 @@ def typed(arguments: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class WrittenCall:
-    """A call of an op; calls that are written alike are equal."""
+    """A call of an op with its text; calls that are written alike are equal."""
 
     op: Any
-    arguments: dict[str, Any] = field(compare=False)  # with types in the places of tensors,
-    written: str  # and as text
+    arguments: dict[str, Any] = field(compare=False)  # with types in the places of tensors
+    written: str  # the same as text
     operands: tuple[TensorType, ...]
     outputs: tuple[TensorType, ...]
 
@@ -154,7 +154,7 @@ class WrittenCall:
 
 
 def call_of(node: fx.Node) -> OpCall:
-    """The call of an op, as its entry is asked about it."""
+    """The call of a node's op, with types in the places of tensors: what an op's entry is asked about."""
     about = info(node)
     return OpCall(op_name(node), typed(node.kwargs), about.outputs, about.random, about.source)
 
@@ -164,7 +164,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-    """Compute one op node; a result that was recorded without a gradient (under no_grad) has none."""
+    """The result of one op node on the values in `env`; without a gradient where it was recorded under no_grad."""
     kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
     if isinstance(node.target, Op):
         result = node.target.run(kwargs)

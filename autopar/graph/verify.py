@@ -10,7 +10,7 @@ from autopar.ops.entry import OPS
 
 
 def verify(graph: Graph, after: str) -> None:
-    """Check that the graph is legal, or blame the pass after which it is not.
+    """Assert that a graph is legal, and name the pass after which it is not.
 
     Operands stand before their users, every node has its entry, every op is canonical with its operands in the order of
     its signature, every key comes once.

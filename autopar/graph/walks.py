@@ -22,9 +22,9 @@ Condition = Callable[[fx.Node], bool]
 
 
 def ancestors(of: Iterable[fx.Node], stops: Condition | None = None) -> set[fx.Node]:
-    """Some nodes and all that they are made of, up to those at which the walk stops: these are left out.
+    """Some nodes and all nodes they are made of, up to those at which the walk stops, which are left out.
 
-    The condition is asked before operands are looked at, last operands first.
+    `stops` is asked before operands are looked at, last operands first.
     """
     found: set[fx.Node] = set()
     pending = list(of)
@@ -37,14 +37,14 @@ def ancestors(of: Iterable[fx.Node], stops: Condition | None = None) -> set[fx.N
 
 
 def origin(value: fx.Node, hands_on: Condition) -> fx.Node:
-    """The first value on the way back through first operands that is not handed on."""
+    """The value that is handed on, found by walking back through first operands while `hands_on` holds."""
     while hands_on(value):
         value = value.all_input_nodes[0]
     return value
 
 
 def made_of_one(nodes: Iterable[fx.Node], is_source: Condition, hands_on: Condition) -> dict[fx.Node, fx.Node]:
-    """The sources and the values that are one source in another form, each with its source."""
+    """The source of each value that is one source in another form; a source is its own."""
     found: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         if is_source(node):
@@ -55,7 +55,7 @@ def made_of_one(nodes: Iterable[fx.Node], is_source: Condition, hands_on: Condit
 
 
 def uses(value: fx.Node, hands_on: Condition) -> Iterator[fx.Node]:
-    """The nodes that read a value, each once: those that hand it on, and the users of those."""
+    """The nodes that read a value, each once, and past those that hand it on the nodes that read these."""
     seen: set[fx.Node] = set()
     pending = list(reversed(value.users))
     while pending:
@@ -68,17 +68,17 @@ def uses(value: fx.Node, hands_on: Condition) -> Iterator[fx.Node]:
 
 
 def parts(node: fx.Node) -> list[fx.Node]:
-    """The results of an op that gives several, those that somebody has taken; of any other op none."""
+    """The getitem nodes that take the results of an op with several; none for any other op."""
     return [user for user in node.users if user.target is operator.getitem and user.args[0] is node]
 
 
 def results(node: fx.Node) -> list[fx.Node]:
-    """The values that a node gives: the parts of an op that gives several, or itself."""
+    """The values that a node gives: the parts of an op with several results, else the node itself."""
     return parts(node) or [node]
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The values that a node reads, in order, each as often as it is read."""
+    """The values that a node reads, in order; one that is read twice comes twice."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found

@@ -1,12 +1,12 @@
-"""How sure predicted seconds are, by where they are from.
+"""How accurate predicted seconds are, by their source.
 
     measured   curves that `autopar calibrate` measured on the machine itself
     reached    what kernels and collectives of the device class were measured to reach
     peak       the rates of a data sheet
 
-A source's spread are the ratios of a measured step to a predicted one, between which nine steps of ten were
-(`benchmarks/published.md` and `benchmarks/times.md`). A step whose seconds are of several sources has the mean of their
-spreads, by seconds: errors of one step are taken to go the same way.
+The spread of a source is an interval of ratios of measured to predicted step time, in which nine of ten steps were
+(`benchmarks/published.md` and `benchmarks/times.md`). A step whose seconds have several sources has the mean of their
+spreads, weighted by seconds: the errors of one step are taken to have the same sign.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FROM = {
     PEAK: "from data sheets",
 }
 SPREADS = {MEASURED: (0.85, 1.25), REACHED: (0.98, 1.19), PEAK: (1.32, 1.82)}
-ALIKE = {MEASURED: 0.05, REACHED: 0.04, PEAK: 0.31}  # the median error: two steps that differ by less may be either way
+ALIKE = {MEASURED: 0.05, REACHED: 0.04, PEAK: 0.31}  # median relative error: closer steps may rank either way
 
 
 def spread(seconds: Mapping[str, float]) -> tuple[float, float]:
-    """The least and the most ratio of a measured step to one that is predicted with these seconds by source."""
+    """The (least, most) ratio of measured to predicted time of a step with these predicted seconds by source."""
     total = sum(seconds.values())
     if not total:
         return 1.0, 1.0
@@ -36,13 +36,13 @@ def spread(seconds: Mapping[str, float]) -> tuple[float, float]:
 
 
 def resolution(seconds: Mapping[str, float]) -> float:
-    """The share of a step by which another one has to differ to be told apart from it."""
+    """The relative difference below which two predicted steps cannot be told apart; `seconds` are by source."""
     total = sum(seconds.values())
     return sum(ALIKE[source] * s for source, s in seconds.items()) / total if total else 0.0
 
 
 def source_of_links(cluster: Cluster) -> str:
-    """The source of the seconds of collectives on a cluster."""
+    """The source of the seconds of collectives on a cluster: MEASURED, REACHED or PEAK."""
     if cluster.measured:
         return MEASURED
     return REACHED if any(link.reached for link in cluster.links) else PEAK

@@ -1,8 +1,7 @@
-"""What the devices and links of a machine can do, as data.
+"""`Cluster`: the devices of a machine and the links between them, as data.
 
-Peak rates, memory, latency, bandwidth, each with its source.
-
-A cluster is `links` from the innermost level outwards: the first joins the devices of a node, the second the nodes.
+Peak rates, memory, latencies and bandwidths, each with its source, and what `autopar calibrate` measured. `links` are
+ordered from the innermost level outwards: the first joins the devices of a node, the second the nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ DEFAULT = "generic"
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A kind of link between devices."""
+    """Latency and bandwidth of one link level: inside a node, or between nodes."""
 
     name: str
     latency_s: float  # of a call
@@ -38,21 +37,18 @@ class Link:
     reached: tuple[tuple[str, float], ...] = ()
 
     def wire(self, kind: str) -> float:
-        """Bytes/s of a collective, as far as it is known."""
+        """Bytes/s that a kind of collective reaches; the nominal bytes/s where nobody measured that kind."""
         return dict(self.reached).get(kind, self.bytes_per_s)
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Link:
-        """A link from the JSON of a cluster file."""
+        """The link in the JSON of a cluster file."""
         return Link(**{**data, "reached": tuple(sorted(dict(data.get("reached", ())).items()))})
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of a collective on one axis of a machine, measured while all of its ranks ran.
-
-    `size` devices, `stride` ranks apart.
-    """
+    """Seconds of a collective on an axis of `size` devices `stride` ranks apart, measured while all ranks ran."""
 
     kind: str
     size: int
@@ -65,25 +61,25 @@ class Measured:
     hop_s = 0.0  # the latency is of all hops
 
     def wire(self, kind: str) -> float:
-        """Bytes/s of the collective that was measured."""
+        """Bytes/s of the measured collective."""
         return self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of an op on one device, measured while all of its ranks ran.
+    """Seconds of an op on one device by amount, forward and backward, measured while all ranks ran.
 
-    Seconds by amount, forward and backward (`autopar.calibrate.workloads`).
+    `autopar.calibrate.workloads` says what is counted as the amount of an op.
     """
 
     op: str
     dtype: str
     forward: Curve
     backward: Curve
-    at: float = 0.0  # a second size on which they depend, of all of these calls: 0 where there is none
+    at: float = 0.0  # the second size on which the seconds also depend; 0 where there is none
 
     def slowed(self, by: float) -> Timed:
-        """All of its seconds times a number."""
+        """The curves with all seconds multiplied by `by`."""
         return replace(self, forward=_slowed(self.forward, by), backward=_slowed(self.backward, by))
 
 
@@ -99,22 +95,20 @@ class Cluster:
     sources: tuple[tuple[str, str], ...] = ()
     measured: tuple[Measured, ...] = ()  # by `autopar calibrate`: they come before the links' figures
     timed: tuple[Timed, ...] = ()  # by `autopar calibrate`: they come before the device's rates
-    hidden: float = 1.0  # of the shorter of compute and communication at once, the share that takes no time
-    # what the ops of a step took by the sum of them, each measured alone,
+    hidden: float = 1.0  # share of the shorter of concurrent compute and communication that is hidden
+    # seconds of a step's ops, relative to the sum of the seconds of each measured alone
     together: float = 1.0
-    step_s: float = 0.0  # and seconds of a step whatever its ops do: its ranks wait for each other, and code around it
-    variation: float = 0.0  # of seconds between devices of one kind: their standard deviation by their mean
+    step_s: float = 0.0  # fixed seconds of a step beside its ops: ranks that wait for each other, code around it
+    variation: float = 0.0  # of seconds between devices of one kind: standard deviation / mean
 
     def __str__(self) -> str:
         return f"{self.name} ({self.device.name}, {self.devices_per_node} a node)"
 
     def levels(self, mesh: DeviceMesh, axis: int, kind: str = "") -> tuple[tuple[int, Link | Measured], ...]:
-        """The link levels that one group of an axis spans, innermost first, each with its number of devices.
+        """The link levels that a group along an axis spans, innermost first, as (number of devices, link).
 
-        One measured level where the machine was measured there.
-
-        Ranks are row-major on the mesh and fill nodes in their order. An axis that crosses nodes in no regular way is
-        as slow as between nodes.
+        Where collectives of this `kind` were measured on such an axis, that is the only level. Ranks are row-major on
+        the mesh and fill nodes in order. An axis that crosses nodes irregularly is as slow as between nodes.
         """
         size, stride, node = mesh.shape[axis], math.prod(mesh.shape[axis + 1 :]), self.devices_per_node
         for m in self.measured:
@@ -131,27 +125,27 @@ class Cluster:
         return tuple((n, link) for n, link in ((here, inner), (size // here, outer)) if n > 1) or ((1, inner),)
 
     def slowest_of(self, devices: int) -> float:
-        """Seconds of the slowest of so many devices by those of one: all of them wait for it.
+        """The expected time of the slowest of several devices, relative to that of one: all of them wait for it.
 
-        The expected maximum of normal variables, as Blom approximates it.
+        The expected maximum of normal variables with standard deviation `variation`, in Blom's approximation.
         """
         return 1.0 + self.variation * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
     def times_of(self, op: str, dtype: str) -> Timed | None:
-        """The measured times of an op, as they are in a step; None where there are none.
+        """The measured times of an op, scaled to what it takes within a step; None where it was not measured.
 
-        Of several, which have a second size, those of its least.
+        Of several curves by a second size, the one of the smallest size.
         """
         found = self.curves_of(op, dtype)
         return found[0] if found else None
 
     def curves_of(self, op: str, dtype: str) -> tuple[Timed, ...]:
-        """All measured times of an op, as they are in a step, by their second size."""
+        """All measured curves of an op, scaled to what it takes within a step, by their second size; maybe none."""
         return _by_name(self.timed, self.together).get((op, dtype), ())
 
     @staticmethod
     def of(given: Any) -> Cluster:
-        """A cluster from what a caller may pass: a Cluster, a name, a path, or None.
+        """The cluster that a caller means: a Cluster, a known name, the path of a JSON profile, or None: the default.
 
         "h100-8x4" names 4 nodes of 8 devices each.
         """
@@ -181,7 +175,7 @@ class Cluster:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write it as the JSON that `Cluster.of(path)` reads."""
+        """Write the cluster as JSON that `Cluster.of(path)` reads."""
         data = asdict(self)
         data["device"], data["sources"] = self.device.written(), dict(self.sources)
         data["links"] = [{**asdict(link), "reached": dict(link.reached)} for link in self.links]
@@ -191,7 +185,7 @@ class Cluster:
 
 
 def _in_a_node(size: int, stride: int, node: int) -> int:
-    """Devices of a group on one node, where ranks are so far apart; 1 where there is no rule."""
+    """Devices of a group on one node, for ranks `stride` apart; 1 where groups fall on nodes irregularly."""
     if node % (stride * size) == 0:
         return size
     if node % stride == 0 and size % (node // stride) == 0:
@@ -212,7 +206,7 @@ def _slowed(times: Curve, by: float) -> Curve:
 
 
 def _number(data: Mapping[str, Any], name: str, usual: float) -> float:
-    """A number of a file that is not negative, and as it is usually where the file lacks it."""
+    """A finite, non-negative number of a cluster file, `usual` where the file lacks it; else a ValueError."""
     found = float(data.get(name, usual))
     if not 0 <= found < math.inf or (name == "together" and not found):
         raise ValueError(f"{name}: {found}, where nothing takes less than no time")

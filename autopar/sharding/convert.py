@@ -1,4 +1,4 @@
-"""From one sharding to another by the cheapest sequence of collectives and local steps.
+"""Conversions: the cheapest sequence of collectives and local steps from one sharding to another.
 
     all_gather      S(d) -> R     also of an outer axis, where what is left is a cut by blocks
     slice           R -> S(d)     each device keeps its part; the axis becomes the innermost of dim d
@@ -34,7 +34,7 @@ from autopar.sharding.placement import P, Placement, R, S, Sharding
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One collective or local step on one axis."""
+    """One step of a conversion: a collective, or a local move, on one mesh axis."""
 
     kind: str
     axis: int
@@ -44,7 +44,7 @@ class Step:
     to_blocks: tuple[int, ...] = ()
 
     def after(self, layout: Layout, mesh: DeviceMesh) -> Layout | None:
-        """The layout that it leaves; None where it cannot be made."""
+        """The layout after this step; None where the step cannot be taken."""
         n, sums = mesh.shape[self.axis], layout.partial
         if self.kind in ("all_reduce", "reduce_scatter"):
             layout = replace(layout, partial=sums - {self.axis})
@@ -86,7 +86,7 @@ KINDS = ("all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "l
 
 
 _Tensor = tuple[tuple[int, ...], int, frozenset[Placement]]  # shape, bytes of an element, blocks it may be cut by
-_Form = tuple[tuple[int, ...], frozenset[Placement]]  # the same without its elements
+_Form = tuple[tuple[int, ...], frozenset[Placement]]  # shape, and blocks that it may be cut by
 _Way = tuple[Layout, Layout, Step]  # from one layout to another
 
 
@@ -102,11 +102,11 @@ class Path:
 
 
 class ShapeConsistencyManager:
-    """Cheapest conversions on one mesh of one cluster.
+    """Cheapest conversions between layouts, on one mesh of one cluster.
 
-    With `most_bytes`, no device holds more of the tensor than that on the way; at the ends it may. Collectives that
-    travel with others, in `messages` by kind, pay a share of it. What can be done is found once for
-    managers that are `like` one another, of one mesh.
+    With `most_bytes`, no device holds more of the tensor than that on the way; at both ends it may. `messages` has, by
+    kind of collective, the message in which it travels with others and of which it pays a share. Managers `like` one
+    another, of one mesh, share the possible steps of each shape.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ShapeConsistencyManager:
         self._paths: dict[tuple[_Tensor, Layout], dict[Layout, Path]] = {}
 
     def path(self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding) -> Path:
-        """The cheapest way from `source` to `target` for a tensor of this global shape."""
+        """The cheapest path from `source` to `target` for a tensor of this global shape; a letter if there is none."""
         start, end = Layout.of(shape, source, self.mesh), Layout.of(shape, target, self.mesh)
         found = None
         if start is not None and end is not None:
@@ -145,7 +145,7 @@ class ShapeConsistencyManager:
     def table(
         self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Sharding], targets: Sequence[Sharding]
     ) -> np.ndarray:
-        """Seconds from every source to every target; inf where no path leads."""
+        """Seconds from every source (row) to every target (column); inf where no path leads."""
         index, distances = self._distances((shape, itemsize, _blocks_of(*sources, *targets)))
         nowhere = len(index)  # the last row and column lead nowhere
 
@@ -156,7 +156,10 @@ class ShapeConsistencyManager:
         return distances[np.ix_([*map(place, sources)], [*map(place, targets)])]
 
     def _distances(self, tensor: _Tensor) -> tuple[dict[Layout, int], np.ndarray]:
-        """The seconds of the cheapest way between any two layouts of a tensor, by their places in it."""
+        """The index of each layout of a tensor, and a matrix of seconds of the cheapest paths by these indices.
+
+        A last row and column of inf stand for layouts that cannot be.
+        """
         if tensor not in self._seconds:
             self._seconds[tensor] = self._all_pairs(self._graph(tensor), tensor[1])
         return self._seconds[tensor]
@@ -174,7 +177,7 @@ class ShapeConsistencyManager:
         return index, distances
 
     def _all_from(self, tensor: _Tensor, source: Layout) -> dict[Layout, Path]:
-        """The cheapest path from a layout to each that it leads to."""
+        """The cheapest path from a layout to each layout that it leads to."""
         if (tensor, source) not in self._paths:
             self._paths[tensor, source] = self._paths_from(self._graph(tensor), tensor[1], source)
         return self._paths[tensor, source]
@@ -195,7 +198,7 @@ class ShapeConsistencyManager:
         return found
 
     def _graph(self, tensor: _Tensor) -> nx.DiGraph:
-        """Every layout of a tensor, by its blocks too, and every step between two of them, with its seconds."""
+        """The graph of all layouts of a tensor, cuts by its blocks among them; edges are steps with their seconds."""
         if tensor not in self._graphs:
             self._graphs[tensor] = self._steps_of(*tensor)
         return self._graphs[tensor]
@@ -211,7 +214,7 @@ class ShapeConsistencyManager:
         return graph
 
     def _ways_between(self, shape: tuple[int, ...], blocks: frozenset[Placement]) -> tuple[list[Layout], list[_Way]]:
-        """Every layout of a tensor of this shape, and every step between two of them."""
+        """Every layout of a tensor of this shape, and every step between two of them as (from, to, step)."""
         cuts = [*(S(d) for d in range(len(shape))), *sorted(blocks, key=repr)]
         states = dict.fromkeys(self._states(shape, cuts))
         ways = []
@@ -230,7 +233,7 @@ class ShapeConsistencyManager:
                     yield layout
 
     def step_seconds(self, step: Step, before: Layout, itemsize: int) -> float:
-        """Seconds of one step on the fullest device."""
+        """Seconds of one step that starts from layout `before`, on the fullest device."""
         gathered = (
             before.with_row(step.dim, before.rows[step.dim].without(step.axis))
             if step.kind in ("all_gather", "all_to_all")
@@ -243,12 +246,12 @@ class ShapeConsistencyManager:
         )
 
     def _bytes(self, layout: Layout, itemsize: int) -> int:
-        """Bytes on the fullest device, the one at coordinate 0."""
+        """Bytes of a layout on the fullest device, the one at coordinate 0."""
         return math.prod(layout.local_shape(self.mesh, (0,) * len(self.mesh.shape))) * itemsize
 
 
 def steps_from(state: Layout, cuts: Sequence[Placement], mesh: DeviceMesh) -> Iterator[Step]:
-    """Every step that a tensor which lies so may take, where `cuts` are the ways to cut it."""
+    """Every step that can follow a layout, where `cuts` are the placements that may cut the tensor."""
     for axis, n in enumerate(mesh.shape):
         if n == 1:
             continue
@@ -285,7 +288,11 @@ def _blocks_of(*shardings: Sharding) -> frozenset[Placement]:
 
 @dataclass(frozen=True, slots=True)
 class LocalStep:
-    """A step as one device runs it: its dims, their sizes when the axis does not cut them, and their blocks then."""
+    """A step as one device runs it.
+
+    `dims` has an entry for each dim that is gathered or cut: the dim, its local size when the axis does not cut it, and
+    its blocks then.
+    """
 
     kind: str
     axis: str
@@ -311,7 +318,7 @@ class LocalStep:
 def localise(
     path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh: DeviceMesh, coordinate: Sequence[int]
 ) -> tuple[tuple[LocalStep, ...], tuple[int, ...]]:
-    """Steps as the device at `coordinate` runs them, and the local shape that they end with."""
+    """Steps as the device at `coordinate` runs them, and the local shape after the last one."""
     state = Layout.of(tuple(shape), source, mesh)
     local = () if state is None else state.local_shape(mesh, coordinate)
     steps = []

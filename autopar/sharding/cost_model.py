@@ -1,13 +1,13 @@
-"""`CostModel`: seconds of what a device runs and of what devices exchange, on one cluster.
+"""`CostModel`: seconds of kernels, conversions and optimizer steps on one cluster.
 
-Every quantity has its sources in one order, and the first that knows it answers:
+Each quantity comes from the first of these sources that knows it:
 
 1. a curve that `autopar calibrate` measured for it;
 2. for what only reads and writes, the measured curve of a sum of two of as many bytes;
 3. a formula of `costs` on what kernels of its kind were measured to reach, where the cluster's file says so;
 4. a formula of `costs` on the peak rates and links of the cluster.
 
-What is priced is the same on every cluster. `space.op_seconds` says which kernels an op runs, `CostModel` how long they
+The same work is priced on every cluster: `space.op_seconds` says which kernels an op runs, `CostModel` how long they
 take.
 """
 
@@ -48,7 +48,7 @@ START = 4096.0  # bytes of a measured message that takes no longer than its star
 
 
 class Message(NamedTuple):
-    """Tensors that travel together: their bytes and their number."""
+    """Tensors that travel in one message: their bytes in all, and their number."""
 
     nbytes: float
     tensors: float
@@ -59,7 +59,7 @@ ALONE = Message(0.0, 1.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrices:
-    """The sizes of products of matrices, by choice."""
+    """The sizes of batched matrix products, [batch, m, k] by [batch, k, n], as arrays by choice."""
 
     batch: np.ndarray
     m: np.ndarray
@@ -67,12 +67,12 @@ class Matrices:
     k: np.ndarray
 
     def unaligned(self, itemsize: int) -> np.ndarray:
-        """The choices whose rows are no whole number of the 16 bytes that a kernel loads at once."""
+        """A mask of the choices whose rows are no whole number of the 16 bytes that a kernel loads at once."""
         unit = 16 // itemsize
         return (self.n % unit != 0) | (self.k % unit != 0)
 
     def padding(self, itemsize: int) -> np.ndarray:
-        """The bytes that are copied where matrices are padded to sizes of whole 16 bytes."""
+        """Bytes that are copied to pad both matrices to sizes of whole 16 bytes, by choice."""
         unit = 16 // itemsize
         whole_m, whole_n, whole_k = (size % unit == 0 for size in (self.m, self.n, self.k))
         left = np.where(whole_m & whole_k, 0, self.m * self.k)
@@ -81,13 +81,13 @@ class Matrices:
 
     @property
     def gradients(self) -> tuple[Matrices, Matrices]:
-        """The products that give the gradient of the left matrix, and that of the right one."""
+        """The products that compute the gradient of the left matrix, and that of the right one."""
         return Matrices(self.batch, self.m, self.k, self.n), Matrices(self.batch, self.n, self.k, self.m)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Heads:
-    """The heads of an attention: their width, and by choice keys, and the share of the square that is computed."""
+    """The heads of an attention: their width, and by choice the number of keys and the share of scores computed."""
 
     width: int
     length: np.ndarray
@@ -97,28 +97,28 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """A kernel that an op runs on a device: how much it does, by choice."""
+    """A kernel that an op runs on a device, and how much work it does, as arrays by choice."""
 
     names: tuple[str, ...]  # by which its time may be known, the closest first
     dtype: str
     amount: np.ndarray  # FLOPs of a product, elements of the largest tensor of any other
     bytes: np.ndarray  # read and written
-    back: np.ndarray  # the same, by the kernel that gives a gradient
+    back: np.ndarray  # read and written by the kernel of a gradient
     starts: tuple[bool, bool] = (True, True)  # does a kernel start with it, in forward and in backward?
     is_product: bool = False
     matrices: Matrices | None = None
     heads: Heads | None = None
-    hands_on: bool = False  # the gradient that its backward gives is the one that it is given
-    as_cut: tuple[str, np.ndarray] | None = None  # another name of its time, and the choices that have that
+    hands_on: bool = False  # its backward returns the incoming gradient unchanged
+    as_cut: tuple[str, np.ndarray] | None = None  # another name of its curve, and a mask of the choices on that
     size: np.ndarray | None = None  # the second size on which its time depends, where it has one
-    pads: int = 0  # of compiled code the bytes of a number: it pads rows of no whole 16 bytes where that is faster
+    pads: int = 0  # itemsize where compiled code may pad rows to whole 16 bytes; 0: it never does
 
 
 class CostModel:
-    """Seconds on a cluster, of so many devices that wait for each other.
+    """Seconds on a cluster, for a job on a number of devices that wait for each other.
 
-    What was measured on the machine itself was measured while they did; a formula is of one device of its kind, and
-    takes as long as the slowest of all.
+    What was measured on the machine includes that wait. A formula is of one device, and is multiplied by `slowest`, the
+    expected time of the slowest device relative to one.
     """
 
     def __init__(self, cluster: Cluster, devices: int = 1) -> None:
@@ -127,7 +127,7 @@ class CostModel:
         self.slowest = cluster.slowest_of(devices)
 
     def forward(self, kernel: Kernel) -> np.ndarray:
-        """Seconds of a kernel."""
+        """Seconds of a kernel, by choice."""
         if kernel.pads:
             return self._where_padded(kernel, self.forward)
         if timed := self._timed(kernel):
@@ -135,7 +135,7 @@ class CostModel:
         return self._unmeasured(kernel, "forward")
 
     def backward(self, kernel: Kernel) -> np.ndarray:
-        """Seconds of the kernel that gives a gradient of this one."""
+        """Seconds of the kernel that computes a gradient of this one, by choice."""
         if kernel.pads:
             return self._where_padded(kernel, self.backward)
         if timed := self._timed(kernel):
@@ -145,7 +145,7 @@ class CostModel:
         return self._unmeasured(kernel, "backward")
 
     def _where_padded(self, kernel: Kernel, seconds: Callable[[Kernel], np.ndarray]) -> np.ndarray:
-        """Seconds of a product whose rows are padded where they are no whole number of 16 bytes and that is faster."""
+        """Seconds of a product, by choice, with unaligned rows padded to whole 16 bytes where that is faster."""
         whole = seconds(replace(kernel, as_cut=None, pads=0))
         if kernel.matrices is None or kernel.as_cut is None or not kernel.as_cut[1].any():
             return whole
@@ -155,7 +155,7 @@ class CostModel:
 
     @functools.cached_property
     def knows_unaligned(self) -> bool:
-        """Did anybody measure products whose rows are no whole number of 16 bytes?"""
+        """Whether products whose rows are no whole number of 16 bytes were measured, here or for the device class."""
         products = self.cluster.device.products
         is_in_file = products is not None and products.unaligned < 1
         return is_in_file or any(timed.op.endswith(UNALIGNED) for timed in self.cluster.timed)
@@ -164,7 +164,7 @@ class CostModel:
         return self._timed(kernel) is not None
 
     def source(self, kernel: Kernel) -> str:
-        """The source of the seconds of a kernel: a name of `certainty`."""
+        """The source of a kernel's seconds: a name of `certainty`."""
         device = self.cluster.device
         if self._timed(kernel) is not None or self._as_a_sum(kernel) is not None:
             return MEASURED
@@ -176,7 +176,7 @@ class CostModel:
         return REACHED if device.reached_bytes_per_s else PEAK
 
     def source_of_optimizer(self, optimizer: str | float, dtype: str) -> str:
-        """The source of the seconds of an optimizer's step."""
+        """The source of the seconds of an optimizer's step: a name of `certainty`."""
         if self.cluster.times_of(f"optimizer {optimizer}", dtype):
             return MEASURED
         return REACHED if self.cluster.device.reached_bytes_per_s else PEAK
@@ -193,12 +193,12 @@ class CostModel:
         return np.where(kernel.as_cut[1], self._at_size(kernel, kernel.as_cut[0], timed.dtype, way), found)
 
     def _at_size(self, kernel: Kernel, op: str, dtype: str, way: str) -> np.ndarray:
-        """Seconds on the curves of an op, of which there may be several by a second size."""
+        """Seconds on an op's curves, by choice, interpolated where there are several by a second size."""
         curves = self.cluster.curves_of(op, dtype)
         return measured_between([getattr(t, way) for t in curves], [t.at for t in curves], kernel.amount, kernel.size)
 
     def _unmeasured(self, kernel: Kernel, way: str) -> np.ndarray:
-        """Seconds as of a sum of as many bytes, or by a formula on what such kernels reach, or on peaks."""
+        """Seconds of a kernel that nobody measured: as of a sum of as many bytes, or by a formula."""
         if (summed := self._as_a_sum(kernel)) is not None:
             found = measured_seconds(summed.forward, _moved(kernel, way) / _SUMMED[summed.dtype])
             # what runs in the kernel of another op has its bytes, and no start
@@ -207,11 +207,11 @@ class CostModel:
         return seconds(formula, **quantities) * self.slowest
 
     def _as_a_sum(self, kernel: Kernel) -> Timed | None:
-        """The curve of a sum of two, for what only reads and writes."""
+        """The measured curve of an elementwise sum, for a kernel that only reads and writes; None where it has none."""
         return None if kernel.is_product else self.cluster.times_of(SUM, _timed_dtype(kernel))
 
     def _formula(self, kernel: Kernel, way: str) -> tuple[str, dict[str, Any]]:
-        """The formula of a kernel that nobody measured, and its quantities."""
+        """The name of the formula of an unmeasured kernel, and its quantities."""
         device = self.cluster.device
         known: dict[str, Any] = {"bytes": _moved(kernel, way), "bandwidth": device.bandwidth}
         known["launch"] = device.launch_s * _starts(kernel, way)
@@ -233,7 +233,7 @@ class CostModel:
         return "compute", {"flops": work, "rate": device.rate(kernel.dtype), **known}
 
     def told(self, kernel: Kernel, way: str) -> str:
-        """The curve of a kernel, or its formula with the numbers of its first choice."""
+        """Text about the source of a kernel's seconds: its curve, or its formula with the first choice's numbers."""
         if kernel.pads:
             seconds_of, as_it_is = getattr(self, way), replace(kernel, pads=0)
             is_padded = seconds_of(kernel)[0] < seconds_of(as_it_is)[0]
@@ -252,14 +252,14 @@ class CostModel:
         return told if self.slowest == 1 else f"{told}, times {self.slowest:.3f} of the slowest of {self.devices}"
 
     def _attention(self, kernel: Kernel, heads: Heads, way: str) -> np.ndarray | None:
-        """FLOP/s that a fused kernel of attention reaches; None where nobody measured it."""
+        """FLOP/s that a fused attention kernel reaches, by choice; None where nobody measured it."""
         curves = self.cluster.device.attention_curves(heads.width, heads.is_causal)
         if curves is None or kernel.dtype not in _HALVES:
             return None
         return on_curve(getattr(curves, way), heads.length)
 
     def copy(self, nbytes: float, name: str = COPY) -> float:
-        """Seconds to copy so many bytes."""
+        """Seconds to copy `nbytes` bytes on a device, on the measured curve `name` where there is one."""
         if timed := self.cluster.times_of(name, "float32"):
             return float(measured_seconds(timed.forward, nbytes / 4))
         device = self.cluster.device
@@ -267,17 +267,16 @@ class CostModel:
         return float(took) * self.slowest
 
     def moving(self, nbytes: np.ndarray) -> np.ndarray:
-        """Seconds of reading and writing so many bytes in all, without a start."""
+        """Seconds to read and write `nbytes` bytes in all, without the start of a kernel."""
         return nbytes / self.cluster.device.bandwidth * self.slowest
 
     def step(
         self, kind: str, dim: int, levels: Sequence[tuple[int, Any]], nbytes: float, message: Message = ALONE
     ) -> float:
-        """Seconds of a step of a conversion.
+        """Seconds of one step of a conversion.
 
-        `nbytes` are those of the tensor as it is when the axis does not cut it. A collective that travels with others
-        in one `message` pays a share of what moves that; where it was measured, as much of its start as each of the
-        others.
+        `nbytes` is the size of the tensor where the axis does not cut it. A collective that travels with others in one
+        `message` pays for its share of the bytes and, on measured links, for an equal share of the start.
         """
         n = math.prod(size for size, _ in levels)
         if kind in LOCAL:
@@ -294,7 +293,7 @@ class CostModel:
         return moved + (self.copy(nbytes * (1 + 1 / n), TURNED) if turned else 0.0)
 
     def optimizer(self, optimizer: str | float, dtype: str, itemsize: int, nbytes: np.ndarray) -> np.ndarray:
-        """Seconds of an optimizer's step on so many bytes of a parameter."""
+        """Seconds of an optimizer's step on `nbytes` bytes of a parameter."""
         if timed := self.cluster.times_of(f"optimizer {optimizer}", dtype):
             return measured_seconds(timed.forward, nbytes / itemsize)
         return self.moving(nbytes * optimizer_figures(optimizer, itemsize)["moved"])
@@ -309,5 +308,5 @@ def _moved(kernel: Kernel, way: str) -> np.ndarray:
 
 
 def _timed_dtype(kernel: Kernel) -> str:
-    """The dtype in which its time is known: what is no floating-point number is moved like float32."""
+    """The dtype under which a kernel's curve is found: numbers that are not floating-point move like float32."""
     return kernel.dtype if "float" in kernel.dtype else "float32"

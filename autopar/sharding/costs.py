@@ -1,14 +1,16 @@
-"""Seconds, from formulas written once: sympy expressions in named quantities, turned into numpy functions on first use.
+"""Formulas of seconds, each written once: sympy expressions that become numpy functions on first use.
 
-flops, bytes        work of one op on one device, and what it reads and writes
-rate, bandwidth     FLOP/s for its dtype and memory bytes/s of the device
-batch, m, n, k      products of matrices, the rows and columns of their results, and what they sum over
-tile_m, tile_n      of a result, what one of the `units` of a device computes at a time
-itemsize            bytes of a number of a product's result
-reached             FLOP/s that kernels of this kind were measured to reach
-n, whole            devices of the axis on one link level, and bytes of the tensor as it is when they do not cut it
-latency, wire       seconds and bytes/s of that level's link
-launch, start       seconds to start a kernel, and a product
+    flops, bytes        work of one op on one device, and what it reads and writes
+    rate, bandwidth     FLOP/s for its dtype and memory bytes/s of the device
+    batch, m, n, k      products of matrices, the rows and columns of their results, and what they sum over
+    tile_m, tile_n      of a result, what one of the `units` of a device computes at a time
+    itemsize            bytes of a number of a product's result
+    reached             FLOP/s that kernels of this kind were measured to reach
+    n, whole            devices of the axis on one link level, and bytes of the tensor where they do not cut it
+    latency, wire       seconds and bytes/s of that level's link
+    launch, start       seconds to start a kernel, and a product
+
+`seconds` evaluates a formula; `measured_seconds` reads a measured curve, which comes before any formula.
 """
 
 from __future__ import annotations
@@ -70,9 +72,10 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 
 
 def optimizer_figures(optimizer: str | float, itemsize: int) -> dict[str, float]:
-    """The line of an optimizer, by its name or by the bytes of its states for each parameter.
+    """What an optimizer's step moves, keeps and makes for the while, per byte of parameter on a device.
 
-    The latter goes over its states as AdamW goes over two of them, and makes one tensor for the while.
+    `optimizer` is a name of OPTIMIZERS, or the bytes of its states for each parameter: such a one reads and writes its
+    states as AdamW does two of them, and makes one temporary tensor.
     """
     if optimizer == "autopar-adamw" and itemsize < _SINGLE:
         kept = 3 * _SINGLE / itemsize
@@ -98,9 +101,9 @@ def seconds(formula: str, **quantities: Any) -> Any:
 
 
 def measured_seconds(curve: Sequence[tuple[float, float]], amount: Any) -> Any:
-    """Seconds for amounts on a curve.
+    """Seconds for amounts on a measured curve, interpolated on log-log scales.
 
-    Between two that were measured by powers, under the least as long as it, beyond the largest in proportion.
+    They are constant below the smallest measured amount, and proportional to the amount beyond the largest.
     """
     x, y = np.log(np.array(curve, float)).T
     at = np.log(np.maximum(amount, 1e-300))
@@ -110,9 +113,9 @@ def measured_seconds(curve: Sequence[tuple[float, float]], amount: Any) -> Any:
 def measured_between(
     curves: Sequence[Sequence[tuple[float, float]]], sizes: Sequence[float], amount: Any, size: Any
 ) -> Any:
-    """Seconds for amounts on the curves of a second size, which ascends.
+    """Seconds for amounts on several curves, one for each of ascending second sizes, interpolated on log scales.
 
-    Between two sizes that were measured by powers, outside of them those of the nearest.
+    Outside of the measured sizes the nearest curve holds.
     """
     if len(curves) == 1 or size is None:
         return measured_seconds(curves[0], amount)
@@ -125,17 +128,16 @@ def measured_between(
 
 
 def is_measured(levels: Sequence[tuple[int, Any]]) -> bool:
-    """Was a collective measured on these levels? It is one then, and its times hold the packing."""
+    """Whether a collective was measured on these levels: then there is only one, and its times include packing."""
     return bool(getattr(levels[0][1], "times", ()))
 
 
 def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: float) -> float:
-    """A collective on an axis whose devices are joined by these levels, innermost first.
+    """Seconds of a collective on an axis whose devices are joined by these link levels, innermost first.
 
-    `bytes_` of the tensor as it is when the axis does not cut it.
-
-    A collective that spans nodes goes around within each node and between them at once, piece by piece: the slower
-    level says how long the pieces take. It starts once, and its first piece makes every hop.
+    `bytes_` is the size of the tensor where the axis does not cut it. A collective that spans nodes goes around within
+    each node and between them at once, piece by piece: the slower level says how long the pieces take. It starts once,
+    and its first piece makes every hop.
     """
     if is_measured(levels):
         return float(measured_seconds(levels[0][1].times, bytes_))
@@ -152,7 +154,7 @@ def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: flo
 
 
 def _hops(kind: str, n: int, outside: int) -> int:
-    """Hops over one level: of a ring through all devices, of a sum up and down a tree, or one of each pair."""
+    """Hops in a row over one level: around a ring, up and down a tree for all_reduce, or one for all_to_all."""
     if kind == "all_to_all":
         return 1
     return 2 * math.ceil(math.log2(n)) if kind == "all_reduce" else (n - 1) * outside

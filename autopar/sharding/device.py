@@ -1,7 +1,7 @@
-"""What one device can do, as data: peak rates, and what kernels reach of them.
+"""What one device can do, as data: its peak rates, and the rates that kernels were measured to reach.
 
-Peaks are those of a data sheet. What is reached comes from microbenchmarks of single kernels: each has its source in
-the cluster file, and what nobody measured is not there. `costs.py` holds the formulas.
+Peaks are those of a data sheet. Reached rates come from microbenchmarks of single kernels: each has its source in the
+cluster file, and what nobody measured is not there. `costs.py` holds the formulas.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Curve = tuple[tuple[float, float], ...]  # seconds, or a rate, by an amount, asc
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The rate of products of matrices: tiles of the result, one on each unit at a time, in waves."""
+    """The reached rate of matrix products, whose kernels compute tiles of the result, one on each unit, in waves."""
 
     units: int
     tile: tuple[int, int]
@@ -33,9 +33,9 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The rate of a fused kernel of attention: FLOP/s by the length of the sequence, forward and backward.
+    """The reached rate of a fused attention kernel: FLOP/s by sequence length, forward and backward.
 
-    Under a causal mask half of the square is counted. Backward does 2.5 times the work of forward.
+    Under a causal mask half of the score matrix is counted. Backward counts as 2.5 times the work of forward.
     """
 
     width: int  # of a head
@@ -46,7 +46,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Rates, memory, and the time to start a kernel."""
+    """A device's rates, its memory, and the seconds to start a kernel."""
 
     name: str
     flops_per_s: tuple[tuple[str, float], ...]  # by dtype
@@ -59,23 +59,23 @@ class Device:
     attention: tuple[Attention, ...] = ()
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s for a dtype; one the table lacks runs at the slowest rate it has."""
+        """Peak FLOP/s for a dtype; the slowest rate of the table for a dtype that it lacks."""
         rates = dict(self.flops_per_s)
         return rates.get(dtype, min(rates.values()))
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s that kernels reach, as far as it is known."""
+        """Memory bytes/s that kernels reach, or the peak where nobody measured that."""
         return self.reached_bytes_per_s or self.memory_bytes_per_s
 
     def attention_curves(self, width: int, causal: bool) -> Attention | None:
-        """The curves of the nearest width, by powers of two; None where nobody measured any."""
+        """The attention rates of the nearest head width, in powers of two; None where nobody measured any."""
         known = [a for a in self.attention if a.causal == causal]
         return min(known, key=lambda a: (abs(math.log2(a.width / width)), a.width), default=None)
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Device:
-        """A device from the JSON of a cluster file."""
+        """The device in the JSON of a cluster file."""
         products = data.get("products")
         return Device(
             **{
@@ -88,7 +88,7 @@ class Device:
         )
 
     def written(self) -> dict[str, Any]:
-        """The JSON that `read` reads."""
+        """The device as JSON that `read` reads."""
         data: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if name != "attention"}
         data["flops_per_s"] = dict(self.flops_per_s)
         if self.products is not None:
@@ -99,12 +99,12 @@ class Device:
 
 
 def curve(points: Any) -> Curve:
-    """A curve from the JSON of a cluster file."""
+    """The curve in the JSON of a cluster file."""
     return tuple((float(amount), float(value)) for amount, value in points)
 
 
 def on_curve(points: Curve, amount: Any) -> Any:
-    """A rate between two that were measured, by powers of the amount; outside of them that of the nearest."""
+    """Rates for amounts on a curve, linear in the log of the amount; beyond its ends those of the last points."""
     x, y = np.array(points, float).T
     return np.interp(np.log(np.maximum(amount, 1e-300)), np.log(x), y)
 

@@ -1,11 +1,10 @@
-"""What devices hold of a tensor, however it is spelled: the states between which conversions search.
+"""`Layout`: what each device holds of a tensor, however the sharding is spelled. Conversions search among layouts.
 
 A dim is read as a number with digits, major first, and an axis that cuts it reads one of them:
 
     S(0)@dp, S(0)@tp        of 32 rows on (2, 2)      dp:2  tp:2  8
-    S(0, (16, 16))@tp                                 2  tp:2  8          what is left of it when dp is gathered
-    S(0)@dp, S(0, (8, 8, 8, 8))@tp                    dp:2  2  tp:2  4    batches cut by dp, the sequence inside each by
-    tp
+    S(0, (16, 16))@tp                                 2  tp:2  8          what is left when dp is gathered
+    S(0)@dp, S(0, (8, 8, 8, 8))@tp                    dp:2  2  tp:2  4    dp cuts batches, tp the sequence in each
 
 Two shardings with the same digits are the same layout. Dims that are cut unevenly, or by blocks of several sizes, have
 no digits: they are told by the axes in their order, and the innermost is gathered first.
@@ -28,7 +27,7 @@ NOBODY = -1  # reads a digit that every device holds all of
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One dim: its digits, or where it has none the axes that cut it, major first, and by which blocks."""
+    """How one dim is cut: its digits, or where it has none the axes that cut it, major first, and the blocks."""
 
     size: int
     digits: tuple[tuple[int, int], ...] = ()  # (axis, how many values), of a dim cut evenly
@@ -45,14 +44,14 @@ class Row:
         return tuple(dict.fromkeys(a for a, _ in (self.nested or self.digits) if a != NOBODY))
 
     def cut(self, axis: int, n: int, blocks: Blocks = ()) -> Row | None:
-        """The row with one more axis inside, which cuts each of the blocks.
+        """The row with one more axis inside, which cuts each of the blocks separately.
 
-        None where that leaves a device without a part, or parts of blocks unequal.
+        None where a device would hold nothing, or the parts of a block would be unequal.
         """
         return _cut(self, axis, n, blocks)
 
     def without(self, axis: int) -> Row | None:
-        """The row with that axis gathered; None where it would be no gather of one run of parts."""
+        """The row with an axis gathered; None where the axis does not read one run of digits."""
         return _without(self, axis)
 
     def _cut(self, axis: int, n: int, blocks: Blocks) -> Row | None:
@@ -87,7 +86,7 @@ class Row:
         return replace(self, digits=_tidy([(NOBODY if a == axis else a, n) for a, n in self.digits]))
 
     def met(self, axis: int, local: int) -> Blocks:
-        """Blocks that the axis cuts on one device, of a dim of this local size where the axis does not cut it."""
+        """The blocks that an axis cuts on a device, where the ungathered dim has `local` rows; () if it is one."""
         if self.nested:
             return tuple(b * local // self.size for b in self.blocks)
         before = itertools.takewhile(lambda digit: digit[0] != axis, self.digits)
@@ -95,14 +94,14 @@ class Row:
         return (local // count,) * count if count > 1 else ()
 
     def local(self, mesh: DeviceMesh, coordinate: Sequence[int]) -> int:
-        """The number of rows on the device at `coordinate`."""
+        """The number of rows that the device at `coordinate` holds."""
         size = self.size
         for axis, n in self.nested:
             size = part(size, n, coordinate[axis])[1]
         return size if self.nested else math.prod(n for a, n in self.digits if a == NOBODY)
 
     def _read(self, axis: int, n: int, blocks: int) -> Row | None:
-        """The axis reads the most significant digits that nobody reads yet, after those that count the blocks."""
+        """The row where the axis reads the most significant free digits behind those that count the blocks, or None."""
         digits, at, left = list(self.digits), 0, blocks
         while left > 1:
             if at == len(digits) or not _divide(digits, at, left):
@@ -122,7 +121,7 @@ class Row:
         return replace(self, digits=_tidy(digits))
 
     def _as_nested(self, blocks: Blocks) -> tuple[tuple[int, int], ...] | None:
-        """The axes that cut it, major first, where one cuts inside the other as plainly as the blocks say."""
+        """The axes that cut the dim, major first, where each simply cuts inside the one before; else None."""
         if self.nested:
             return self.nested if self.blocks == blocks else None
         axes = [(a, n) for a, n in self.digits if a != NOBODY]
@@ -138,7 +137,7 @@ _without = functools.lru_cache(maxsize=1 << 16)(Row._without)
 
 
 def _divide(digits: list[tuple[int, int]], at: int, wanted: int) -> bool:
-    """Split the digit so that it has a number of values that divides `wanted`, or say that it cannot be."""
+    """Split a digit in place so that its number of values divides `wanted`; False where that cannot be."""
     axis, n = digits[at]
     if wanted % n == 0:
         return True
@@ -149,7 +148,7 @@ def _divide(digits: list[tuple[int, int]], at: int, wanted: int) -> bool:
 
 
 def _tidy(digits: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Neighbours that one axis reads, or nobody, are one digit."""
+    """Digits with neighbours of one reader merged, and without those of a single value."""
     merged: list[tuple[int, int]] = []
     for axis, n in digits:
         if merged and merged[-1][0] == axis:
@@ -161,7 +160,7 @@ def _tidy(digits: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A tensor on a mesh: how each dim is cut, and over which axes it is a sum."""
+    """What devices hold of a tensor: how each dim is cut, and the axes over which the tensor is a partial sum."""
 
     rows: tuple[Row, ...]
     partial: frozenset[int] = frozenset()
@@ -169,7 +168,7 @@ class Layout:
     @staticmethod
     @functools.lru_cache(maxsize=1 << 16)
     def of(shape: tuple[int, ...], sharding: Sharding, mesh: DeviceMesh) -> Layout | None:
-        """None where a tensor of this shape cannot lie so with something on every device."""
+        """The layout of a tensor of this shape; None where the sharding would leave a device without a part."""
         rows: list[Row | None] = [Row.whole(n) for n in shape]
         for dim, axes in sharding.cuts.items():
             if dim >= len(shape):
@@ -181,7 +180,7 @@ class Layout:
         return Layout(tuple(found), frozenset(sharding.partial_axes)) if len(found) == len(rows) else None
 
     def cut_by(self, axis: int) -> int | None:
-        """The dim that an axis cuts."""
+        """The dim that an axis cuts, or None."""
         return next((d for d, row in enumerate(self.rows) if axis in row.axes), None)
 
     def with_row(self, dim: int, row: Row | None) -> Layout | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch.distributed.device_mesh
 
 
-# the meshes of torch's that stand, by the job's process group: on every rank the same, for each is made by all
+# torch's meshes that exist, by the job's process group: the same on every rank, for all ranks make one together
 _made: WeakKeyDictionary[Any, dict[tuple[DeviceMesh, str], torch.distributed.device_mesh.DeviceMesh]] = (
     WeakKeyDictionary()
 )
@@ -25,13 +25,11 @@ _made: WeakKeyDictionary[Any, dict[tuple[DeviceMesh, str], torch.distributed.dev
 
 @dataclass(frozen=True, slots=True, init=False)
 class DeviceMesh:
-    """`DeviceMesh((2, 4), ("dp", "tp"))`: 8 devices, rank 5 at dp=1, tp=1.
+    """A grid of devices with named axes: `DeviceMesh((2, 4), ("dp", "tp"))` has rank 5 at dp=1, tp=1.
 
-    Needs no process group until `to_torch`.
-
-    `mesh["tp"]` and `mesh["dp", "tp"]` are the meshes of some of its axes. An axis of size 1 is as if it were not
-    there. `ranks` says who stands where, row-major, on a machine whose fast links ask for another order. Axes that are
-    given no names have those of `default_axes`.
+    `mesh["tp"]` and `mesh["dp", "tp"]` are the meshes of some of its axes. An axis of size 1 has no effect. `ranks`
+    lists the ranks row-major, on a machine whose fast links ask for another order than 0, 1, 2. Axes without given
+    names have those of `default_axes`. No process group is needed until `to_torch`.
     """
 
     shape: tuple[int, ...]
@@ -78,7 +76,7 @@ class DeviceMesh:
         raise BadSharding(f"the mesh has no axis {name!r}", seen=f"mesh {self}")
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """The place of a rank, one index per axis."""
+        """The coordinate of a rank: its index on each axis."""
         rank, result = self.ranks.index(rank) if self.ranks else rank, []
         for n in reversed(self.shape):
             rank, index = divmod(rank, n)
@@ -86,7 +84,7 @@ class DeviceMesh:
         return tuple(reversed(result))
 
     def rank(self, coordinate: Sequence[int]) -> int:
-        """The rank at a place."""
+        """The rank at a coordinate."""
         places = zip(coordinate, self.shape, strict=False)
         if len(coordinate) != len(self.shape) or not all(0 <= c < n for c, n in places):
             raise BadSharding(f"{tuple(coordinate)} is no place on mesh {self}")
@@ -96,7 +94,7 @@ class DeviceMesh:
         return self.ranks[rank] if self.ranks else rank
 
     def groups(self, axis: str | int) -> list[tuple[int, ...]]:
-        """The ranks that differ along one axis only, group by group."""
+        """The groups of ranks that differ along one axis only."""
         a = self.axis(axis)
         stride, n = math.prod(self.shape[a + 1 :]), self.shape[a]
         places = self.ranks or range(self.size)
@@ -110,9 +108,9 @@ class DeviceMesh:
         return DeviceMesh(tuple(self.shape[a] for a in chosen), tuple(self.axes[a] for a in chosen))
 
     def to_torch(self, device_type: str) -> torch.distributed.device_mesh.DeviceMesh:
-        """torch's own mesh over the same ranks; needs a process group of exactly this size.
+        """The DeviceMesh of torch over the same ranks; it needs a process group of exactly this size.
 
-        Of equal meshes of one job it is the same: models share process groups, which cost threads and device memory.
+        Equal meshes of one job share one object: process groups cost threads and device memory.
         """
         import torch.distributed  # here, for start-up time: meshes are planned for without torch
 
@@ -143,7 +141,7 @@ class DeviceMesh:
 
     @staticmethod
     def of(given: Any) -> DeviceMesh:
-        """A mesh from what a caller may pass: a DeviceMesh, torch's own over all ranks, a shape, a count, or "2x4"."""
+        """The mesh that a caller means: a DeviceMesh, torch's own over all ranks, a shape, a count, or "2x4"."""
         if isinstance(given, DeviceMesh):
             return given
         if isinstance(given, str) and re.fullmatch(r"\s*\d+(\s*[x,]\s*\d+)*\s*", given):
@@ -158,7 +156,7 @@ class DeviceMesh:
 
 
 def default_axes(count: int) -> tuple[str, ...]:
-    """Names of axes that a caller gave none: data and model, replicas outside of them; one alone may be anything."""
+    """Names of axes that a caller gave none: "data" and "model", replicas outside of them; "devices" for one alone."""
     if count < 2:
         return ("devices",)[:count]
     outer = [f"replica{k}" for k in range(count - 3, 0, -1)]
@@ -180,7 +178,7 @@ def _check_axes(axes: Sequence[str], shape: Sequence[int]) -> None:
 
 
 def _check_ranks(ranks: Sequence[int], shape: Sequence[int]) -> None:
-    """Raise a letter unless none is said, or each rank stands somewhere once."""
+    """Raise a letter unless `ranks` is empty or has every rank of the mesh once."""
     # their number first: a shape of a file may be of more devices than a list can hold
     if ranks and (len(ranks) != math.prod(shape) or sorted(ranks) != list(range(len(ranks)))):
         raise BadSharding(

@@ -49,10 +49,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """The factors of one dim: one, a product of several ("*"), or several end to end ("|").
-
-    None: the dim is broadcast.
-    """
+    """The factors of one dim: one, a product ("*"), or several end to end ("|"); none where it is broadcast."""
 
     factors: tuple[str, ...] = ()
     joined: str = ""
@@ -64,7 +61,7 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of notation, read."""
+    """A sharding rule: one line of notation, parsed."""
 
     text: str
     linear: str
@@ -82,7 +79,7 @@ class Rule:
         return self.text + (f"   linear={self.linear}" if self.linear else "")
 
     def bind(self, operands: Sequence[Shape | None], outputs: Sequence[Shape]) -> Binding:
-        """Fit the rule to one call. `None` is an operand that is absent; a number has the shape ()."""
+        """Fit the rule to the shapes of one call. `None` is an operand that is absent; a number has the shape ()."""
         if len(operands) != len(self.operands) or len(outputs) != len(self.outputs):
             raise BadRule(
                 f"the rule {self.text!r} has {len(self.operands)} operands and {len(self.outputs)} outputs",
@@ -117,7 +114,7 @@ class Rule:
         )
 
     def _spread(self, pattern: tuple[Dim, ...], shape: Shape) -> tuple[Dim, ...]:
-        """A pattern dim for each dim of the shape; leading ones count from the right, which aligns operands."""
+        """A pattern dim for each dim of the shape; those of `...` count from the right, which aligns operands."""
         free = len(shape) - sum(d.factor != ELLIPSIS for d in pattern)
         if free < 0 or (free > 0 and all(d.factor != ELLIPSIS for d in pattern)):
             raise BadRule(f"the rule {self.text!r} does not fit", seen=f"an operand of shape {list(shape)}")
@@ -128,10 +125,7 @@ class Rule:
         return tuple(found)
 
     def _sizes(self, pairs: list[tuple[Dim, int]]) -> dict[str, int]:
-        """The size of every factor.
-
-        From dims that are one factor, then from dims that join known ones and at most one other.
-        """
+        """The size of every factor, from dims of one factor, then from joined dims with at most one unknown factor."""
         sizes = dict(self.given)
         for d, n in pairs:
             if not d.joined and d.factor != ONE:
@@ -154,7 +148,7 @@ class Rule:
 
 
 def _fitted(row: Sequence[Dim], shape: Shape, sizes: Mapping[str, int]) -> tuple[Dim, ...]:
-    """The dims of one tensor, without the factor of a dim of size one that is broadcast."""
+    """The dims of one tensor, where a broadcast dim of size one has lost its factor."""
     return tuple(
         Dim() if n == 1 and not d.joined and sizes.get(d.factor) != 1 else d for d, n in zip(row, shape, strict=True)
     )
@@ -162,10 +156,7 @@ def _fitted(row: Sequence[Dim], shape: Shape, sizes: Mapping[str, int]) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A way in which an axis may cut: along one factor, or several that stand end to end somewhere.
-
-    And the blocks it cuts one by one.
-    """
+    """What an axis cuts: one factor, or several that stand end to end in some dim, and the blocks cut one by one."""
 
     factors: tuple[str, ...]
     blocks: Shape = ()
@@ -189,7 +180,7 @@ class Binding:
         return [row for row in (*self.operands, *self.outputs) if row is not None]
 
     def cuts(self, blocks: Mapping[str, Collection[Shape]] | None = None) -> Iterator[Cut]:
-        """Everything that an axis may cut; `blocks` are those that a factor may also be cut by."""
+        """Everything that one axis may cut; `blocks` has, by factor, blocks by which it may also be cut."""
         ends = {f: d.factors for row in self.rows for d in row if d.joined == "|" for f in d.factors}
         joined = {f for row in self.rows for d in row if d.joined for f in d.factors}
         minor = {
@@ -212,7 +203,7 @@ class Binding:
         return (math.prod(sizes) // count,) * count if count > 1 else ()
 
     def is_inside(self, cut: Cut) -> bool:
-        """Does the local form reduce over what is cut?"""
+        """Whether the op's local form itself reduces over the cut factors (`^` in the notation)."""
         return not self.inside.isdisjoint(cut.factors)
 
     def is_summed(self, cut: Cut) -> bool:
@@ -223,7 +214,7 @@ class Binding:
 
 @functools.cache
 def parse(text: str, linear: str = "") -> Rule:
-    """Read one line of notation."""
+    """The rule that a line of notation says; a letter where it cannot be read."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise BadRule(f"the rule {text!r} has no arrow", advice='"m k, k n -> m n"')

@@ -3,16 +3,14 @@
     Placement   R: every device holds the whole;  S(0): each holds its part of dim 0;  P(sum): the value is the sum of
                 what they hold
     Flow        what an edge carries on one axis: the placement of the value, and that of its gradient, written
-                value/gradient
-    S(2, blocks=(64, 16, 16)) cuts each block of the dim separately: each device holds its part of the first 64, then of
-    the next 16, then of the last 16. It is how a fused query-key-value weight is cut by heads. Blocks are cut evenly or
-    not at all.
-
+                value/gradient; `S(0)` alone means `S(0)/S(0)`, `R` alone `R/R`, `P(sum)` alone `P(sum)/R`
     Sharding    a placement per axis; where several axes cut one dim, `order` says which axis is major (default: mesh
                 order)
 
-`S(0)` alone means `S(0)/S(0)`, `R` alone `R/R`, `P(sum)` alone `P(sum)/R`. Parts are those of `torch.chunk`: the first
-devices hold ceil(n / k) rows, the last may hold fewer, so a gather of padded parts is the whole after one trim.
+`S(2, blocks=(64, 16, 16))` cuts each block of the dim separately: each device holds its part of the first 64, then of
+the next 16, then of the last 16. A fused query-key-value weight is cut by heads in this way. Blocks are cut evenly or
+not at all. Parts are those of `torch.chunk`: the first devices hold ceil(n / k) rows, the last may hold fewer, so a
+gather of padded parts is the whole after one trim.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One tensor on one mesh axis."""
+    """How a tensor lies on one mesh axis."""
 
     kind: str  # "R", "S" or "P"
     dim: int = -1  # the dim that S cuts
@@ -69,7 +67,7 @@ class Placement:
 
     @staticmethod
     def parse(text: str) -> Placement:
-        """`R`, `S(1)`, `P(sum)`; a bare `P` is `P(sum)`."""
+        """The placement that a text writes: `R`, `S(1)`, `P(sum)`; a bare `P` is `P(sum)`."""
         text = text.strip()
         if text == "R":
             return R
@@ -84,7 +82,7 @@ R = Placement("R")
 
 
 def S(dim: int, blocks: tuple[int, ...] = ()) -> Placement:
-    """Cut along `dim`; with `blocks`, cut each block of it."""
+    """The placement that cuts dim `dim`; with `blocks`, it cuts each block of the dim separately."""
     if dim < 0:
         raise BadSharding(f"S({dim}): a dim counts from 0")
     if any(n < 1 for n in blocks):
@@ -93,7 +91,7 @@ def S(dim: int, blocks: tuple[int, ...] = ()) -> Placement:
 
 
 def P(reduction: str = "sum") -> Placement:
-    """Parts to be combined by `reduction`."""
+    """The placement of parts that `reduction` combines; autopar carries sums only."""
     if reduction != "sum":
         raise BadSharding(f"P({reduction}) is not a placement that autopar carries", advice="P(sum)")
     return Placement("P", reduction=reduction)
@@ -101,7 +99,7 @@ def P(reduction: str = "sum") -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The two ways of an edge on one axis: the value's placement forward, its gradient's backward."""
+    """The placements of a value and of its gradient on one axis."""
 
     value: Placement
     gradient: Placement
@@ -123,13 +121,13 @@ class Flow:
 
 
 def flow(value: Placement) -> Flow:
-    """The flow that a placement written alone stands for."""
+    """The flow that a placement written alone stands for: `S(0)/S(0)` for `S(0)`, `P(sum)/R` for `P(sum)`."""
     return Flow(value, value if value.is_shard else R)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
-    """One tensor on the whole mesh. On a mesh of one axis it equals its only placement."""
+    """How a tensor lies on the whole mesh: a placement per axis. On a mesh of one axis it equals its only placement."""
 
     placements: tuple[Placement, ...]
     order: tuple[int, ...] = ()  # axes, major first; empty is mesh order
@@ -147,7 +145,7 @@ class Sharding:
         return cuts
 
     def _normal(self, order: Sequence[int]) -> tuple[int, ...]:
-        """Only the order among axes that cut one dim matters: write the rest in mesh order."""
+        """The order in normal form: it matters among axes that cut one dim only, and is mesh order elsewhere."""
         result = list(range(len(self.placements)))
         for axes in self._cuts(order).values():
             for slot, axis in zip(sorted(axes), axes, strict=True):
@@ -156,7 +154,7 @@ class Sharding:
 
     @property
     def cuts(self) -> dict[int, list[int]]:
-        """dim -> the axes that cut it, major first."""
+        """The axes that cut each dim, major first, by dim."""
         return self._cuts(self.order)
 
     @property
@@ -177,7 +175,7 @@ class Sharding:
         return self.text(tuple(str(a) for a in range(len(self.placements))))
 
     def text(self, axes: Sequence[str]) -> str:
-        """`S(0)@dp, P(sum)@tp`; axes not named are `R`; on a mesh of one axis the `@axis` is left out."""
+        """The sharding as `S(0)@dp, P(sum)@tp`; axes not named are `R`; on a mesh of one axis there is no `@axis`."""
         if len(axes) == 1:
             return repr(self.placements[0])
         return (
@@ -187,7 +185,7 @@ class Sharding:
 
     @staticmethod
     def parse(text: str, mesh: DeviceMesh) -> Sharding:
-        """Read what `text` writes. The order of writing is the order of cutting, major first."""
+        """The sharding that `text` writes; axes stand in the order in which they cut, major first."""
         placements, order = [R] * len(mesh.shape), []
         pieces = [piece for piece in outside_brackets(text) if piece.strip()]
         if not pieces:
@@ -210,7 +208,7 @@ class Sharding:
 
 
 def part(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, length) of one part of a dim, as torch.chunk cuts it."""
+    """(start, length) of one of the parts that torch.chunk cuts a dim of this size into."""
     step = -(-size // parts)
     start = min(step * index, size)
     return start, min(step, size - start)
@@ -219,7 +217,7 @@ def part(size: int, parts: int, index: int) -> tuple[int, int]:
 def local_shape(
     shape: Sequence[int], sharding: Sharding, mesh: DeviceMesh, coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """The shape that the device at `coordinate` holds."""
+    """The local shape of a tensor on the device at `coordinate`."""
     result = list(shape)
     for dim, axes in sharding.cuts.items():
         for axis in axes:
@@ -228,7 +226,7 @@ def local_shape(
 
 
 def largest_local_shape(shape: Sequence[int], sharding: Sharding, mesh: DeviceMesh) -> tuple[int, ...]:
-    """The shape of the fullest device, which every other waits for: the one at coordinate 0."""
+    """The local shape on the fullest device, which every other waits for: the one at coordinate 0."""
     return local_shape(shape, sharding, mesh, (0,) * len(mesh.shape))
 
 
@@ -238,7 +236,7 @@ def local_elements(shape: Sequence[int], shardings: Iterable[Sharding], mesh: De
 
 
 def outside_brackets(text: str, separator: str = ",") -> list[str]:
-    """Split where the separator stands in no bracket."""
+    """Pieces of a text between the separators that stand outside of brackets."""
     pieces, depth = [""], 0
     for c in text:
         depth += {"(": 1, ")": -1}.get(c, 0)
@@ -262,5 +260,5 @@ def _holds_something(size: int, parts: tuple[int, ...]) -> bool:
 
 
 def every_part_holds_something(size: int, parts: Sequence[int]) -> bool:
-    """May a dim be cut by axes of these sizes, one inside the other, without an empty part?"""
+    """Whether axes of these sizes, one inside the other, can cut a dim without leaving an empty part."""
     return _holds_something(size, tuple(parts))

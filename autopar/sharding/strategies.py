@@ -1,4 +1,4 @@
-"""From a bound rule to strategies: the algebra of values and gradients, one axis at a time, then crossed over the mesh.
+"""The strategies of a bound rule: the algebra of values and gradients on one axis, then crossed over the mesh.
 
 On an axis that an op uses to cut a factor, an operand or output that has the factor is `S`, its gradient `S`; an
 operand that lacks it is `R`, its gradient `P(sum)`; an output that lacks it is `P(sum)`, its gradient `R`. On an axis
@@ -45,7 +45,7 @@ class Strategy:
 
     @property
     def is_unused(self) -> bool:
-        """Does every device of the axis do all of the op, forward and backward?"""
+        """Whether every device of the axis does all of the op, forward and backward."""
         return all(f == KEPT for f in (*self.operands, *self.outputs))
 
     @staticmethod
@@ -62,7 +62,7 @@ def _flows(text: str) -> tuple[Flow, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A strategy per axis: how one op runs on the whole mesh."""
+    """How one op runs on the whole mesh: a strategy per axis."""
 
     strategies: tuple[Strategy, ...]
 
@@ -93,8 +93,8 @@ def strategies_on_one_axis(
 ) -> tuple[Strategy, ...]:
     """Every strategy of a bound rule on one axis; `blocks` are those by which a factor may also be cut.
 
-    A tensor without a gradient carries one by convention (that of its value written alone), so that choices which
-    differ in nothing but that are one.
+    A tensor without a gradient is given, by convention, the gradient of its value written alone: strategies that differ
+    in nothing else are one.
     """
     rows = {i: row for i, row in enumerate(binding.operands) if row is not None}
     found: dict[Strategy, None] = {}
@@ -121,7 +121,7 @@ def strategies_on_one_axis(
 
 
 def _place(row: Sequence[Dim], cut: Cut, binding: Binding) -> Placement | None:
-    """The placement of an operand with these dims under a cut; None where it has no part in it."""
+    """The placement of an operand with these dims under a cut; None where none of its dims is cut."""
     for i, dim in enumerate(row):
         if dim.joined == "|" and dim.factors == cut.factors:
             return S(i, tuple(binding.sizes[f] for f in dim.factors))
@@ -131,15 +131,15 @@ def _place(row: Sequence[Dim], cut: Cut, binding: Binding) -> Placement | None:
 
 
 def replicated(operands: int, wants_gradient: Sequence[bool], gives_gradient: Sequence[bool]) -> tuple[Strategy, ...]:
-    """The strategies of an op that nobody has a rule for: every device computes the whole."""
+    """The strategies of an op without a rule: every device computes the whole."""
     nothing = Binding(((),) * operands, ((),) * len(gives_gradient), {}, frozenset(), ())
     return strategies_on_one_axis(nothing, wants_gradient, gives_gradient)
 
 
 def cross(per_axis: Sequence[Strategy], sizes: dict[str, int], mesh: DeviceMesh) -> tuple[Choice, ...]:
-    """Every assignment of a strategy to each axis under which no device gets an empty part.
+    """Every choice: a strategy for each axis, under which no device gets an empty part.
 
-    An axis of size 1 is no axis.
+    An axis of size 1 takes only strategies that do not use it.
     """
     unused = [s for s in per_axis if s.is_unused]
     menus = [per_axis if n > 1 else unused for n in mesh.shape]
@@ -161,7 +161,7 @@ def cross(per_axis: Sequence[Strategy], sizes: dict[str, int], mesh: DeviceMesh)
 
 @functools.lru_cache(maxsize=1 << 14)
 def _holds(wholes: tuple[int, ...], cuts: tuple[tuple[Cut, int, int], ...]) -> bool:
-    """May these axes cut a factor, or several that are cut together, one inside the other?"""
+    """Whether these axes, one inside the other, can cut factors of these sizes so that every part holds something."""
     parts = math.prod(n for _, _, n in cuts)
     if any(cut.even for cut, _, _ in cuts) and any(size % parts for size in wholes):
         return False
@@ -177,7 +177,7 @@ def _holds(wholes: tuple[int, ...], cuts: tuple[tuple[Cut, int, int], ...]) -> b
 def storage_strategies(
     shape: Sequence[int], blocks: dict[int, set[tuple[int, ...]]] | None = None
 ) -> tuple[Strategy, ...]:
-    """The ways to store a tensor on one axis: whole, or cut, and its gradient and states with it."""
+    """The ways to store a tensor on one axis, its gradient and optimizer states with it: whole, or cut by a dim."""
     cuts = [
         (d, Cut((f"dim{d}",), b, bool(b)))
         for d, n in enumerate(shape)

@@ -1,8 +1,8 @@
-"""Temporaries of a conversion: what it holds while it runs, beside what it takes and what it makes.
+"""Temporary memory of a conversion: elements that it holds while it runs, beside its input and its result.
 
-A collective sends and receives plain memory. What lies otherwise is copied: parts along a later dim, parts of blocks,
-parts of uneven lengths. What `runtime/collectives.py` makes on the way is counted here, step by step, in the order in
-which it makes it.
+A collective sends and receives contiguous memory. What lies otherwise is copied: parts along a later dim, parts of
+blocks, parts of uneven lengths. The copies are counted step by step, in the order in which `runtime/collectives.py`
+makes them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ def temporaries(
     is_turned: bool = False,
     is_last_use: bool = False,
 ) -> int:
-    """Elements that the steps hold on the fullest device beside the tensor itself and what they end with.
+    """The most elements that the steps hold on the fullest device at a time, beside the tensor itself and the result.
 
-    The tensor may be `turned`: it does not lie in memory order. Where this is its last use, it is gone after the first
-    step.
+    A tensor that is `turned` is not contiguous. With `is_last_use` it is freed after the first step.
     """
     first = (0,) * len(mesh.shape)
     steps, _ = localise(path, shape, source, mesh, first)
@@ -43,7 +42,7 @@ def temporaries(
 
 
 def between(path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh: DeviceMesh) -> int:
-    """Elements that the last of several steps starts from on the fullest device."""
+    """Elements on the fullest device from which the last of several steps starts; 0 where there is only one."""
     if len(path) < 2:
         return 0
     _, local = localise(path[:-1], shape, source, mesh, (0,) * len(mesh.shape))
@@ -51,17 +50,17 @@ def between(path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh: 
 
 
 def _all_reduce(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
-    """A copy, which becomes the sum."""
+    """Count a copy, which becomes the sum."""
     return local, math.prod(local)
 
 
 def _lodge(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
-    """The value or zeros, then that in order."""
+    """Count the value or zeros, and the contiguous copy of a tensor that is turned."""
     return local, (1 + is_turned) * math.prod(local)
 
 
 def _all_gather(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
-    """A copy that is sent, where one is needed; then what arrives, and that in order."""
+    """Count a contiguous copy to send, where one is needed; then what arrives, and the copies that put it in order."""
     ((dim, size, blocks),) = step.dims
     length = -(-size // parts)
     after, padded = _with(local, dim, size), _with(local, dim, length)
@@ -71,7 +70,7 @@ def _all_gather(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> 
 
 
 def _put_in_order(after: _Shape, dim: int, arrives: int, padded: int, blocks: Sequence[int]) -> int:
-    """Elements of the copies that make one tensor of parts that have arrived one behind the other."""
+    """Elements of the copies that make one tensor out of parts that have arrived one behind the other."""
     is_first = _is_first(after, dim)
     copied = 0 if is_first else arrives
     if blocks or (padded != after[dim] and not is_first):
@@ -80,7 +79,7 @@ def _put_in_order(after: _Shape, dim: int, arrives: int, padded: int, blocks: Se
 
 
 def _reduce_scatter(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
-    """The parts in the order of their receivers, then what is sent, where that is another copy, and what arrives."""
+    """Count the parts in the order of their receivers, a copy to send where it is another one, and what arrives."""
     ((dim, size, blocks),) = step.dims
     length = -(-size // parts)
     after, padded = _with(local, dim, length), _with(local, dim, length * parts)
@@ -92,7 +91,7 @@ def _reduce_scatter(step: LocalStep, local: _Shape, parts: int, is_turned: bool)
 
 
 def _all_to_all(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
-    """A copy that is sent, then what arrives, then that in order."""
+    """Count a copy to send, what arrives, and the copies that put it in order."""
     (dim, size, blocks), (to_dim, to_size, to_blocks) = step.dims
     length, to_length = -(-size // parts), -(-to_size // parts)
     after = _with(_with(local, dim, size), to_dim, to_length)
@@ -102,13 +101,13 @@ def _all_to_all(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> 
 
 
 def _slice(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
-    """The parts in order, where they are of blocks, and this device's."""
+    """Count the parts in order, where they are of blocks, and the part of this device."""
     ((dim, size, blocks),) = step.dims
     after = _with(local, dim, -(-size // parts))
     return after, (math.prod(local) if blocks else 0) + math.prod(after)
 
 
-_STEPS = {
+_STEPS = {  # each gives the local shape after the step, and the elements that it holds meanwhile
     "all_reduce": _all_reduce,
     "lodge": _lodge,
     "all_gather": _all_gather,
@@ -123,5 +122,5 @@ def _with(shape: _Shape, dim: int, size: int) -> _Shape:
 
 
 def _is_first(shape: _Shape, dim: int) -> bool:
-    """Are the parts of a dim one behind the other in memory?"""
+    """Whether the parts of a dim lie one behind the other in memory."""
     return math.prod(shape[:dim]) == 1

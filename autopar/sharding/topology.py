@@ -1,4 +1,4 @@
-"""From a table of what each pair of devices can exchange to the logical mesh with the fastest links innermost.
+"""The logical mesh with the fastest links innermost, from tables of latency and bandwidth between pairs of devices.
 
     distance of two devices = latency + message / bandwidth
 
@@ -30,9 +30,10 @@ def logical_mesh(
     axes: tuple[str, ...] | None = None,
     message: float = MESSAGE,
 ) -> DeviceMesh:
-    """The best mesh of that shape; without one, the shape has an axis for each kind of link.
+    """The mesh of a shape whose ranks stand so that fast links are innermost.
 
-    Its ranks stand as the links ask.
+    `latency` (seconds) and `bandwidth` (bytes/s) are square tables by pair of devices. Without a `shape`, the mesh has
+    an axis for each kind of link.
     """
     distance = _distances(np.asarray(latency, float), np.asarray(bandwidth, float), message)
     sizes = tuple(reversed(tuple(shape))) if shape is not None else _sizes(distance)
@@ -53,7 +54,7 @@ def logical_mesh(
 
 
 def _apart(a: tuple[int, ...], b: tuple[int, ...], distance: np.ndarray, level: int) -> float:
-    """The distance of the slowest pair of members that stand opposite each other."""
+    """The largest distance between members of two groups that stand opposite each other."""
     if a is b:
         return 0.0
     return max(float(distance[x, y]) for x, y in zip(a, _opposite(a, b, distance, level), strict=True))
@@ -81,7 +82,7 @@ def _distances(latency: np.ndarray, bandwidth: np.ndarray, message: float) -> np
 def _sizes(distance: np.ndarray) -> tuple[int, ...]:
     """The number of devices that each kind of link joins, innermost first.
 
-    Components of what is as near as the nearest, then of these.
+    Groups are the components joined by links about as near as the nearest, then the components of these groups.
     """
     sizes, parts = [], [(i,) for i in range(len(distance))]
     while len(parts) > 1:
@@ -99,9 +100,9 @@ def _sizes(distance: np.ndarray) -> tuple[int, ...]:
 
 
 def _opposite(a: tuple[int, ...], b: tuple[int, ...], distance: np.ndarray, level: int) -> tuple[int, ...]:
-    """The members of b in the order in which they stand opposite those of a.
+    """The members of b in the order in which they stand opposite those of a, with the slowest pair fastest.
 
-    Groups of groups keep their order.
+    Only groups of single devices are matched: groups of groups keep their order.
     """
     if level != 1 or len(a) == 1:
         return b
@@ -116,7 +117,7 @@ def _opposite(a: tuple[int, ...], b: tuple[int, ...], distance: np.ndarray, leve
 
 
 def _cliques(distance: np.ndarray, size: int) -> list[list[int]]:
-    """The partition into groups of this size whose largest distance is smallest."""
+    """The partition into groups of this size with the smallest largest distance inside a group."""
     thresholds = np.unique(distance[~np.eye(len(distance), dtype=bool)]) if size > 1 else np.zeros(1)
     low, high, best = 0, len(thresholds) - 1, [list(range(i, i + size)) for i in range(0, len(distance), size)]
     while low <= high:
@@ -127,7 +128,7 @@ def _cliques(distance: np.ndarray, size: int) -> list[list[int]]:
 
 
 def _cover(near: np.ndarray, size: int) -> list[list[int]] | None:
-    """A partition into cliques of this size, by backtracking from the device with the fewest partners."""
+    """A partition into cliques of this size, by backtracking from the device with the fewest partners, or None."""
     free = set(range(len(near)))
     chosen: list[list[int]] = []
 

@@ -1,4 +1,4 @@
-"""A plan as JSON: data only, whose every field is read as what it must be.
+"""A plan as JSON, of data only, where every field is checked as it is read.
 
 A file is edited, or comes from somewhere else: what cannot be read, or contradicts itself, is a letter.
 """
@@ -44,7 +44,7 @@ def write(plan: Plan, path: str | Path) -> None:
 
 
 def read(path: str | Path) -> Any:
-    """The JSON of a file."""
+    """The JSON of a plan's file; a letter where it cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         return json.loads(text, parse_constant=_refuse, object_pairs_hook=_each_once)
@@ -56,7 +56,7 @@ def read(path: str | Path) -> Any:
 
 
 def written(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON can hold it."""
+    """The plan as data that JSON can hold; `fields_of` reads it."""
     axes = plan.mesh.axes
     needed = {name: list(figures) for name, figures in plan.needed.items()}
     return {
@@ -123,7 +123,7 @@ def _conversion_data(c: Conversion, axes: Sequence[str]) -> dict[str, Any]:
 
 
 def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the plan that `written` wrote."""
+    """The fields of the plan that `written` wrote; a letter where the data is no such plan."""
     try:
         if data["version"] in folding.READ and not isinstance(data["version"], bool):
             return _fields(folding.unfold(data, VERSION))
@@ -197,7 +197,7 @@ def _truth(value: Any) -> bool:
 
 
 def _without_segments(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The data; a letter where they name segments, as plans once did, for what backward makes again in passing."""
+    """The data of a plan; a letter where it recomputes in segments, as older plans did."""
     if "segments" in data:
         raise BadPlan("the plan recomputes in segments, as another autopar did", advice="plan again")
     return data
@@ -256,7 +256,7 @@ def _mesh_row(data: Any) -> tuple[str, float, float, int, str]:
 
 
 def _shown(value: Any) -> str:
-    """A value of a file in a few words."""
+    """A value of a file as short text."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a whole number of {value.bit_length()} bits"
     return repr(value)[:80]
@@ -269,7 +269,7 @@ def _text(value: Any) -> str:
 
 
 def _family(value: Any) -> str:
-    """The name of a family of kernels."""
+    """The name of a family of kernels; an error for any other value."""
     if value not in NAMES:
         raise ValueError(f"{_shown(value)} names no kernels")
     return str(value)
@@ -305,7 +305,7 @@ def _number(value: Any) -> float:
 
 
 def _optimizer(value: Any) -> str | float:
-    """A name, or bytes for each parameter, in the kind of number in which they were given."""
+    """An optimizer's name, or the bytes of its states for each parameter as the int or float that was given."""
     if isinstance(value, str):
         return value
     number = _number(value)
@@ -319,7 +319,7 @@ def _whole(value: Any, least: int = 0) -> int:
 
 
 def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object in which no name stands twice."""
+    """A JSON object, unless a name stands twice in it."""
     if len(found := dict(pairs)) < len(pairs):
         raise ValueError("a name stands twice in one object")
     return found
@@ -333,7 +333,7 @@ def _refuse(constant: str) -> Any:
 
 
 def refuse_contradictions(plan: Plan) -> None:
-    """Raise a letter where a part of the plan says something else than its decisions."""
+    """Raise a letter if some part of the plan contradicts its decisions."""
     if set(plan.parameter_bytes) != {name for name, d in plan.decisions.items() if d.kind == "parameter"}:
         raise BadPlan("the plan has sizes of other parameters than it decides")
     if unknown := sorted(
@@ -356,7 +356,7 @@ def refuse_contradictions(plan: Plan) -> None:
 
 
 def _refuse_conversion(plan: Plan, c: Conversion) -> None:
-    """Raise a letter where a conversion begins or ends otherwise than the ops at its ends."""
+    """Raise a letter if a conversion starts or ends other than the decisions at its ends say."""
     if c.source not in plan.decisions or c.target not in plan.decisions:
         raise BadPlan(f"the plan converts a value from {c.source} to {c.target}, and decides nothing for one of them")
     try:
@@ -372,7 +372,7 @@ def _refuse_conversion(plan: Plan, c: Conversion) -> None:
 
 
 def _leaves(c: Conversion, source: Decision) -> bool:
-    """Does an output of the source lie as the conversion says that the value leaves?"""
+    """Whether an output of the source has the sharding from which the conversion starts."""
     for i in range(len(source.choice.strategies[0].outputs)):
         flows = source.choice.output(i)
         if c.value[0] == values(flows) and (not c.gradient or c.gradient[1] == gradients(flows)):
@@ -381,7 +381,7 @@ def _leaves(c: Conversion, source: Decision) -> bool:
 
 
 def _arrives(c: Conversion, target: Decision) -> bool:
-    """Does the target take the operand as the conversion says that it arrives?"""
+    """Whether the target takes the operand in the sharding at which the conversion ends."""
     taken = target.choice.strategies[0].operands
     if c.operand >= len(taken):
         raise BadPlan(f"the plan converts operand {c.operand} of {c.target}, which takes {len(taken)}")

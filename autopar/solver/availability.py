@@ -1,4 +1,4 @@
-"""Seconds that it is worth, at one price of a byte, to have a value in backward (see `joint.py`).
+"""Prices of having a value in backward: multipliers of the constraints in `joint.py`, at one price of a byte.
 
 They are the flows of the minimum cut that gives the cheapest states of one sharding (`states.py`): what passes from an
 op to what it reads, and on to what made that.
@@ -20,14 +20,14 @@ from autopar.space.timeline import OWN, Passage, Passages, Run, Timeline
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Availability:
-    """Seconds that availability is worth, by edge: of the value that leaves, and of what arrives."""
+    """Seconds that it is worth to have values in backward, by edge: of the value that leaves, and of what arrives."""
 
     leaving: np.ndarray
     arriving: np.ndarray
 
 
 class AvailabilityPrices:
-    """Finds what availability is worth, at one priced time of a space."""
+    """Computes availability prices at one priced time of a space."""
 
     def __init__(self, space: Space, passages: Passages, time: int, kind_of_window: Sequence[int]) -> None:
         self.space = space
@@ -38,7 +38,7 @@ class AvailabilityPrices:
         self._at = {op.site: t for t, op in enumerate(passages.ops)}
         self._adds: dict[Sequence[float], tuple[float, ...]] = {}  # the last that were asked for
         last = 2 * len(passages.ops) - 1
-        # is the backward of this op still to come, or there?
+        # by op, whether its backward is yet to come, or now
         self.wants = [last - t >= time for t in range(len(passages.ops))]
         self.kept = [self._kept(op, last - t) for t, op in enumerate(passages.ops)]  # of each edge of an op
         self.leaving_edges: dict[tuple[int, int], list[int]] = {}  # of each value the edges over which it leaves
@@ -48,34 +48,34 @@ class AvailabilityPrices:
                 self.leaving_edges.setdefault(source, []).append(k)
         self._flow = CutFlow(frozenset(), {}, {})  # of the line that was cut last, at which price
         self._last: tuple[int, float, tuple[float, ...]] = (0, 0.0, ())
-        self._line: Timeline | None = None  # it is held, so that its id stays its
+        self._line: Timeline | None = None  # it is held, so that its id stays its own
 
     def _kept(self, op: Passage, back: int) -> tuple[bool, ...]:
-        """Which of an op's operands wait at the priced time for its backward, which comes `back` then?"""
+        """Which operands of an op are kept, at the priced time, for its backward at time `back`."""
         pairs = zip(op.kept, op.first, strict=True)
         return tuple(kept and back - is_first >= self.time for kept, is_first in pairs)
 
     def _wanted(self, run: Run) -> Sequence[int]:
-        """The values that wait at the priced time for the backward of a run."""
+        """The values that are kept at the priced time for the backward of a run."""
         if not self.wants[run.time]:
             return ()
         is_there = 2 * len(self.passages.ops) - 1 - run.time == self.time
         return [v for v in run.keeps if v not in run.first] if is_there else run.keeps
 
     def worth(self, line: Timeline, price: float, exposed: Sequence[float] | None = None) -> Availability:
-        """The worth of availability under one sharding, the same for edges that are alike.
+        """The availability prices under one sharding, equal for edges that are alike.
 
-        Of each kind of window a share may count as `exposed`.
+        `exposed` is the share that counts as exposed, of each kind of window; without it all communication does.
         """
         leaving, arriving = self._shared_out(line, self._cut(line, price, self.adds(exposed)))
         return Availability(self._alike(leaving), self._alike(arriving))
 
     def cheapest(self, line: Timeline, price: float, exposed: Sequence[float] | None = None) -> frozenset[int]:
-        """The runs of one sharding to repeat at a price."""
+        """The runs to recompute under one sharding for the least seconds, at a price of a byte."""
         return self._cut(line, price, self.adds(exposed)).again
 
     def adds(self, exposed: Sequence[float] | None) -> tuple[float, ...]:
-        """The share of its seconds that repeating each op adds, at least, where so much of each kind of window counts.
+        """The least share of its seconds that recomputing each op adds to a step, by op.
 
         Backward repeats it in its own window, or in one that comes before: compute there hides what counts as exposed.
         """
@@ -100,7 +100,7 @@ class AvailabilityPrices:
         return self._flow
 
     def _shared_out(self, line: Timeline, flow: CutFlow) -> tuple[np.ndarray, np.ndarray]:
-        """The flows of a cut by edge: what passes from an op to what it reads, and on to what made that."""
+        """The flows of a cut by edge, (leaving, arriving): from an op to what it reads, and on to what made that."""
         edges = len(self.space.edges)
         leaving, arriving = np.zeros(edges), np.zeros(edges)
         keepers: dict[int, int] = {}  # of each value the edges whose takers keep it
@@ -138,7 +138,7 @@ class AvailabilityPrices:
         return leaving, arriving
 
     def _alike(self, amounts: np.ndarray) -> np.ndarray:
-        """The mean over edges that are alike: their tables are the same then."""
+        """The mean amount over edges that are alike, so that these share tables."""
         groups: dict[tuple[int, int, int], list[int]] = {}
         for k, e in enumerate(self.space.edges):
             groups.setdefault((self.kinds[e.source], self.kinds[e.target], e.operand), []).append(k)

@@ -1,4 +1,4 @@
-"""The fastest plan whose communication hides behind compute, under a memory budget, with a bound for the joint problem.
+"""The fastest plan under a memory budget, with overlap of communication and compute, and a lower bound.
 
     minimise  seconds(x) + sum_w max(0, communication(x, w) - compute(x, w))     such that     bytes(x, t) <= budget
               at every time t
@@ -40,7 +40,7 @@ _PIVOTS = 10_000  # of a linear program of prices, which has a row a plan
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Seconds for a byte at each time, and for each kind of window the share of it that counts as exposed."""
+    """Lagrange multipliers: seconds a byte at each time, and the exposed share of each kind of window."""
 
     of_bytes: dict[int, float]
     exposed: tuple[float, ...]
@@ -61,7 +61,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The best plan within the budget, if one was found, and what no plan within it goes under."""
+    """The best plan that was found within a budget, and a lower bound of any."""
 
     best: Point | None
     bound: float
@@ -73,7 +73,7 @@ class Outcome:
 
 @dataclass
 class Budgeted:
-    """A space whose memory is counted."""
+    """A space with its memory rows, searched by prices."""
 
     space: Space
     rows: dict[int, tuple[dict[int, np.ndarray], dict[int, np.ndarray]]] = field(default_factory=dict)
@@ -98,17 +98,16 @@ class Budgeted:
         exposed: Sequence[float] | None = None,
         is_rough: bool = False,
     ) -> tuple[Point, float]:
-        """The plan of least seconds (times `of_time`) and priced bytes, and a bound of that sum."""
+        """The plan of least seconds (times `of_time`) and priced bytes, and a lower bound of their sum."""
         found = minimise(self.priced(prices, of_time, exposed), tries=1, is_rough=is_rough)
         return self.point(found.picked), found.bound
 
     def priced(
         self, prices: Mapping[int, float], of_time: float = 1.0, exposed: Sequence[float] | None = None
     ) -> Problem:
-        """Seconds (times `of_time`) and priced bytes as tables.
+        """Seconds (times `of_time`) and priced bytes as tables to be minimised.
 
-        Of each kind of window this share of what compute could hide is `exposed`; without it, all communication is in
-        line.
+        `exposed` has, for each kind of window, the share that counts as exposed; without it all communication does.
         """
         memo: dict[Any, np.ndarray] = {}
 
@@ -141,7 +140,7 @@ class Budgeted:
         return Problem(costs, factors, self.regions)
 
     def point(self, picked: Sequence[int]) -> Point:
-        """The plan of these choices, with its exact seconds and bytes."""
+        """The plan that picks these choices, with its exact seconds and bytes."""
         return self.points.of(picked)
 
     def row(self, time: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
@@ -152,7 +151,7 @@ class Budgeted:
         return self.rows[time]
 
     def _shared(self, tables: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """The same tables, with equal ones of one identity: what is computed for one serves all."""
+        """The tables with equal ones replaced by one object, so that results for it serve all."""
         return {i: self._alike.setdefault(t.tobytes() + repr(t.shape).encode(), t) for i, t in tables.items()}
 
     # -- the search
@@ -166,10 +165,10 @@ class Budgeted:
         little: float = _LITTLE,
         proves: bool = True,
     ) -> Outcome:
-        """The best plan that prices lead to within a budget, and a bound.
+        """The fastest plan within a budget that prices lead to, and a lower bound.
 
         Prices are raised until plan and bound meet within the gap, or no price raises the bound, or, once there is a
-        plan, `until` a time. Where tables are large, the bound is a rough one unless it `proves` it.
+        plan, until the time `until`. Where tables are large, the bound is in single precision unless it `proves` it.
         """
         points, times = [self.point(p) for p in incumbents], list[int]()
         at = centre = Prices({}, (0.0,) * self.kinds)
@@ -205,7 +204,7 @@ class Budgeted:
         return self.proven(outcome, budget) if proves else outcome
 
     def proven(self, outcome: Outcome, budget: float) -> Outcome:
-        """The same with a bound in double precision, where it was found in single."""
+        """The outcome with a bound in double precision."""
         if not outcome.is_rough:
             return outcome
         point, bound = self._worth(outcome.prices, budget)
@@ -218,16 +217,13 @@ class Budgeted:
         return point, least - sum(at.of_bytes.values()) * (budget if at.of_bytes else 0.0)
 
     def none_within(self, budget: float, prices: Mapping[int, float]) -> bool:
-        """Do these prices prove that no plan is within a budget.
-
-        Is a mixture of the times' bytes over it, whatever is chosen?
-        """
+        """Whether these prices prove that no plan fits: every plan has a weighted mean of bytes over the budget."""
         whole = sum(prices.values())
         weights = {t: p / whole for t, p in prices.items() if p > 0}
         return self.at(weights, 0.0)[1] > budget * (1 + _MET)
 
     def smallest(self) -> tuple[Point, float]:
-        """The plan of the lowest peak that was found, and what no plan's peak goes under; looked for once."""
+        """The plan of the lowest peak that was found, and a lower bound of any peak; searched for once."""
         if self._smallest is None:
             self._smallest = self._search_smallest()
         return self._smallest
@@ -262,7 +258,7 @@ class Budgeted:
         return best, min(bound, best.peak)
 
     def _overfull(self, point: Point, budget: float) -> list[int]:
-        """The fullest times at which a plan is over a budget."""
+        """The fullest times (see `_peaks`) at which a plan exceeds a budget."""
         return [t for t in self._peaks(point) if point.held[t] > budget]
 
     def _peaks(self, point: Point) -> list[int]:
@@ -275,12 +271,12 @@ class Budgeted:
 
 
 def _fastest_within(points: Sequence[Point], budget: float) -> Point | None:
-    """The fastest plan whose peak is within a budget; None where there is none."""
+    """The fastest plan whose peak is within a budget, or None."""
     return min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
 
 
 def _times(seconds: np.ndarray, of_time: float) -> np.ndarray:
-    """Seconds times a number; what leads nowhere does so at any price."""
+    """Seconds multiplied by `of_time`; infinite ones stay infinite, even times 0."""
     if of_time == 1.0:
         return seconds
     return np.where(np.isfinite(seconds), np.nan_to_num(seconds, posinf=0.0) * of_time, math.inf)
@@ -291,9 +287,10 @@ def _backend() -> Any:
 
 
 def prices_of(points: Sequence[Point], times: Sequence[int], budget: float, kinds: int) -> tuple[Prices, float]:
-    """The prices under which the plans met so far are worth most, and what they are then.
+    """The prices that maximise the least priced cost of the plans met so far, and that cost: no bound exceeds it.
 
-    Max theta, theta <= seconds in line + sum of share * over + sum of price * (bytes - budget).
+    It is the linear program  max theta,  theta <= seconds in line + sum of share * over + sum of price * (bytes -
+    budget).
     """
     if not points:
         return Prices(dict.fromkeys(times, 1.0), (0.0,) * kinds), math.inf
@@ -320,7 +317,7 @@ def prices_of(points: Sequence[Point], times: Sequence[int], budget: float, kind
 
 
 def _weights(points: Sequence[Point], times: Sequence[int]) -> tuple[dict[int, float], float]:
-    """The mixture of times at which the smallest plan met so far holds most, and its bytes then."""
+    """The weights of times that maximise the least weighted mean of bytes of the plans met so far, and that mean."""
     program = pulp.LpProblem("weights", pulp.LpMaximize)
     unit = max(_TINY, *(p.peak for p in points))
     theta = pulp.LpVariable("theta")

@@ -1,4 +1,4 @@
-"""The plan that the picked choices of a space make: its decisions, conversions, seconds and bytes."""
+"""Builds the `Plan` of the picked choices of a space: decisions, conversions, seconds and bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.space.timeline import Timeline
 
 
 def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) -> Plan:
-    """The plan of these choices and states; no plan takes less than `bound` seconds."""
+    """The plan of a point's choices and states; no plan takes less than `bound` seconds."""
     picked = point.picked
     chosen = list(zip(space.sites, picked, strict=True))
     conversions, moved = _conversions(space, picked)
@@ -87,7 +87,7 @@ def _decisions(space: Space, picked: Sequence[int]) -> dict[str, Decision]:
 
 
 def _sources(space: Space, point: Point, exposed: float) -> dict[str, float]:
-    """Seconds of the step by where they are from; what is recomputed is as the ops are."""
+    """Seconds of the step by their source; recompute is divided among sources as the ops are."""
     found: dict[str, float] = {}
     for site, i in zip(space.sites, point.picked, strict=True):
         if site.priced_by and site.seconds[i]:
@@ -101,7 +101,7 @@ def _sources(space: Space, point: Point, exposed: float) -> dict[str, float]:
 
 
 def _needed(space: Space, point: Point) -> dict[str, tuple[int, float]]:
-    """Bytes and seconds of what backward needs, as long as it could be dropped."""
+    """Bytes and seconds of each run whose values backward needs and could do without saving."""
     line = Timeline.of(space, point.picked, point.held, point.momentary)
     found = {}
     for run in line.runs:
@@ -137,14 +137,14 @@ def _conversion(space: Space, e: Edge, given: Flows, taken: Flows, seconds: floa
 def _backward(
     space: Space, e: Edge, given: Flows, taken: Flows, gradient: tuple[Sharding, Sharding]
 ) -> tuple[Step, ...]:
-    """The steps of a gradient, which may be reduced in another dtype and travel in buckets."""
+    """The steps of a gradient's conversion, which may be reduced in another dtype and travel in buckets."""
     is_reduced = e.reduced_in and reduces([taken], [given]).any()
     itemsize = e.reduced_in if is_reduced else e.itemsize
     return (e.back or space.conversions).path(e.shape, itemsize, *gradient).steps
 
 
 def _overlap(space: Space, picked: Sequence[int]) -> tuple[float, float]:
-    """Seconds of communication in windows, and those of them that compute hides."""
+    """Seconds of communication in windows, and the part of them that compute hides."""
     pairs = [(w.times, *w.seconds(picked, space.edges)) for w in space.windows]
     beside = sum(times * moved for times, moved, _ in pairs)
     hidden = sum(times * min(moved, run) for times, moved, run in pairs)
@@ -152,18 +152,18 @@ def _overlap(space: Space, picked: Sequence[int]) -> tuple[float, float]:
 
 
 def held_of(space: Space, point: Point) -> dict[str, np.ndarray]:
-    """Bytes at every time of the step, by kind; none where memory is not counted."""
+    """Bytes at every time of the step, by kind; {} where memory is not counted."""
     if space.memory is None:
         return {}
     held = space.memory.held(point.picked, space.edges)
-    if point.recomputed:  # of what is saved there is less, and what is made again is there for the while
+    if point.recomputed:  # less is saved, and what is made again is there for a while
         saved = "saved activations"
         held[saved] = held[saved] + point.held - np.sum(list(held.values()), axis=0)
     return held
 
 
 def _peak(space: Space, point: Point) -> tuple[dict[str, int], str]:
-    """Bytes at the fullest time by kind, and when that is."""
+    """Bytes at the fullest time by kind, and the name of that time."""
     if space.memory is None:
         return {}, ""
     held = held_of(space, point)
@@ -172,7 +172,7 @@ def _peak(space: Space, point: Point) -> tuple[dict[str, int], str]:
 
 
 def _named_for_policies(space: Space) -> list[str]:
-    """The name whose policy each site decides: of a cast, the parameter that it casts."""
+    """The name by which each site's policy goes: for a cast, the parameter that it casts."""
     parameter_of = {}
     for e in space.edges:
         if space.sites[e.target].regathered or space.sites[e.target].scattered:

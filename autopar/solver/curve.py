@@ -1,4 +1,4 @@
-"""The curve of a model: the fastest step under one budget after the other, all from one search.
+"""The Pareto curve of a model: the fastest step under each of several memory budgets, from one search.
 
 A price of bytes leads to a sharding, and to a bound for every budget at once; what was found under one budget fits
 under all that are larger (`recompute.py`). So a curve costs a few plans and not one a budget.
@@ -17,25 +17,25 @@ from autopar.solver.points import Point
 from autopar.solver.recompute import JointSearch, Within, frontier
 from autopar.solver.searches import Task
 
-_EVERY, _ROUNDS = 3, 2  # budgets for one at which prices are looked for, and rounds of them
+_EVERY, _ROUNDS = 3, 2  # prices are searched for at every so many budgets, in so many rounds
 _MET = 1 + 1e-9  # of a budget, for rounding
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """The fastest step under one budget; infinite where no plan was found."""
+    """The fastest step under one budget; its time is infinite where no plan was found."""
 
     budget: int  # bytes a device
     step_time_s: float
     lower_bound_s: float  # of any plan under this budget
     peak_bytes: int
-    recompute_s: float  # the part of the step that backward spends on values that were dropped
-    recomputed: int  # how many
+    recompute_s: float  # seconds of recompute
+    recomputed: int  # number of values that are recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Budgets against step time, the largest first."""
+    """Memory budgets and step times, the largest budget first."""
 
     points: tuple[CurvePoint, ...]
 
@@ -53,9 +53,9 @@ class Curve:
 
 
 def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
-    """The curve of a space under these budgets, or so many between the lowest peak and that of the fastest plan.
+    """The curve of a space under these budgets, or under a number of them from the peak of the fastest plan down.
 
-    None where nothing could be dropped.
+    A number of budgets ends at the lowest peak. None where nothing could be dropped.
     """
     joint = JointSearch.of(task)
     if joint is None:
@@ -82,7 +82,7 @@ def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
 
 
 def _point_of(joint: JointSearch, met: Sequence[Point], budget: int) -> CurvePoint:
-    """The fastest of all plans that were met: one for less memory fits under more."""
+    """The fastest plan of all that were met whose peak is within a budget."""
     fits = [p for p in met if p.peak <= budget * _MET]
     bound = joint.bound(budget)
     if not fits:
@@ -92,7 +92,7 @@ def _point_of(joint: JointSearch, met: Sequence[Point], budget: int) -> CurvePoi
 
 
 def _lowest(joint: JointSearch) -> float:
-    """The lowest peak that the states of shardings reach: of the fastest, and of one where a byte is dear."""
+    """The lowest peak that was found for the fastest sharding, and for one found where a byte is dear."""
     usual = joint.first.states.usual_price(joint.tables.time)
     joint.look(JointPrices(usual, joint.free.prices.exposed), joint.first)
     for lined in joint.met.values():
@@ -101,5 +101,5 @@ def _lowest(joint: JointSearch) -> float:
 
 
 def between(low: float, high: float, count: int) -> list[int]:
-    """So many budgets, from the higher to the lower, evenly apart."""
+    """Evenly spaced budgets in bytes, `count` of them, from high to low."""
     return [math.ceil(high - (high - low) * k / max(1, count - 1)) for k in range(count)]

@@ -1,4 +1,4 @@
-"""A plan's parts: what is decided for one site, and how one value changes its sharding between two sites."""
+"""The parts of a plan: `Decision`, the choice for one site, and `Conversion`, a change of sharding between two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.sharding.strategies import Choice
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The choice that was taken for one site."""
+    """The choice for one site."""
 
     op: str
     kind: str
@@ -27,19 +27,19 @@ class Decision:
 
 
 def conversion_name(target: str, operand: int) -> str:
-    """The name of what arrives at an operand, converted: `blocks.0.up/linear:0`."""
+    """The name of a converted operand: `blocks.0.up/linear:0`."""
     return f"{target}:{operand}"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A value that changes its sharding between two sites."""
+    """A value whose sharding changes between two sites."""
 
     source: str
     target: str
     operand: int
-    value: tuple[Sharding, Sharding]  # as it leaves, as it arrives
-    gradient: tuple[Sharding, Sharding] | None  # as it arrives back, as it leaves; None where the value has none
+    value: tuple[Sharding, Sharding]  # as it leaves the source, as it arrives at the target
+    gradient: tuple[Sharding, Sharding] | None  # as it leaves the target, as it reaches the source; None: no gradient
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     seconds: float

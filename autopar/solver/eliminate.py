@@ -1,4 +1,4 @@
-"""Exact minimisation of a sum of small tables by eliminating variables one after the other.
+"""Exact minimisation of a sum of small tables, by eliminating one variable after the other.
 
 Where that grows too wide, a lower bound and a plan near it: variables that many others neighbour are split into copies
 (`elimination.py`). The minimum of the split problem is a lower bound, and its copies' choices, made one, a plan.
@@ -29,7 +29,7 @@ _Best = tuple[float, list[int]]  # a cost, and the choices that have it
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Choices of all variables, their cost, and a number that no choices go under."""
+    """Choices of all variables with their cost, and a lower bound of the cost of any choices."""
 
     picked: list[int]
     cost: float
@@ -38,9 +38,9 @@ class Found:
 
 
 def minimise(problem: Problem, widest: int = WIDEST, tries: int = 8, gap: float = 0.0, is_rough: bool = False) -> Found:
-    """The best choices; where variables were split, the best of a few ways to make their copies agree.
+    """The choices of least cost; if variables had to be split, the best of a few ways to make their copies agree.
 
-    A rough look is one in single precision: its bound is no proof.
+    `is_rough` computes in single precision: the bound is then no proof.
     """
     if is_rough:
         found = minimise(problem.in_single_precision(), widest, tries, gap)
@@ -78,7 +78,7 @@ def _better(problem: Problem, best: _Best, run: Elimination) -> _Best:
 
 
 def _agreed(run: Elimination) -> dict[int, int]:
-    """The choice of each split variable that costs its copies least together."""
+    """The choice of each split variable with the least total cost over its copies."""
     agreed = {}
     for v, copies in run.copies.items():
         agreed[v] = int(np.argmin(np.sum([run.marginals[c] for c in copies], axis=0)))
@@ -86,7 +86,7 @@ def _agreed(run: Elimination) -> dict[int, int]:
 
 
 def _neighbours(run: Elimination, agreed: Mapping[int, int]) -> Iterator[dict[int, int]]:
-    """The agreement with one split variable at another of the choices that its copies asked for."""
+    """Variants of an agreement, with one split variable at another choice that one of its copies prefers."""
     for v, copies in run.copies.items():
         totals = [run.marginals[c] for c in copies]
         asked = {int(np.argmin(total)) for total in totals} - {agreed[v]}
@@ -95,10 +95,9 @@ def _neighbours(run: Elimination, agreed: Mapping[int, int]) -> Iterator[dict[in
 
 
 def _descended(problem: Problem, best: _Best, hubs: set[int], bound: float, widest: int) -> _Best:
-    """Better choices, by descent from some.
+    """Better choices by coordinate descent over the split variables.
 
-    Each variable that was split takes in turn the choice that is best while the others that were keep theirs, as long
-    as that helps.
+    Each takes in turn the choice that is best while the other split ones keep theirs, as long as that helps.
     """
     cost, picked = best
     for _ in range(_SWEEPS):
@@ -118,7 +117,7 @@ def _descended(problem: Problem, best: _Best, hubs: set[int], bound: float, wide
 def least_by_choice(
     problem: Problem, v: int, picked: Sequence[int], widest: int = WIDEST, hubs: set[int] | None = None
 ) -> np.ndarray:
-    """For each choice of one variable the least that everything costs with it.
+    """For each choice of one variable, the least cost of everything with it.
 
     Where tables would be too wide, variables that many neighbour keep what is `picked`. `hubs` are those of calls
     before, and are added to: what was too wide for one variable is for the next.
@@ -140,7 +139,7 @@ def least_by_choice(
 
 
 def _with_last(problem: Problem, v: int, swapped: Mapping[int, int]) -> Problem:
-    """The same problem with one variable last, and in no region; the tables of the one serve the other."""
+    """The problem with one variable moved last and out of all regions; both problems share their memo."""
     moved = swapped.keys()
     costs = [problem.costs[swapped.get(u, u)] for u in range(len(problem.costs))]
     factors = [f if moved.isdisjoint(f.scope) else f.over(swapped) for f in problem.factors]
@@ -152,9 +151,9 @@ def _with_last(problem: Problem, v: int, swapped: Mapping[int, int]) -> Problem:
 
 
 def regions_of(space: Space) -> list[list[int]]:
-    """The layers of a model, by the numbers in names: of each the sites whose values do not leave it.
+    """The sites of each layer whose values stay inside it, by the numbers in names.
 
-    Names are only where to look: layers are one if their tables are.
+    Names only say where to look: the work of a region is shared where its tables are those of another.
     """
     blocks = [block(s.name.partition("/")[0]) for s in space.sites]
     region = {i: path for i, path in enumerate(blocks) if path}

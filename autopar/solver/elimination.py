@@ -1,4 +1,4 @@
-"""One elimination of a sum of tables, and the choices that it comes to.
+"""One elimination of a sum of tables, and the choices that it leads to.
 
     eliminate    add up all that a variable has a part in, minimise over it, and leave a factor over its neighbours
     region       variables that are contracted first, to tables over what surrounds them: a region whose tables are
@@ -28,7 +28,7 @@ _Rank = tuple[int, int, int]
 
 
 class TooWide(Exception):
-    """A region cannot be contracted: these variables make its tables wide."""
+    """Raised where a region cannot be contracted, since tables over these variables would be too wide."""
 
     def __init__(self, near: set[int]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class TooWide(Exception):
 
 
 class Remainder:
-    """The costs of the variables that are left, and the factors over them, while others are eliminated."""
+    """The variables that are not eliminated yet: their costs, and the factors over them."""
 
     def __init__(self, problem: Problem, fixed: Mapping[int, int]) -> None:
         self.memo = problem.memo
@@ -50,9 +50,9 @@ class Remainder:
             self.add(self._without_fixed(factor, fixed))
 
     def once(self, key: Any, held: Any, compute: Callable[[], _T]) -> _T:
-        """A value by its key, computed the first time.
+        """The value under a key, computed the first time.
 
-        The tables whose identities a key has are held, so that they stay theirs.
+        `held` keeps the tables alive whose identities are in the key, so that these stay unique.
         """
         if key not in self.memo:
             self.memo[key] = (held, compute())
@@ -76,7 +76,7 @@ class Remainder:
         self.costs[v] = self.once(("more", id(before), id(more)), (before, more), lambda: before + more)
 
     def take(self, v: int) -> tuple[np.ndarray, list[Factor]]:
-        """A variable's cost and factors, which leave with it."""
+        """The cost and factors of a variable, which are removed with it."""
         cost, factors = self.costs.pop(v), self.factors.pop(v)
         for f in factors:
             for u in f.scope:
@@ -85,7 +85,7 @@ class Remainder:
         return cost, factors
 
     def neighbours(self, *variables: int) -> set[int]:
-        """The variables that share a factor with one of these, which are among them."""
+        """The variables that share a factor with one of these, themselves included."""
         return {u for v in variables for f in self.factors[v] for u in f.scope}
 
     def _squeezed(self, factor: Factor) -> Factor:
@@ -106,27 +106,27 @@ class Remainder:
 
 
 class Hubs:
-    """Variables that were split into copies, so that tables stay narrow."""
+    """Variables with many neighbours that are split into copies, so that tables stay narrow."""
 
     def __init__(self, left: Remainder, region: Mapping[int, int]) -> None:
         self.left = left
-        self.region = region  # of each variable that is in one
-        self.copies: dict[int, list[int]] = {}  # of each variable that was split
-        self.parent: dict[int, int] = {}  # of each copy: what was split
+        self.region = region  # variable -> the index of its region
+        self.copies: dict[int, list[int]] = {}  # variable that was split -> its copies
+        self.parent: dict[int, int] = {}  # copy -> the variable, or copy, that was split
 
     def split_among(self, near: Collection[int]) -> list[int]:
-        """Split the loosest of these; the variables whose tables changed, none where none can be split."""
+        """Split the variable of these whose factors are loosest; returns variables whose tables changed, or none."""
         able = [u for u in sorted(near) if self._can_split(u)]
         return self._split(min(able, key=lambda u: (self._looseness(u), u))) if able else []
 
     def root(self, v: int) -> int:
-        """The variable whose copy this is, or a copy's copy."""
+        """The original variable of a copy, or of a copy's copy."""
         while v in self.parent:
             v = self.parent[v]
         return v
 
     def within(self, region: Sequence[int]) -> list[int]:
-        """Copies that nothing outside of a region neighbours."""
+        """Copies whose neighbours are all inside a region."""
         if not self.copies:
             return []
         mine = set(region)
@@ -138,15 +138,15 @@ class Hubs:
         return len({frozenset(f.scope) for f in self.left.factors[u]}) > 1
 
     def _looseness(self, u: int) -> float:
-        """The lower, the better it is split.
+        """How well a variable can be split: lower is better.
 
-        Its factors change little with its choice, so that disagreeing copies save little, and many neighbour it.
+        Good ones have many factors, which change little with its choice, so that copies which disagree save little.
         """
         factors = self.left.factors[u]
         return sum(self._spread(f, f.scope.index(u)) for f in factors) / len(factors) ** 2
 
     def _spread(self, factor: Factor, axis: int) -> float:
-        """The most that a factor changes along one of its axes."""
+        """The largest difference within a factor along one of its axes."""
 
         def most() -> float:
             finite = np.isfinite(factor.table)
@@ -157,7 +157,7 @@ class Hubs:
         return float(self.left.once(("spread", id(factor.table), axis), factor.table, most))
 
     def _split(self, hub: int) -> list[int]:
-        """Put copies in a variable's place, each with an equal share of its cost."""
+        """Replace a variable by copies with equal shares of its cost; returns them and the variables around."""
         left = self.left
         cost, factors = left.take(hub)
         groups = self._groups(hub, factors)
@@ -176,7 +176,7 @@ class Hubs:
         return [*made, *touched]
 
     def _groups(self, hub: int, factors: Sequence[Factor]) -> list[list[Factor]]:
-        """The factors of each copy: one for each region that neighbours it, or else for each neighbour."""
+        """The factors of each copy: those of one region, or if there is only one, those of one neighbour."""
         for by_region in (True, False):
             groups: dict[Any, list[Factor]] = {}
             for f in factors:
@@ -191,14 +191,14 @@ class Hubs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Eliminated:
-    """A variable that is gone, and the tables that decide for it."""
+    """An eliminated variable, with the tables that decide its choice."""
 
     variable: int
     cost: np.ndarray
     factors: list[Factor]
 
     def totals(self, decided: Mapping[int, int]) -> np.ndarray:
-        """The cost of each of its choices, with its neighbours' choices."""
+        """The cost of each of its choices, given the choices of its neighbours."""
         total = self.cost.copy()
         for f in self.factors:
             total += f.table[tuple(m if u == self.variable else m[decided[u]] for u, m in f.axes())]
@@ -207,9 +207,9 @@ class _Eliminated:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Contracted:
-    """A region, and the variables around it in the order that its tables speak of.
+    """A contracted region, the variables around it in the order of its tables, and the elimination of it.
 
-    `run` is of the first region that was alike.
+    `run` may be that of an earlier region with the same tables.
     """
 
     inside: tuple[int, ...]
@@ -218,10 +218,10 @@ class _Contracted:
 
 
 class Elimination:
-    """One elimination of everything, with some variables `fixed` at a choice.
+    """One elimination of a problem, with some variables `fixed` at a choice.
 
-    With `kept` it is that of a region: its last variables stay, so many, and what is left speaks of them. There
-    nothing is split: tables that are too wide are an error, `TooWide`.
+    With `kept`, the problem is a region: its last variables, so many, are not eliminated, and the remaining tables are
+    over them. There nothing is split: tables that are too wide raise `TooWide`.
     """
 
     def __init__(self, problem: Problem, fixed: Mapping[int, int], widest: int, kept: int | None = None) -> None:
@@ -249,7 +249,7 @@ class Elimination:
         return self.hubs.copies
 
     def _run(self, regions: Sequence[Sequence[int]]) -> None:
-        """Eliminate what leads to hubs, then region after region, then the rest."""
+        """Eliminate variables away from regions while that is cheap, then each region, then the rest."""
         left = self.left
         if regions:  # what leads to a hub first: its copies share the cost of that
             near = left.neighbours(*(v for v in self.hubs.region if v in left.factors))
@@ -261,7 +261,7 @@ class Elimination:
     # -- regions
 
     def _contract(self, region: tuple[int, ...]) -> None:
-        """Put tables over its surroundings in a region's place; split hubs where they are too wide."""
+        """Replace a region by tables over its surroundings; split hubs where these would be too wide."""
         left = self.left
         while region:
             inside = (*region, *self.hubs.within(region))
@@ -275,10 +275,10 @@ class Elimination:
                 raise TooWide(near)
             if not self.hubs.split_among(near):
                 return  # left to the elimination of everything, which knows no limit where nothing can be split
-            region = tuple(v for v in region if v in left.costs)  # it may have been one of them
+            region = tuple(v for v in region if v in left.costs)  # a member may be the one that was split
 
     def _region_run(self, inside: tuple[int, ...]) -> tuple[tuple[int, ...], Elimination | TooWide]:
-        """The variables around a region, and its elimination: that of the first region with the same tables."""
+        """The variables around a region, and its elimination, shared with regions of the same tables."""
         left = self.left
         number = {v: i for i, v in enumerate(inside)}
         factors = list({id(f): f for v in inside for f in left.factors[v]}.values())
@@ -304,7 +304,7 @@ class Elimination:
         return self.left.once(("zeros", n), None, lambda: np.zeros(n, self.dtype))
 
     def _replace(self, inside: tuple[int, ...], around: tuple[int, ...], run: Elimination) -> None:
-        """Put what an elimination of a region has left in the region's place."""
+        """Replace a region by the tables that its elimination has left."""
         left = self.left
         for v in inside:
             left.take(v)
@@ -321,7 +321,7 @@ class Elimination:
     # -- elimination
 
     def _eliminate(self, among: Collection[int] | None, only_cheap: bool = False) -> None:
-        """Eliminate all variables or some, the one that leaves the narrowest table first."""
+        """Eliminate some variables, or all, in the order of the narrowest resulting table."""
         left, queue = self.left, list[tuple[_Rank, int]]()
         current: dict[int, _Rank] = {}
 
@@ -346,10 +346,10 @@ class Elimination:
                 rank(u)
 
     def _rank(self, v: int) -> _Rank:
-        """The width of the table that its elimination leaves.
+        """The priority of a variable: the width of the table that eliminating it leaves, lower first.
 
-        Among equals, or where all is cheap, the ones that have been through least come first, so that chains are halved
-        and not eaten from one end.
+        Where tables are equal, or cheap, factors from fewer eliminations come first: chains are halved rather than
+        eaten from one end.
         """
         factors, costs = self.left.factors[v], self.left.costs
         axes: dict[int, dict[int, int]] = {}
@@ -361,14 +361,14 @@ class Elimination:
         return width if width > CHEAP else 0, max((f.generation for f in factors), default=0), len(factors)
 
     def _split_around(self, v: int) -> Sequence[int]:
-        """Split a variable near one whose elimination leaves too wide a table; none where none can be."""
+        """Split a variable near one whose elimination is too wide; returns the variables whose tables changed."""
         near = self.left.neighbours(*self.left.neighbours(v))
         if self.is_region:
             raise TooWide(near)
         return self.hubs.split_among(near)
 
     def _eliminate_one(self, v: int) -> Sequence[int]:
-        """Put a factor over a variable's neighbours in its place; the neighbours."""
+        """Replace a variable by a factor over its neighbours; returns these."""
         cost, factors = self.left.take(v)
         self.steps.append(_Eliminated(v, cost, factors))
         scope = tuple(sorted({u for f in factors for u in f.scope if u != v}))
@@ -382,9 +382,9 @@ class Elimination:
     # -- choices
 
     def _decide(self, given: Mapping[int, int]) -> tuple[dict[int, int], dict[int, np.ndarray]]:
-        """Every variable's choice, and the cost of each choice of each copy of a split variable.
+        """The choice of every variable, and the costs of all choices of each copy of a split variable.
 
-        Of a region: of each variable, since copies that are split outside it may be inside.
+        For a region, costs are those of all its variables, as copies split outside may lie inside.
         """
         parent = self.hubs.parent
         decided: dict[int, int] = dict(given)
@@ -408,7 +408,7 @@ class Elimination:
         return decided, marginals
 
     def within(self, around: tuple[int, ...]) -> tuple[list[int], list[np.ndarray]]:
-        """The choices of a region whose surroundings have decided, and the costs of all its choices."""
+        """The choices in a region, given those around it, and the costs of all choices of each variable inside."""
         if around not in self._within:
             decided, totals = self._decide({self.last + i: choice for i, choice in enumerate(around)})
             self._within[around] = [decided[v] for v in range(self.last)], [totals[v] for v in range(self.last)]

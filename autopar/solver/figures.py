@@ -1,4 +1,4 @@
-"""Figures as a person reads them: seconds, bytes, rows in columns, names of layers that are alike."""
+"""Text of figures: seconds, bytes, aligned columns, and rows of layers that are alike folded into one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def size(n: float) -> str:
 
 
 def budget_for(n: float) -> str:
-    """A `memory_budget` that so many bytes fit in, with two decimals."""
+    """A `memory_budget` argument that holds so many bytes, rounded up to two decimals."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n >= scale:
             return f'memory_budget="{math.ceil(100 * n / scale) / 100:.2f}{unit}"'
@@ -41,7 +41,7 @@ def budget_for(n: float) -> str:
 
 
 def folded_rows(rows: Iterable[Row]) -> list[Row]:
-    """Rows that say the same of numbered layers as one, with `*` for the number and their count."""
+    """Rows with those of layers that are alike folded into one, with `*` for the layer and their count."""
     groups: dict[Row, list[Row]] = {}
     for row in rows:
         groups.setdefault((folded(row[0]), *row[1:]), []).append(row)
@@ -52,7 +52,7 @@ def folded_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def aligned(head: Row, rows: Iterable[Row]) -> list[str]:
-    """Rows as aligned columns, the last one to the right. A table without rows says so."""
+    """Lines of a table with aligned columns, the last one to the right; without rows, a line says so."""
     table = [head, *rows]
     if len(table) == 1:
         return [f"{head[0]}: none"]

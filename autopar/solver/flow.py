@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 
 class Network:
-    """Arcs with room for flow between nodes, which are numbers."""
+    """A flow network: nodes are numbers, and arcs have room for flow."""
 
     def __init__(self, nodes: int) -> None:
-        self.leaving: list[list[int]] = [[] for _ in range(nodes)]  # of each node the arcs, both ways
+        self.leaving: list[list[int]] = [[] for _ in range(nodes)]  # node -> its arcs, in both directions
         self.heads: list[int] = []
         self.room: list[float] = []
 
     def add(self, tail: int, head: int, capacity: float) -> int:
-        """A new arc; its number."""
+        """Add an arc, and return its number."""
         arc = len(self.heads)
         self.leaving[tail].append(arc)
         self.leaving[head].append(arc + 1)
@@ -33,7 +33,7 @@ class Network:
         return self.room[arc ^ 1]
 
     def fill(self, source: int, sink: int) -> None:
-        """Let flow as much as can from source to sink; some arc of every path has an end."""
+        """Send the maximum flow from source to sink; each path has an arc of finite capacity."""
         while True:
             levels = self._levels(sink)
             if levels[source] < 0:
@@ -45,7 +45,7 @@ class Network:
                     self.room[arc ^ 1] += amount
 
     def reached(self, source: int) -> list[int]:
-        """The nodes to which the source could send more; after `fill`, the source's side of a minimum cut."""
+        """The nodes that the source could send more to; after `fill`, its side of a minimum cut."""
         seen = [False] * len(self.leaving)
         seen[source], found = True, [source]
         for node in found:
@@ -68,9 +68,9 @@ class Network:
         return levels
 
     def _paths(self, source: int, sink: int, levels: list[int]) -> Iterator[list[int]]:
-        """Paths with room, each arc a level down; whoever asks for the next has filled the last."""
+        """Paths with room whose arcs each go down one level; the caller fills one before asking for the next."""
         heads, room, leaving = self.heads, self.room, self.leaving
-        tried = [0] * len(leaving)  # of each node: the arcs that lead nowhere any more
+        tried = [0] * len(leaving)  # by node, the number of arcs that lead nowhere any more
         path: list[int] = []
         node = source
         while True:

@@ -1,4 +1,4 @@
-"""A plan's file, in which layers that are alike stand once.
+"""A plan's file, in which layers that are alike are written once.
 
     {"name": "h.0.up/linear", "op": "linear", ...}      at place 7
     {"name": "h.1.up/linear", "op": "linear", ...}      at place 19
@@ -9,7 +9,6 @@ is written as one record, whose names have `{}` for the layer and `{+1}` for the
     {"names": ["h.{}.up/linear"], "layer": 0, "count": 3, "at": 7, "every": 12, "op": "linear", ...}
 
 Behind the name of a decision stand those of the places that it reads: `["h.{}.up/linear", "h.{-1}.down/linear"]`.
-
 `fold` and `unfold` are inverse to each other; choices stand in a table of their own.
 """
 
@@ -32,7 +31,7 @@ _Record = tuple[tuple[str, ...], Mapping[str, Any]]  # names, and what is said o
 
 
 def fold(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of a plan as its file has it."""
+    """The data of a plan in the form of its file."""
     table = list(dict.fromkeys(tuple(d["choice"]) for d in data["decisions"].values()))
     places = {choice: i for i, choice in enumerate(table)}
     decisions = [
@@ -57,7 +56,7 @@ def fold(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unfold(data: Mapping[str, Any], version: int) -> dict[str, Any]:
-    """The data of a plan from its file; a KeyError, TypeError or ValueError where it is none."""
+    """The data of a plan from that of its file; KeyError, TypeError or ValueError where it cannot be read."""
     choices = data["choices"]
     found = {
         **_without(data, "choices"),
@@ -81,7 +80,7 @@ def unfold(data: Mapping[str, Any], version: int) -> dict[str, Any]:
 
 
 def written(data: Mapping[str, Any]) -> str:
-    """The file's text: a record a line."""
+    """The text of a file, with a line for each record."""
     lines = []
     for key, value in data.items():
         if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
@@ -96,7 +95,7 @@ def written(data: Mapping[str, Any]) -> str:
 
 
 def _folded(records: Sequence[_Record]) -> list[dict[str, Any]]:
-    """Records with those of layers that are alike as one, by their first places."""
+    """Records with those of layers that are alike merged into one, in the order of their first places."""
     alike: dict[Any, list[tuple[int, int]]] = {}  # of a pattern and what is said: layers and places
     for place, (names, said) in enumerate(records):
         layer, patterns = _pattern(names)
@@ -118,7 +117,7 @@ def _folded(records: Sequence[_Record]) -> list[dict[str, Any]]:
 
 
 def _runs(members: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Layers one after the other, whose places are evenly apart."""
+    """Runs of consecutive layers whose places are evenly spaced."""
     run: list[tuple[int, int]] = []
     for layer, place in sorted(members):
         is_next = bool(run) and layer == run[-1][0] + 1 and place > run[-1][1]
@@ -132,7 +131,7 @@ def _runs(members: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]
 
 
 def _pattern(names: Sequence[str]) -> tuple[int | None, tuple[str, ...]]:
-    """The layer of the first name that is in one, and all names by how far their layers are from it."""
+    """The layer of the first name that has one, and all names with `{}` holes for layers relative to it."""
     parts = [around_number(name) for name in names]
     first = next((part[1] for part in parts if part is not None), None)
     if first is None or any("{" in name or "}" in name for name in names):
@@ -150,7 +149,7 @@ def _pattern(names: Sequence[str]) -> tuple[int | None, tuple[str, ...]]:
 
 
 def _unfolded(records: Any) -> list[tuple[list[str], dict[str, Any]]]:
-    """Records one by one, in their places."""
+    """The records of all layers, in the order of their places."""
     found: dict[int, tuple[list[str], dict[str, Any]]] = {}
     for record in records:
         said = _without(record, "names", "at", "layer", "count", "every")

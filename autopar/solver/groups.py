@@ -1,5 +1,4 @@
-"""States in which runs come more than once: groups of stages of a line, for budgets under what one more run of each
-reaches.
+"""States in which runs are repeated more than once, for budgets below what one repetition of each run reaches.
 
 A stage is a stretch of forward between two times at which few bytes are alive. What backward has of stages, where it
 comes to the last of them with nothing but what enters the first, in so many bytes of room:
@@ -12,7 +11,6 @@ comes to the last of them with nothing but what enters the first, in so many byt
 
 A way saves some values of one stage or of two, and repeats the rest when backward comes there. Such tables are those
 of checkpoints in a chain (Griewank and Walther; rotor), with a choice of values in each stage.
-
 What the tables lead to is counted on the line; where it is over the budget, less room is asked for.
 """
 
@@ -43,9 +41,9 @@ _WORK = 1 << 16  # runs that are gone through for that, in all
 
 
 def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) -> StepStates | None:
-    """The fastest states within a budget that groups of stages lead to; None where none was found.
+    """The fastest states within a budget that groups of stages lead to, or None.
 
-    A stage saves any of its values, or all or none of them.
+    A stage may save any of its values; with `is_all_or_none`, all or none of them.
     """
     if search.none.peak <= budget or budget <= 0:
         return search.none if budget > 0 else None
@@ -74,10 +72,10 @@ def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) 
 
 
 def _with_more(search: StateSearch, stages: _Stages, states: StepStates, budget: float) -> StepStates | None:
-    """The states with more that is made in passing, one after the other where the step is fullest, until they fit.
+    """The states with more values in passing, added where the step is fullest until they fit the budget; or None.
 
-    Where the backward of an op is fullest, that is a value that nothing reads between its last reader and this op, or
-    with it what lies before that reader in its stage.
+    Where the backward of an op is fullest, such a value is not read between its last reader and this op; what lies
+    before that reader in the stage may join it.
     """
     last = 2 * search.line.ops - 1
     for _ in range(min(_FINER, _WORK // (_BESIDE * len(search.line.runs)))):
@@ -94,13 +92,13 @@ def _with_more(search: StateSearch, stages: _Stages, states: StepStates, budget:
 
 
 def with_passing(passing: Passing, until: Mapping[int, int]) -> Passing:
-    """The runs that come in passing, and these with them: each from the earlier of its times on."""
+    """Runs in passing, with these added; a run in both has the earlier of its two times."""
     known = dict(passing)
     return tuple(sorted({**known, **{i: min(time, known.get(i, time)) for i, time in until.items()}}.items()))
 
 
 class _Stages:
-    """The times at which the stages of a line begin, and what lies between them."""
+    """The stages of a timeline: the times at which they begin, and the runs and values in them."""
 
     def __init__(self, line: Timeline) -> None:
         self.line = line
@@ -128,14 +126,14 @@ class _Stages:
         return len(self.begins) - 1
 
     def _is_narrow(self, time: int) -> bool:
-        """Are no fewer bytes alive anywhere near, and none before it as few?"""
+        """Whether a time has the least live bytes nearby, and is the first of equals."""
         near = self.alive[max(1, time - _NEAR) : time + _NEAR + 1]
         before = self.alive[max(1, time - _NEAR) : time]
         here = self.alive[time]
         return 0 < here <= near.min() and here < near.max() and (not len(before) or here < before.min())
 
     def _fixed(self) -> np.ndarray:
-        """Bytes of values that are not dropped, by time."""
+        """Bytes of values that are never dropped, by time."""
         line, last = self.line, 2 * self.line.ops - 1
         ends = list(self.reach)
         for run in line.runs:
@@ -149,12 +147,12 @@ class _Stages:
         return np.cumsum(held)[:-1]
 
     def runs(self, first: int, end: int) -> list[int]:
-        """The runs of the stages from one to another."""
+        """The runs of the stages `first` to `end` (exclusive) that make something."""
         begin, behind = self.begins[first], self.begins[end]
         return [i for i, run in enumerate(self.line.runs) if begin <= run.time < behind and run.makes]
 
     def before(self, op: int, states: StepStates) -> Iterator[Passing]:
-        """Passings with more values that an op's backward need not have yet, the largest first."""
+        """Passings with more values that the backward of an op can do without for now, the largest first."""
         line, begin = self.line, max(t for t in self.begins if t <= op)
         lie = {
             v: line.runs[line.made_by[v]].time
@@ -169,7 +167,7 @@ class _Stages:
                     yield passing
 
     def leaving(self, runs: Sequence[int], end: int) -> list[int]:
-        """Those of the runs that make what anything from the beginning of a stage on reads."""
+        """The runs of these whose values are read at or after the beginning of a stage."""
         behind = self.begins[end]
         return [i for i in runs if any(self.reach[v] >= behind for v in self.line.runs[i].makes)]
 
@@ -178,11 +176,11 @@ class _Stages:
         return {v for i in runs for v in self.line.runs[i].makes}
 
     def bytes_of(self, values: Iterable[int]) -> float:
-        """Bytes of those of the values that could be dropped."""
+        """Bytes of the values that could be dropped."""
         return sum(float(self.line.bytes[v]) for v in values if not self.line.fixed[v])
 
     def seconds_of(self, values: Iterable[int], again: Again) -> float:
-        """Seconds of having these values once more, where these runs are repeated."""
+        """Seconds of making these values again, where these runs are repeated."""
         line, ran = self.line, set[int]()
         pending = [v for v in values if not line.fixed[v]]
         while pending:
@@ -193,7 +191,7 @@ class _Stages:
         return sum(line.runs[i].seconds for i in ran)
 
     def part(self, first: int, end: int) -> Timeline:
-        """Stages as a line of their own, on which what enters them, leaves them or is not dropped counts nothing."""
+        """The stages as a timeline of their own; values that enter or leave them or are never dropped weigh nothing."""
         line, begin, behind = self.line, self.begins[first], self.begins[end]
         here = [i for i, run in enumerate(line.runs) if begin <= run.time < behind]
         number = {v: k for k, v in enumerate(v for i in here for v in line.runs[i].makes)}
@@ -223,9 +221,9 @@ class _Stages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Way:
-    """A choice of what stages save, with its bytes and seconds."""
+    """A choice of values that some stages save, with its bytes and seconds."""
 
-    stages: int  # so many
+    stages: int  # their number
     again: Again  # runs whose values are not saved
     seconds: float  # of repeating them when backward comes there
     passing: float  # of going through the stages once more, with what is saved
@@ -234,7 +232,7 @@ class _Way:
 
 
 def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
-    """The ways for the stages from each one on.
+    """The ways for the stages that start at each one.
 
     Stages that are alike share the sets of runs to choose among.
     """
@@ -254,7 +252,7 @@ def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
 
 
 def _sets(part: Timeline, is_all_or_none: bool) -> list[frozenset[int]]:
-    """Sets of runs of some stages that may be repeated: what prices lead to, and all without some of the largest."""
+    """Sets of runs in some stages to repeat: those that prices lead to, and all runs but some of the largest."""
     droppable = frozenset(part.made_by[v] for v in range(len(part.bytes)) if not part.fixed[v])
     if is_all_or_none:
         return [frozenset(), droppable]
@@ -271,7 +269,7 @@ def _sets(part: Timeline, is_all_or_none: bool) -> list[frozenset[int]]:
 
 
 def _way(stages: _Stages, first: int, end: int, again: frozenset[int], held: np.ndarray) -> _Way:
-    """The way that repeats some runs of stages, by their places, with bytes of their backward by time."""
+    """The way that repeats some runs of stages, given the bytes of their backward by time."""
     line, begin, behind = stages.line, stages.begins[first], stages.begins[end]
     here = [i for i, run in enumerate(line.runs) if begin <= run.time < behind]
     own, dropped = frozenset(here), frozenset(here[k] for k in again)
@@ -290,7 +288,7 @@ def _way(stages: _Stages, first: int, end: int, again: frozenset[int], held: np.
 
 
 def _best(ways: Iterable[_Way]) -> list[_Way]:
-    """The ways that no other one beats in everything."""
+    """The ways on the Pareto front of bytes saved, seconds, peak and seconds in passing."""
     found = list[tuple[tuple[float, ...], _Way]]()
     for way in sorted(ways, key=lambda way: (way.saved, way.seconds, way.peak, way.passing)):
         figures = way.saved, way.seconds, way.peak, way.passing
@@ -300,7 +298,7 @@ def _best(ways: Iterable[_Way]) -> list[_Way]:
 
 
 class _Tables:
-    """The least seconds of stages, by slots of room, and how they come about."""
+    """Dynamic programming tables: the least seconds of stages by slots of room, and the picks behind them."""
 
     def __init__(self, stages: _Stages, ways: Sequence[Sequence[_Way]], unit: float) -> None:
         self.stages, self.ways, self.unit = stages, ways, unit
@@ -345,7 +343,7 @@ class _Tables:
         return self._later(table, self._slots(saved))
 
     def _later(self, table: np.ndarray, slots: int) -> np.ndarray:
-        """A table by the room that there is before so many slots are taken."""
+        """A table by the room that is left before `slots` slots are taken."""
         return np.concatenate([np.full(min(slots, _SLOTS + 1), math.inf), table])[: _SLOTS + 1]
 
     def _take(self, least: np.ndarray, picks: np.ndarray, k: int, way: _Way, rest: np.ndarray) -> None:
@@ -358,10 +356,7 @@ class _Tables:
         least[is_less], picks[is_less] = value[is_less], pick
 
     def chosen(self, room: float) -> tuple[Again, Passing] | None:
-        """The runs that are repeated, and those of them that come in passing.
-
-        None where nothing fits in the room.
-        """
+        """The runs to repeat, and those of them in passing; None where nothing fits in the room."""
         left = min(_SLOTS, int(room / self.unit))
         if left < 0 or not math.isfinite(self.first[0][left]):
             return None
@@ -381,7 +376,7 @@ class _Tables:
         return frozenset(again), with_passing((), until)
 
     def _go_through(self, s: int, t: int, left: int, until: dict[int, int]) -> None:
-        """Note what comes in passing where the stages from one to another are made again in so many slots."""
+        """Collect, in `until`, the runs in passing where stages s to t are made again in `left` slots of room."""
         stages, pick = self.stages, int(self.picked[s, t][left])
         if pick < 0:
             self._note(until, stages.runs(s, -pick), stages.begins[-pick] - 1)
@@ -398,10 +393,7 @@ class _Tables:
                 self._note(until, [i], max(stages.reach[v] for v in stages.line.runs[i].makes))
 
     def _note(self, until: dict[int, int], runs: Iterable[int], time: int) -> None:
-        """Note runs whose values no op behind one reads.
-
-        They come in passing for the backward of what is behind it.
-        """
+        """Note runs whose values no op after a time reads: they are repeated in passing for backward down to it."""
         for i in runs:
             if all(self.stages.reach[v] <= time for v in self.stages.line.runs[i].makes):
                 until[i] = min(time, until.get(i, time))

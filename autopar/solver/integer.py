@@ -1,4 +1,4 @@
-"""A space as an integer program, for any backend that pulp has.
+"""A space as a mixed integer program, for any backend that pulp has.
 
     minimise    sum_s seconds[s, i] x[s, i]  +  sum_e seconds[e, f, g] y[e, f, g]  -  sum_w hidden[w]
     such that   sum_i x[s, i] = 1                                                    _one_choice_per_site
@@ -33,7 +33,7 @@ _WHOLE = 0.9  # a backend's tolerance is far from it
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A backend's choice for every site, if it came to any, its cost, and whether the search ended or was stopped."""
+    """A backend's choices, their cost, and whether its search ended by itself; `picked` is None without a solution."""
 
     picked: list[int] | None
     value: float
@@ -41,7 +41,7 @@ class Answer:
 
 
 class IntegerProgram:
-    """The space as an integer program: its variables, and the rows that hold whatever is asked of it."""
+    """The integer program of a space: its variables, objective terms and constraint rows."""
 
     def __init__(self, space: Space, backend: Any, fold: bool) -> None:
         self.space, self.backend = space, backend
@@ -61,7 +61,7 @@ class IntegerProgram:
             self.rows += _ends_agree(e, flows, x)
 
     def hide(self) -> None:
-        """Let a window hide communication: at most all of it, and at most the compute beside it."""
+        """Add variables for hidden communication: in each window at most all of it and at most its compute."""
         for k, w in enumerate(self.space.windows):
             hidden = pulp.LpVariable(f"h_{k}", lowBound=0)
             self.terms.append((hidden, -w.times))
@@ -80,7 +80,7 @@ class IntegerProgram:
             self.rows += [pulp.LpAffineExpression([(hidden, 1), *part]) <= 0 for part in (moved, run)]
 
     def within(self, time: int, most: float, unit: float, variable: Any = None) -> None:
-        """Hold at most so much at a time, or so much and a variable; the variable in units.
+        """Bound the bytes at a time by `most`, plus a variable in units of `unit` if one is given.
 
         What a site holds under any choice stands on the right: beside 4 GiB that nothing moves, a backend's tolerance
         is hundreds of bytes.
@@ -99,7 +99,7 @@ class IntegerProgram:
         self.problem.addConstraint(pulp.LpAffineExpression(terms) <= (most - sum(least.values())) / unit)
 
     def _least_of(self, sites: Mapping[int, np.ndarray]) -> dict[int, float]:
-        """The bytes that each site holds whatever it chooses."""
+        """The least bytes of each site over the choices that it can make."""
         found = {}
         for i, held in sites.items():
             is_there = [v is not None for v in self.x[i]]
@@ -112,14 +112,14 @@ class IntegerProgram:
         return sum(self._least_of(self.space.memory.row(time)[0]).values())
 
     def unit(self, time: int) -> float:
-        """The largest that a choice moves at a time."""
+        """The most bytes that one choice can add at a time."""
         assert self.space.memory is not None
         sites, edges = self.space.memory.row(time)
         moved = [float(held.max() - held.min()) for held in sites.values()]
         return max([1.0, *moved, *(float(held.max()) for held in edges.values())])
 
     def solve(self) -> Answer:
-        """The backend's answer; a letter where the program has none."""
+        """The backend's answer; a letter where the program is infeasible."""
         status = self.problem.solve(self.backend)
         if status in (pulp.LpStatusInfeasible, pulp.LpStatusUnbounded, pulp.LpStatusUndefined):
             raise infeasible(self.space, f"the solver says {pulp.LpStatus[status]}")
@@ -136,12 +136,12 @@ class IntegerProgram:
 
 
 def _value(variable: Any) -> float:
-    """The value of a variable; of one that there is not, less than any."""
+    """A variable's value; -1 where the variable is None."""
     return -1.0 if variable is None else float(variable.value() or 0.0)
 
 
 def _largest(row: Sequence[Any]) -> int:
-    """The place of the variable with the largest value."""
+    """The index of the variable with the largest value."""
     return max(range(len(row)), key=lambda i: _value(row[i]))
 
 
@@ -152,9 +152,9 @@ def _held(space: Space, picked: Sequence[int]) -> np.ndarray:
 
 
 def optimise(space: Space, backend: Any, budget: float = math.inf, times: Sequence[int] = ()) -> Answer:
-    """The choices of least seconds; where the search ended, the value is a proven bound too.
+    """The choices of least seconds; if the search ended, their value is also a proven lower bound.
 
-    A time joins the memory rows where a plan holds more than the budget.
+    Memory rows are added lazily, at the times where an answer exceeds the budget.
     """
     program = IntegerProgram(space, backend, fold=math.isinf(budget) and not space.windows)
     program.hide()
@@ -179,10 +179,7 @@ def optimise(space: Space, backend: Any, budget: float = math.inf, times: Sequen
 
 
 def smallest(space: Space, backend: Any, peak: float) -> Answer:
-    """The choices whose peak is least, under one that is known.
-
-    Where the search ended, the value is what no peak goes under.
-    """
+    """The choices of the lowest peak, where one of `peak` is known; if the search ended, a proven lower bound."""
     assert space.memory is not None
     program = IntegerProgram(space, backend, fold=False)
     base = max(program.least(time) for time in range(2 * len(space.memory.ops) + 1))
@@ -203,7 +200,7 @@ def smallest(space: Space, backend: Any, peak: float) -> Answer:
 
 
 def _picks(site: int, costs: np.ndarray) -> list[Any]:
-    """A variable for each choice of a site that it can make, None for the others."""
+    """A variable for each choice that a site can make, None for the others."""
     return [
         pulp.LpVariable(f"x_{site}_{choice}", cat="Binary") if np.isfinite(cost) else None
         for choice, cost in enumerate(costs)
@@ -211,7 +208,7 @@ def _picks(site: int, costs: np.ndarray) -> list[Any]:
 
 
 def _moves(edge: int, seconds: np.ndarray) -> dict[Any, Any]:
-    """A variable for each conversion of an edge that exists, by what is given and what is taken."""
+    """A variable for each conversion of an edge that exists, by (given, taken)."""
     there = zip(*np.nonzero(np.isfinite(seconds)), strict=True)
     return {(f, g): pulp.LpVariable(f"y_{edge}_{f}_{g}", lowBound=0) for f, g in there}
 
@@ -230,7 +227,7 @@ def _ends_agree(e: Edge, y: dict[Any, Any], x: list[list[Any]]) -> list[Any]:
 
 
 def backend_of(name: str, gap: float = 0.0, nodes: int = _NODES, pivots: int = _PIVOTS) -> Any:
-    """A backend that pulp knows by name.
+    """The backend that pulp knows by this name.
 
     It stops at a gap, or after work that it counts: nodes, and pivots of each linear program. Never after seconds: the
     same program has the same answer on any machine.
@@ -253,7 +250,7 @@ def backend_of(name: str, gap: float = 0.0, nodes: int = _NODES, pivots: int = _
 
 
 def fold_single_ends(space: Space) -> tuple[list[np.ndarray], list[Edge]]:
-    """Costs of the sites, with edges of one flow at an end folded in, and the edges that are left."""
+    """The costs of sites with edges of a single flow at one end folded in, and the edges that remain."""
     costs, rest = [s.seconds.astype(float).copy() for s in space.sites], []
     for e in space.edges:
         if len(e.given) == 1:

@@ -32,28 +32,25 @@ _SAME, _NEAR = 0.01, 0.02  # of two shares, and of two prices: nothing is looked
 
 
 class JointPrices(NamedTuple):
-    """Seconds for a byte at the priced time, and for each kind of window the share of it that counts as exposed.
-
-    Without shares all communication is in line.
-    """
+    """Seconds for a byte at the priced time, and the exposed share of each kind of window; None: all is in line."""
 
     of_byte: float
     exposed: tuple[float, ...] | None
 
     def towards(self, other: JointPrices) -> JointPrices:
-        """The prices half the way to others."""
+        """The prices halfway to others."""
         pairs = zip(self.exposed or (), other.exposed or (), strict=True)
         return JointPrices((self.of_byte + other.of_byte) / 2, tuple((a + b) / 2 for a, b in pairs))
 
     def is_near(self, other: JointPrices) -> bool:
-        """Would they lead to what the others do?"""
+        """Whether two prices are so close that they would lead to the same plan."""
         pairs = zip(self.exposed or (), other.exposed or (), strict=True)
         same = all(abs(a - b) <= _SAME for a, b in pairs)
         return same and abs(self.of_byte - other.of_byte) <= _NEAR * max(self.of_byte, other.of_byte)
 
 
 class JointTables:
-    """The tables of a space in which states are chosen where they stand, at one priced time."""
+    """The tables of a space that include the choice of states, at one priced time."""
 
     def __init__(self, counted: Budgeted, time: int) -> None:
         assert counted.memory is not None
@@ -61,7 +58,7 @@ class JointTables:
         self.memory = counted.memory
         self.passages: Passages = counted.memory.passages
         self.time = time
-        self.bases: dict[tuple[float, ...] | None, Problem] = {}  # by what of each kind of window is exposed; the last
+        self.bases: dict[tuple[float, ...] | None, Problem] = {}  # by exposed shares; the last one only
         self.steps = self.space.setting.passes
         self.prices = AvailabilityPrices(self.space, self.passages, time, counted.points.kind_of)
         self.fixed_sites, self.fixed_edges = self._fixed()
@@ -71,13 +68,13 @@ class JointTables:
         return self.counted.space
 
     def base(self, exposed: tuple[float, ...] | None) -> Problem:
-        """Seconds as tables, where so much of each kind of window is exposed."""
+        """Seconds as tables, with these exposed shares of windows."""
         if exposed not in self.bases:
             self.bases = {exposed: self.counted.priced({}, exposed=exposed)}
         return self.bases[exposed]
 
     def _fixed(self) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
-        """Bytes at the priced time of what has no state."""
+        """Bytes at the priced time that do not depend on states, by site and by edge."""
         sites: dict[int, list[np.ndarray]] = {}
         edges: dict[int, list[np.ndarray]] = {}
         for piece in self.memory.pieces:
@@ -93,7 +90,7 @@ class JointTables:
         return self.space.sites[self.space.edges[piece.place].target].kind == "op"
 
     def fewest_bytes(self) -> float:
-        """Bytes at the priced time that no sharding goes under, whatever it recomputes."""
+        """A lower bound of bytes at the priced time, for any sharding with any recompute."""
         memo: dict[Any, np.ndarray] = {}
         base = self.base((0.0,) * self.counted.kinds)
         costs = [_for_nothing(memo, cost) for cost in base.costs]
@@ -105,7 +102,7 @@ class JointTables:
         return minimise(Problem(costs, factors, self.counted.regions), tries=1).bound
 
     def problem(self, at: JointPrices, worth: Availability) -> Problem:
-        """Seconds and priced bytes as tables."""
+        """Seconds and priced bytes as tables to be minimised, under these availability prices."""
         memo: dict[Any, np.ndarray] = {}
         price, base = at.of_byte, self.base(at.exposed)
         alive: list[Any] = [base, worth]  # what ids are of
@@ -128,9 +125,9 @@ class JointTables:
     def _site(
         self, memo: dict[Any, np.ndarray], time: int, cost: np.ndarray, price: float, worth: Availability, adds: float
     ) -> np.ndarray:
-        """The cost of an op's choices, with the cheapest states of what it makes.
+        """The cost of an op's choices, each with the cheapest states of what the op makes.
 
-        Repeating it `adds` this share of its seconds.
+        Recomputing it adds the share `adds` of its seconds.
         """
         op = self.passages.ops[time]
         site = self.space.sites[op.site]
@@ -182,7 +179,7 @@ class JointTables:
 
 
 def _plus(memo: dict[Any, np.ndarray], base: np.ndarray, held: Sequence[np.ndarray], price: float) -> np.ndarray:
-    """A table and priced bytes."""
+    """A table plus bytes times a price."""
     key = ("fixed", id(base), *map(id, held))
     if key not in memo:
         memo[key] = base + sum(price * h for h in held)
@@ -190,7 +187,7 @@ def _plus(memo: dict[Any, np.ndarray], base: np.ndarray, held: Sequence[np.ndarr
 
 
 def _for_nothing(memo: dict[Any, np.ndarray], table: np.ndarray) -> np.ndarray:
-    """A table in which everything that leads anywhere costs nothing."""
+    """A table with zeros in the place of all finite entries."""
     if ("nothing", id(table)) not in memo:
         memo["nothing", id(table)] = np.where(np.isfinite(table), 0.0, np.inf)
     return memo["nothing", id(table)]

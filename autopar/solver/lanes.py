@@ -1,4 +1,4 @@
-"""The predicted step as events on two lanes: what computes, what communicates, and when.
+"""The predicted step as events on two lanes, compute and communication, with their times.
 
 Ops run one behind the other, forward and then backward; conversions in line stand between them. What moves in a window
 ends with the window: its first part runs beside the compute that hides it, and the rest is the time that it adds
@@ -24,9 +24,9 @@ FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "o
 
 
 class Event(NamedTuple):
-    """Something that takes time: of a place, or on the way to one."""
+    """Something that takes time in a step: an op, a conversion, or an update of a parameter."""
 
-    place: str  # as the plan names it; a conversion has the name of what takes it, as which operand
+    place: str  # a name of the plan; of a conversion, `source to target`
     lane: str
     part: str  # of the step
     begins_s: float
@@ -34,13 +34,13 @@ class Event(NamedTuple):
 
 
 def events_of(space: Space, point: Point) -> list[Event]:
-    """The step of a plan in the order of its events."""
+    """The events of a plan's step, in order."""
     return _Writer(space, point).step()
 
 
 @dataclass(slots=True)
 class _Moved:
-    """Seconds of an edge that are in line: before its op's forward, and behind its backward."""
+    """Seconds of an edge's conversions outside of windows: in forward, and in backward."""
 
     forward: float
     backward: float
@@ -52,7 +52,7 @@ class _Writer:
     point: Point
     now: float = 0.0
     events: list[Event] = field(default_factory=list)
-    repeated: dict[int, float] = field(default_factory=dict)  # seconds of ops that come again, by when, as forward runs
+    repeated: dict[int, float] = field(default_factory=dict)  # by op time: recompute seconds before its backward
 
     def step(self) -> list[Event]:
         space, picked = self.space, self.point.picked
@@ -87,13 +87,13 @@ class _Writer:
         return self.events
 
     def _put(self, place: str, lane: str, part: str, seconds: float) -> None:
-        """An event in line."""
+        """Add an event in line, and advance the time."""
         if seconds > 0:
             self.events.append(Event(place, lane, part, self.now, seconds))
             self.now += seconds
 
     def _close(self, windows: Iterable[Window], part: str) -> None:
-        """The communication of windows that end here: its last part is what compute does not hide."""
+        """Add the communication of windows that end here; what compute does not hide extends past it."""
         for window in windows:
             communication, compute = window.seconds(self.point.picked, self.space.edges)
             if part == BACKWARD:
@@ -107,7 +107,7 @@ class _Writer:
             self.now = end
 
     def _repeated_in(self, window: Window) -> float:
-        """Seconds, each time, of what is repeated beside the communication of a window."""
+        """Seconds of recompute that can hide a window's communication, each time that the window comes."""
         if not self.repeated:
             return 0.0
         assert self.space.memory is not None
@@ -121,13 +121,13 @@ class _Writer:
         return self.space.setting.cluster.hidden
 
     def _of_window(self, window: Window) -> list[tuple[int, float]]:
-        """The seconds of each edge that moves in a window, of all its times."""
+        """Seconds of each edge that moves in a window, over all times that the window comes."""
         picked, edges = self.point.picked, self.space.edges
         found = ((k, float(table[edges[k].place(picked)])) for k, table in window.communication)
         return [(k, window.times * seconds / self._hidden) for k, seconds in found if seconds > 0]
 
     def _of_op(self, k: int) -> tuple[tuple[float, float], float]:
-        """Compute seconds of an op forward and backward, and what it takes besides: what it exchanges inside."""
+        """(forward, backward) compute seconds of an op, and its other seconds: what its local form exchanges."""
         site, choice, passes = self.space.sites[k], self.point.picked[k], self.space.setting.passes
         seconds = float(site.seconds[choice])
         if not site.compute:
@@ -137,7 +137,7 @@ class _Writer:
         return (forward, backward), besides if besides > 1e-9 * seconds else 0.0
 
     def _in_line(self) -> list[_Moved]:
-        """The seconds of each edge that are in no window."""
+        """Seconds of each edge that are in no window."""
         space, picked = self.space, self.point.picked
         beside = {FORWARD: np.zeros(len(space.edges)), BACKWARD: np.zeros(len(space.edges))}
         for window in space.windows:
@@ -154,7 +154,7 @@ class _Writer:
         return found
 
     def _times(self, edge: Edge) -> int:
-        """The number of times a value is converted in a step: one for what is gathered and kept."""
+        """How often a value is converted in a step: once for a parameter whose gathered copy is kept."""
         source = self.space.sites[edge.source]
         is_kept = source.kind == "parameter" and not (
             source.regathered and source.regathered[self.point.picked[edge.source]]
@@ -162,7 +162,7 @@ class _Writer:
         return 1 if is_kept else self.space.setting.passes
 
     def _again(self) -> dict[int, list[tuple[str, float]]]:
-        """Recomputed values before the backward of each site: names and seconds."""
+        """Names and seconds of the runs that are recomputed before the backward of each site."""
         space, point = self.space, self.point
         if not point.recomputed or space.memory is None:
             return {}
@@ -183,7 +183,7 @@ def _named(space: Space, edge: Edge) -> str:
 
 
 def _by(windows: Sequence[Window], way: str, end: int) -> Mapping[int, list[Window]]:
-    """The windows of one way, by the site that ends them."""
+    """The windows of one direction, by the site at which they end."""
     found: dict[int, list[Window]] = {}
     for window in windows:
         if window.way == way:

@@ -1,5 +1,4 @@
-"""The search over meshes: every ordered factorisation of a number of devices into axes, each planned, the fastest
-taken, all of them in the plan.
+"""The search over meshes: every ordered factorisation of a number of devices into axes is planned, the fastest taken.
 
 The order of axes is their mapping to links: ranks are row-major, so the last axis joins neighbours. Two axes at most: a
 third multiplies the choices of every op (LLaMA's shape on 64 devices: 25 s a mesh, against 1.3 s, and none of seven was
@@ -20,11 +19,11 @@ from autopar.solver.plan import Plan
 from autopar.space.space import Outdone
 
 MOST_AXES = 2
-ALIKE = 0.02  # of a step: less than any source of seconds is sure of (`sharding/certainty.py`)
+ALIKE = 0.02  # of a step: below the accuracy of any source of seconds (`sharding/certainty.py`)
 
 
 def meshes(devices: int, axes: int = MOST_AXES) -> list[DeviceMesh]:
-    """Every mesh of so many devices, few axes first."""
+    """All meshes of this number of devices, those of few axes first."""
     if devices < 1:
         raise BadSharding(f"{devices} is no number of devices")
     return [DeviceMesh(shape) for shape in sorted(_factored(devices, axes), key=lambda shape: (len(shape), shape))]
@@ -41,13 +40,11 @@ def _factored(n: int, axes: int) -> Iterator[tuple[int, ...]]:
 def best_mesh(
     candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh, float], Plan], until: float = math.inf
 ) -> Plan:
-    """The fastest of the plans, or one that is as fast as it on fewer axes; with the table of all.
+    """The fastest plan over meshes, or one on fewer axes that is about as fast; its `meshes` lists all of them.
 
     A mesh whose ops alone take longer than a plan that is known, or that the budget, a preset or a constraint refuses,
-    is listed with why.
-
-    `on` plans on a mesh, and is told the seconds of the best plan so far. Once there is a plan, none is made after
-    `until`.
+    is listed with the reason. `on` plans on a mesh, and is told the seconds of the best plan so far. Once there is a
+    plan, none is made after the time `until`.
     """
     plans, table, refused = list[Plan](), list[tuple[str, float, float, int, str]](), list[tuple[DeviceMesh, Letter]]()
     for mesh in candidates:
@@ -72,7 +69,7 @@ def best_mesh(
 
 
 def _of_fewest_axes(plans: Sequence[Plan]) -> tuple[Plan, list[tuple[str, str]]]:
-    """The fastest plan, or one of fewer axes that nothing tells apart from it; and words about it.
+    """The fastest plan, or one of fewer axes whose time cannot be told apart from it; and a line about that choice.
 
     Every axis has process groups of its own, and ranks that wait on one are late on the next.
     """
@@ -87,9 +84,9 @@ def _of_fewest_axes(plans: Sequence[Plan]) -> tuple[Plan, list[tuple[str, str]]]
 
 
 def _least(refused: Sequence[tuple[DeviceMesh, Letter]]) -> Letter:
-    """One letter of those by which all meshes were refused: of a budget rather than of a preset.
+    """The letter that stands for those of all meshes; one about the budget comes before one about a preset.
 
-    The least that any plan needs on any of them, and the smallest plan of all.
+    It names the least that any plan needs on any mesh, and the smallest plan of all.
     """
     over = [(mesh, e) for mesh, e in refused if isinstance(e, Infeasible)]
     counted = [(mesh, e) for mesh, e in over if e.smallest]

@@ -1,4 +1,4 @@
-"""`Plan`: a strategy for every site, what it costs, and how far from the best it can be.
+"""`Plan`: a strategy for every site, its cost, and how far it may be from the best.
 
 A value: its text is in `summary.py` and `text.py`, its JSON in `archive.py`. Nothing here builds a plan or searches for
 one, and nothing imports torch.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Beside(NamedTuple):
-    """A preset's plan on the same mesh."""
+    """Step time and memory of a preset's plan on the same mesh."""
 
     name: str
     step_time_s: float
@@ -44,40 +44,40 @@ class Beside(NamedTuple):
 
 
 class SearchedSpace(Protocol):
-    """The space and the prices that a plan was chosen at: only the process that planned has them."""
+    """The space and prices that a plan was chosen at, which only the process that planned has."""
 
     @property
     def is_priced(self) -> bool:
-        """Does a byte cost seconds, because of a budget?"""
+        """Whether bytes have a price, because of a budget."""
 
     @property
     def is_over(self) -> bool:
-        """Has it been let go?"""
+        """Whether the space was released."""
 
     def line(self) -> tuple[list[str], dict[str, list[int]]]:
         """The times of a step by name, and the bytes that the plan holds at each, by kind."""
 
     def events(self) -> list[Event]:
-        """The predicted step, event by event."""
+        """The predicted step as events."""
 
     def told(self, name: str) -> list[str]:
-        """A line for each kernel of an op: its seconds, and how they came to be."""
+        """A line for each kernel of an op, with its seconds and their origin."""
 
     def rivals(self, name: str, most: int = 3) -> list[tuple[Choice, float, float]]:
-        """The best other choices of a site: of each the seconds that the plan, and that the op, takes more."""
+        """The best other choices of a site, each with the seconds that the plan and the op itself would take more."""
 
     def curve(self, budgets: int | Sequence[int]) -> Curve:
-        """Budgets against step time."""
+        """The fastest step under each budget."""
 
     @property
     def known_beside(self) -> tuple[Beside, ...] | None:
-        """Experts' plans, if they were asked for."""
+        """Plans of presets on the same mesh, if they were asked for; else None."""
 
     def beside(self) -> tuple[Beside, ...]:
-        """Experts' plans on the same mesh."""
+        """Plans of presets on the same mesh."""
 
     def let_go(self) -> None:
-        """Give up the space. `autoparallelize` does, so that no training holds it."""
+        """Release the space. `autoparallelize` does, so that no training holds it."""
 
 
 _MOST_BUDGETS = 1000  # of a curve
@@ -86,7 +86,7 @@ GraphCheck = Callable[..., None]  # (plan, model, meta_inputs, loss, assume, out
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """A strategy per site. A plan changes only speed and memory: what the program computes is not in it."""
+    """A strategy for every site. A plan changes only speed and memory: what the program computes is not in it."""
 
     mesh: DeviceMesh
     cluster: str
@@ -97,30 +97,30 @@ class Plan:
     lower_bound_s: float
     parameter_bytes: Mapping[str, int] = field(repr=False)
     digest: str  # of the graph it was made for
-    window_bytes: int  # of parameters that a window of gathers and reductions reads at least
+    window_bytes: int  # least bytes of parameters in a window of gathers and reductions
     optimizer: str | float = "adamw"
     without_rule: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
-    defaults: tuple[tuple[str, str], ...] = ()  # what an argument left at its default meant
+    defaults: tuple[tuple[str, str], ...] = ()  # arguments left at their defaults, with what they meant
     memory: Mapping[str, int] = field(default_factory=dict, repr=False)  # bytes a device at the peak, by kind
     peak_at: str = ""  # where in the step the peak stands
     budget: float = math.inf  # bytes a device; infinite where none was asked for
     # what the search over meshes met: mesh, seconds, bound, peak bytes, why it was refused
     meshes: tuple[tuple[str, float, float, int, str], ...] = ()
-    beside_s: float = 0.0  # communication that may move beside compute: of parameters and their gradients
-    hidden_s: float = 0.0  # and the part of it that compute hides
-    accumulation: int = 1  # calls in a step, each of a micro-batch of it
-    chunks: int = 1  # in which the loss head runs
+    beside_s: float = 0.0  # communication in windows, which may overlap with compute
+    hidden_s: float = 0.0  # the part of it that compute hides
+    accumulation: int = 1  # calls that make one optimizer step
+    chunks: int = 1  # of rows, in which the loss head runs
     kernels: tuple[str, ...] = ()  # families of kernels that may take the place of ops
     microbatches: int = 1  # turns in which the batch of a call passes
-    sources: Mapping[str, float] = field(default_factory=dict)  # seconds of the step by where they are from
-    compiled: bool = False  # are the seconds those of code that torch.compile makes?
+    sources: Mapping[str, float] = field(default_factory=dict)  # seconds of the step by their source
+    compiled: bool = False  # whether the seconds are those of code that torch.compile makes
     precision: tuple[str, str] | None = None  # dtypes of compute and of the reduction of gradients
     # parameters whose gradients are reduced in each micro-batch, not once at the end
     scattered: frozenset[str] = frozenset()
     # values that are not saved for backward, which recomputes them: those of ops, and of conversions by their names
     recomputed: frozenset[str] = frozenset()
-    recompute_s: float = 0.0  # and the part of the step that this takes
+    recompute_s: float = 0.0  # seconds of the step that recompute takes
     # values of `recomputed` that are made more than once, each with an op: for the backward of what is behind that it
     # is made in passing, and dropped again (see `space/timeline.py`)
     passing: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -153,29 +153,29 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """The share of the step time by which a better plan may be faster."""
+        """The distance from the lower bound, as a share of the step time: a better plan can gain no more."""
         return (self.step_time_s - self.lower_bound_s) / self.step_time_s if self.step_time_s else 0.0
 
     @property
     def step_interval_s(self) -> tuple[float, float]:
-        """Seconds between which nine measured steps of ten lie, by where the predicted ones are from."""
+        """(low, high) seconds between which nine of ten measured steps lie, by the sources of the predicted seconds."""
         low, high = spread(self.sources)
         return self.step_time_s * low, self.step_time_s * high
 
     @property
     def parameters(self) -> dict[str, Sharding]:
-        """The storage sharding of each parameter."""
+        """The sharding in which each parameter is stored."""
         return {name: values(d.flows()) for name, d in self.decisions.items() if d.kind == "parameter"}
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the fullest device holds during a step."""
+        """The most bytes that the fullest device holds during a step."""
         return sum(self.memory.values())
 
     # -- text
 
     def __str__(self) -> str:
-        """The plan at one look, in 15 lines of 100 columns."""
+        """A summary of the plan, in at most 15 lines of 100 columns."""
         return summary.summary_of(self)
 
     def __repr__(self) -> str:
@@ -186,7 +186,7 @@ class Plan:
         return f"<pre>{escape_html(str(self))}</pre>"
 
     def table(self) -> str:
-        """All that the plan decides: parameters, ops, conversions and what backward needs, equal layers in one row."""
+        """A table of all that the plan decides: parameters, ops, conversions, recompute; equal layers in one row."""
         return text.table_of(self)
 
     def beside(self) -> tuple[Beside, ...]:
@@ -197,10 +197,10 @@ class Plan:
         return self._searched("beside").beside()
 
     def explain(self, pattern: str) -> str:
-        """The choices of the sites whose name begins with a pattern, their conversions, and their best rivals.
+        """Text about the sites whose name begins with a pattern: their choices, conversions and best rivals.
 
-        A rival is named with the seconds of the best plan that has it. The space that tells them is there in the
-        process that planned, until `autoparallelize` takes the plan.
+        A rival is another choice, with the seconds of the best plan that has it. The space that tells them exists in
+        the process that planned, until `autoparallelize` takes the plan.
         """
         return text.explained(self, pattern)
 
@@ -223,32 +223,30 @@ class Plan:
     def report(self, path: str | Path, budgets: int = 0) -> Path:
         """Write a page about the plan, one file that needs no network: open it in a browser.
 
-        Where the space is there it shows memory over the step, prices and rivals, and with `budgets` as many of them
-        against the step time.
+        Where the space is there, the page shows memory over the step, prices and rivals; with `budgets`, also a curve
+        of step times under so many budgets.
         """
         if Plan.write_report is None:
             raise BadPlan("a report is written by autopar.report", advice="import autopar.api")
         return Plan.write_report(self, path, budgets)
 
     def curve(self, budgets: int | Sequence[int] = 20) -> Curve:
-        """The fastest step under one memory budget after the other, all from one search.
+        """The fastest step under each of several memory budgets, all from one search; printed, it is a table.
 
-        Printed, it is a table.
-
-        `budgets` are bytes a device, or how many between the lowest peak that was found and that of the fastest plan.
-        A plan for one of them is looked at more closely, and may take turns that this plan does not. As `explain`, it
+        `budgets` are bytes a device, or how many between the lowest peak that was found and that of the fastest plan. A
+        plan for one of them is looked at more closely, and may take turns that this plan does not. As `explain`, it
         needs the space.
         """
         return self._searched("curve").curve(_budgets_of(budgets))
 
     def _searched(self, call: str) -> SearchedSpace:
-        """The space that the plan was chosen from, for a call of this name; a letter where it is gone."""
+        """The space that the plan was chosen from, for the method `call`; a letter where it is gone."""
         if self.search is None or self.search.is_over:
             raise BadPlan("the space that this plan was chosen from is gone", advice=f"autopar.plan(...).{call}()")
         return self.search
 
     def diff(self, other: Plan) -> str:
-        """The sites that differ, this plan first."""
+        """Text about the sites that two plans decide differently, this plan first."""
         if not isinstance(other, Plan):
             raise BadPlan(f"{other!r} is no plan to compare with")
         return text.difference(self, other)
@@ -256,9 +254,9 @@ class Plan:
     # -- another plan from this one
 
     def constraints(self, *patterns: str) -> dict[str, str]:
-        """The decisions for parameters and inputs that a pattern names, as `constraints=` of another plan.
+        """The decisions for parameters and inputs that match the patterns, as `constraints=` of another plan.
 
-        Pin some, search the rest.
+        Without patterns, all of them. Pin some, search the rest.
         """
         found = {}
         for name, d in self.decisions.items():
@@ -273,7 +271,7 @@ class Plan:
         return found
 
     def _use_of(self, name: str, stored: str) -> str:
-        """The one sharding in which all uses want a value, or `*`."""
+        """The only sharding in which a value is used, or `*` where there may be several."""
         arrives = {c.value[1].text(self.mesh.axes) for c in self.conversions if c.source == name}
         is_shared = any(c.source == f"{name}:shared" for c in self.conversions)
         # several uses may want several things; and a cast hands a parameter on under another name
@@ -286,12 +284,12 @@ class Plan:
     # -- files
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON can hold it."""
+        """The plan as data that JSON can hold."""
         return archive.written(self)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Plan:
-        """The plan that `to_dict` wrote, or a letter where it is none.
+        """The plan that `to_dict` wrote; a letter where the data is no plan.
 
         Whether it is a plan of some model is for `validate` to say.
         """
@@ -300,12 +298,12 @@ class Plan:
         return plan
 
     def save(self, path: str | Path) -> None:
-        """Write JSON: data only."""
+        """Write the plan as JSON: data only."""
         archive.write(self, path)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """The plan that `save` wrote."""
+        """The plan that `save` wrote; a letter where the file is none."""
         return Plan.from_dict(archive.read(path))
 
     def validate(
@@ -318,8 +316,8 @@ class Plan:
     ) -> None:
         """Raise a letter unless the plan's parameters are the model's.
 
-        And, given the inputs it was made for, unless all of it is one of the plans of the model: what autoparallelize
-        checks of a plan it is given.
+        Given the inputs that it was made for, raise one unless all of it is a plan of the model on them, as
+        `autoparallelize` does for a plan it is given.
         """
         if not hasattr(model, "named_parameters"):
             raise BadPlan(f"{model!r} is no model")
@@ -332,7 +330,7 @@ class Plan:
 
 
 def _check_parameters(plan: Plan, given: Mapping[str, Any]) -> None:
-    """Raise a letter unless these parameters have the plan's sizes, and can lie as it says."""
+    """Raise a letter unless these parameters have the plan's sizes, and can be stored as it says."""
     sizes = {name: p.numel() * p.element_size() for name, p in given.items()}
     stored = plan.parameters
     for name, nbytes in plan.parameter_bytes.items():
@@ -352,7 +350,7 @@ def _check_parameters(plan: Plan, given: Mapping[str, Any]) -> None:
 
 
 def _budgets_of(given: Any) -> int | list[int]:
-    """The budgets of a curve, or how many; a letter where they are neither."""
+    """The budgets of a curve, or their number; a letter for anything else."""
     each = list(given) if isinstance(given, Sequence) else [given]
     is_bytes = not isinstance(given, Sequence) and isinstance(given, int) and given > _MOST_BUDGETS
     if is_bytes or not each or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in each):

@@ -1,4 +1,4 @@
-"""Exact seconds and bytes of a plan, by its choices."""
+"""`Point`: the exact seconds and bytes of one plan of a space, given its choices."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from autopar.space.timeline import Momentary
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Point:
-    """A plan that was met: its choices, seconds, and bytes at every time."""
+    """A plan that a search has met: its choices, its seconds, and bytes at every time."""
 
     picked: list[int]
     seconds: float
     held: np.ndarray
-    momentary: Momentary  # those of them that are not there all of a time
+    momentary: Momentary  # bytes that are there during part of a time only
     in_line: float = 0.0  # seconds without the communication in windows
-    over: tuple[float, ...] = ()  # of each kind of window: communication less compute
+    over: tuple[float, ...] = ()  # communication less compute, by kind of window
     recomputed: frozenset[str] = frozenset()  # values that backward makes again (see `space/timeline.py`),
-    recompute_s: float = 0.0  # the seconds that this takes,
-    recompute_hidden_s: float = 0.0  # and those of them beside communication that nothing else hides
-    passing: Mapping[str, str] = field(default_factory=dict)  # what it makes more than once, each with an op
+    recompute_s: float = 0.0  # seconds of that
+    recompute_hidden_s: float = 0.0  # those of them that hide communication
+    passing: Mapping[str, str] = field(default_factory=dict)  # values that are made more than once, each with an op
 
     @property
     def peak(self) -> float:
@@ -35,7 +35,7 @@ class Point:
 
 
 class HeldBytes:
-    """Bytes at every time of a step, for one plan after the other."""
+    """Looks up the bytes at every time of a step, for one plan after the other."""
 
     def __init__(self, memory: Memory) -> None:
         pieces = [p for p in memory.pieces if not p.is_edge] + [p for p in memory.pieces if p.is_edge]
@@ -51,7 +51,7 @@ class HeldBytes:
         self.is_made = np.array([p.first >= len(memory.ops) and _is_made(p) for p in pieces], bool)
 
     def under(self, taken: Taken, is_exact: bool = True) -> tuple[np.ndarray, Momentary]:
-        """The bytes of a plan at every time; unless they are exact, without those that no sum of tables counts."""
+        """Bytes at every time under a plan; unless `is_exact`, without those that no sum of tables counts."""
         amounts = np.concatenate([self.tables.of_sites(taken), self.tables.of_edges(taken)])
         change = np.bincount(self.first, amounts, self.times + 1) - np.bincount(self.after, amounts, self.times + 1)
         made = np.bincount(self.first[self.is_made], amounts[self.is_made], self.times)
@@ -66,12 +66,12 @@ class HeldBytes:
 
 
 def _is_made(piece: Piece) -> bool:
-    """Does an op's backward make this, when it begins?"""
+    """Whether an op's backward makes this piece when it begins."""
     return piece.kind.startswith("gradients") or (piece.kind == "transients" and not piece.is_edge)
 
 
 class Points:
-    """Looks up the plans of one space: all that does not depend on choices is laid out once."""
+    """Looks up plans of one space; what does not depend on choices is laid out once."""
 
     def __init__(self, space: Space) -> None:
         windows = space.windows
@@ -95,7 +95,7 @@ class Points:
         self._held = HeldBytes(space.memory) if space.memory is not None else None
 
     def of(self, picked: Sequence[int]) -> Point:
-        """The plan of these choices, with its exact seconds and bytes."""
+        """The plan that picks these choices, with its exact seconds and bytes."""
         taken, times, count = self.flows.under(picked), self.times_of_windows, len(self.times_of_windows)
         whole = float(self.seconds.of_sites(taken).sum() + self.seconds.of_edges(taken).sum())
         moved = np.bincount(self.window_of_message, self.beside.of_edges(taken), count)
@@ -106,7 +106,7 @@ class Points:
         return Point(list(picked), whole - hidden, held, momentary, in_line, tuple(over.tolist()))
 
     def by_tables(self, point: Point) -> Point:
-        """The same plan with the bytes that sums of tables count: what the solver's rows say."""
+        """The plan with the bytes that sums of tables count, as in the rows of a solver."""
         if self._held is None:
             return point
         held, momentary = self._held.under(self.flows.under(point.picked), is_exact=False)

@@ -31,7 +31,7 @@ from autopar.space.timeline import Run, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """The runs that backward repeats, by their names, and those of them that come in passing for ops behind one."""
+    """The answer of a policy: names of runs to repeat, and those of them in passing, each with an op."""
 
     names: frozenset[str]
     passing: Mapping[str, str] = field(default_factory=dict)
@@ -41,32 +41,32 @@ Policy = Callable[[Timeline, float], Iterable[str] | Repeated]
 
 
 def none(line: Timeline, budget: float) -> Iterable[str]:
-    """Nothing."""
+    """Recompute nothing."""
     return ()
 
 
 def full(line: Timeline, budget: float) -> Iterable[str]:
-    """Everything but what enters a block, and what collectives have made."""
+    """Recompute everything but what enters a block of the model, and what collectives have made."""
     return _all_but_entries(line, [innermost_block(_module(run)) for run in line.runs])
 
 
 def selective(line: Timeline, budget: float) -> Iterable[str]:
-    """The core of attention."""
+    """Recompute the core of attention."""
     return [run.name for run in line.runs if run.is_op and run.is_core]
 
 
 def as_written(line: Timeline, budget: float) -> Iterable[str]:
-    """The model's own checkpoint regions."""
+    """Recompute the model's own checkpoint regions, but for what enters them."""
     return _all_but_entries(line, [run.region for run in line.runs])
 
 
 def chen(line: Timeline, budget: float) -> Iterable[str]:
-    """Segments of blocks, as many as the square root of their number."""
+    """Recompute in segments of blocks, as many as the square root of the number of blocks."""
     return in_segments(line, max(1, round(math.sqrt(len(_blocks(line))))))
 
 
 def in_segments(line: Timeline, length: int) -> list[str]:
-    """Everything but what enters a segment of so many blocks, and what collectives have made; not the last segment."""
+    """Names of all runs but the entries of segments of `length` blocks, collectives, and the last segment."""
     blocks = _blocks(line)
     segment = {b: f"segment {i // length}" for i, b in enumerate(blocks)}
     last = segment[blocks[-1]] if blocks else ""
@@ -84,19 +84,19 @@ IN_ONE_LOOK: dict[str, Policy] = {
 
 
 def rotor(line: Timeline, budget: float) -> Repeated:
-    """The best of stages that are saved, not saved, or in groups; nothing where no such schedule fits."""
+    """The best schedule of stages that are saved, not saved, or in groups; nothing is repeated where none fits."""
     found = in_groups(StateSearch(line), budget, is_all_or_none=True)
     return Repeated(frozenset()) if found is None else repeated(line, found)
 
 
 def ilp(line: Timeline, budget: float) -> Repeated:
-    """The values to save by an integer program; nothing where no schedule fits."""
+    """The values to save by an integer program; nothing is repeated where no schedule fits."""
     found = by_program(StateSearch(line), budget)
     return Repeated(frozenset()) if found is None else repeated(line, found)
 
 
 def repeated(line: Timeline, states: StepStates) -> Repeated:
-    """States by the names of runs and ops."""
+    """States as a policy's answer, by the names of runs and ops."""
     names = frozenset(line.runs[i].name for i in states.again - line.forced)
     return Repeated(names, {line.runs[i].name: line.runs[line.run_of[time]].name for i, time in states.passing})
 
@@ -105,7 +105,7 @@ POLICIES: dict[str, Policy] = {**IN_ONE_LOOK, "rotor": rotor, "ilp": ilp}
 
 
 def _asked(policy: Policy, line: Timeline, budget: float) -> Any:
-    """The answer of a user's function; a letter with its line where it raises whatever it may."""
+    """The answer of a user's function; a letter with its line where it raises an error."""
     try:
         return policy(line, budget)
     except Letter:
@@ -121,7 +121,7 @@ def _asked(policy: Policy, line: Timeline, budget: float) -> Any:
 
 
 def named(policy: str | Policy, line: Timeline, budget: float) -> Repeated:
-    """The answer of a policy, of runs that may be repeated; a letter where a name is of no run."""
+    """The answer of a policy, restricted to runs that may be repeated; a letter where a name is of no run."""
     returned = POLICIES[policy](line, budget) if isinstance(policy, str) else _asked(policy, line, budget)
     if not isinstance(returned, (Repeated, Iterable)) or isinstance(returned, str):
         raise NotServed(f"recompute= returned {returned!r}", advice="names of line.runs, or a Repeated")
@@ -144,9 +144,9 @@ def named(policy: str | Policy, line: Timeline, budget: float) -> Repeated:
 
 
 def _all_but_entries(line: Timeline, regions: Sequence[object]) -> list[str]:
-    """The runs of regions, but those whose values another region reads, and collectives.
+    """Names of the ops in regions whose values are read in the same region only.
 
-    Where a region has ended, what it leaves is an entry of the next.
+    What a region leaves to another is an entry of that one, and is saved.
     """
     read_by: dict[int, set[object]] = {}
     for run, region in zip(line.runs, regions, strict=True):

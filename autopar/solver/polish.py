@@ -1,4 +1,4 @@
-"""Better plans out of those that were met.
+"""Better plans in between those that prices led to.
 
 Prices lead to corners: plans that are best at some price. What lies between two of them - half of a layer as in one,
 half as in the other; some layers so, the others so - is found here.
@@ -38,7 +38,7 @@ _BIG = 1e9  # seconds of what leads nowhere
 def polished(
     counted: Budgeted, outcome: Outcome, budget: float, gap: float, solver: str, stopped: list[str]
 ) -> Point | None:
-    """The best plan within the budget: one of those met, or one that lies between them."""
+    """The fastest plan within the budget, among those met and those found between them; None where there is none."""
 
     def best() -> Point | None:
         return min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
@@ -53,10 +53,7 @@ def polished(
 
 
 def _near(outcome: Outcome, budget: float) -> list[Point]:
-    """The plans that are worth about as little as the bound at its prices.
-
-    Between others there is little to find.
-    """
+    """The plans whose priced cost is near the bound; between others there is little to find."""
     prices, worth = outcome.prices, {}
     for p in outcome.points:
         exposed = sum(share * over for share, over in zip(prices.exposed, p.over, strict=True))
@@ -78,9 +75,9 @@ def alike(
     solver: str,
     stopped: list[str],
 ) -> list[Point]:
-    """The best plan with equal layers.
+    """Plans whose layers are equal, each of least cost at some price of memory around that of the bound.
 
-    If memory has a price, for several heights of it, so that there are plans just over and just within the budget.
+    Prices are chosen so that there are plans just over and just within the budget. Without a price there is one plan.
     """
     found = list[Point]()
 
@@ -111,9 +108,9 @@ def alike(
 def with_equal_layers(
     counted: Budgeted, points: Sequence[Point], problem: Problem, solver: str, stopped: list[str]
 ) -> Point | None:
-    """The plan of least cost whose layers are equal, of the choices that some points have taken.
+    """The plan of least cost with equal layers, from choices that some points have taken; None where none is found.
 
-    Windows are as they are: the problem has all communication in line.
+    Windows are as they are; the problem has all communication in line.
     """
     folded = _Folded.of(counted, points, problem)
     program = IntegerProgram(folded.space, backend_of(solver, _GAP, _NODES, _PIVOTS), fold=False)
@@ -133,7 +130,7 @@ def with_equal_layers(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Folded:
-    """A space with one site for each kind of site, and of its choices those that plans which were met have taken."""
+    """A space with one site for each kind of site, limited to choices that the plans met so far have taken."""
 
     space: Space
     kind: list[int]  # of every site: which site of the folded space
@@ -175,18 +172,18 @@ class _Folded:
 
 
 def _as_one(windows: Sequence[Window]) -> Window:
-    """Windows that are alike, as one that comes as often as all of them."""
+    """Windows that are alike as a single one, which comes as often as all of them."""
     return replace(windows[0], times=sum(w.times for w in windows))
 
 
 def _with_choices(site: Site, left: np.ndarray) -> Site:
-    """A site with some of its choices, and no seconds yet."""
+    """A site with some of its choices and zero seconds."""
     choices = tuple(site.choices[c] for c in left)
     return replace(site, choices=choices, seconds=np.zeros(len(left)), regathered=(), scattered=(), compute=())
 
 
 def _with_flows(e: Edge, kind: Sequence[int], left: Sequence[np.ndarray]) -> tuple[Edge, tuple[np.ndarray, np.ndarray]]:
-    """An edge between kinds of sites, without seconds yet, and the flows that their choices leave."""
+    """An edge between kinds of sites with zero seconds, and the indices of the flows that remain at both ends."""
     source, target = kind[e.source], kind[e.target]
     given, given_by = np.unique(e.given_by[left[source]], return_inverse=True)
     taken, taken_by = np.unique(e.taken_by[left[target]], return_inverse=True)
@@ -204,16 +201,13 @@ def _with_flows(e: Edge, kind: Sequence[int], left: Sequence[np.ndarray]) -> tup
 
 
 def numbered(space: Space) -> list[int]:
-    """The kind of each site, as a number: that of the sites which do the same in other layers."""
+    """The kind of each site, as a number: sites that do the same in different layers have the same."""
     names = _alike([s.name for s in space.sites])
     return _numbered((name, id(s.choices), len(s.choices)) for name, s in zip(names, space.sites, strict=True))
 
 
 def _alike(names: Sequence[str]) -> list[str]:
-    """The names with their first number left out, but for the first and the last of its kind.
-
-    At an end there is less to hide behind.
-    """
+    """Names with `*` for their layer, except for the first and last layer, which have less to hide behind."""
     parts = [around_number(name) for name in names]
     last: dict[str, int] = {}
     for part in parts:
@@ -226,13 +220,13 @@ def _alike(names: Sequence[str]) -> list[str]:
 
 
 def _numbered(keys: Any) -> list[int]:
-    """A number for each key, the same for equal ones, in the order in which they come."""
+    """An index for each key, the same for equal keys, in order of appearance."""
     known: dict[Any, int] = {}
     return [known.setdefault(key, len(known)) for key in keys]
 
 
 def _taken(space: Space, kind: Sequence[int], first: Sequence[int], points: Sequence[Point]) -> list[set[int]]:
-    """The choices that some plan has taken at a site of each kind; of a parameter, with every policy."""
+    """The choices that plans have taken at sites of each kind; for a parameter, with every policy."""
     taken: list[set[int]] = [set() for _ in first]
     for p in points:
         for k, choice in zip(kind, p.picked, strict=True):
@@ -255,9 +249,9 @@ def _summed(parts: Any) -> list[tuple[int, np.ndarray]]:
 
 
 def spliced(counted: Budgeted, points: Sequence[Point], budget: float) -> list[Point]:
-    """Plans that are one up to some place in the model, and another from there on.
+    """Plans that follow one plan up to some place in the model, and another from there on.
 
-    Of a few that are near the budget, one is over it and one within it.
+    They are made of pairs of a plan over the budget and one within it, a few of each nearest to it.
     """
     under = sorted((p for p in points if p.peak <= budget), key=lambda p: p.seconds)[:3]
     over = sorted(
@@ -272,7 +266,7 @@ def spliced(counted: Budgeted, points: Sequence[Point], budget: float) -> list[P
 
 
 def _places(space: Space) -> np.ndarray:
-    """The place of each site in the model: ops in their order, a parameter where it is first used."""
+    """The position of each site in the model: ops in their order, other sites where they are first used."""
     first: dict[int, int] = {}
     for e in space.edges:
         if space.sites[e.source].kind != "op":
@@ -299,7 +293,7 @@ class _Splices:
         )
 
     def changes(self, tables: Tables) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The entries of tables where k is 0, of sites, then of edges; and which entry changes at which k, by how much.
+        """Entries at k = 0, of sites and then edges; and all changes: the index of the entry, the k, and the amount.
 
         An edge's entry changes with the first of its ends, then with the other.
         """
@@ -321,7 +315,7 @@ class _Splices:
         )
 
     def sums(self, tables: Tables) -> np.ndarray:
-        """The sum of all entries, by k."""
+        """The sum of all entries of some tables, by k."""
         start, _, at, change = self.changes(tables)
         return start.sum() + np.cumsum(np.bincount(at, change, self.count + 1))[: self.count]
 
@@ -350,14 +344,14 @@ class _Splices:
 
 
 def _sums_within(groups: np.ndarray, amounts: np.ndarray) -> np.ndarray:
-    """Running sums that begin anew with each group; groups stand together."""
+    """Cumulative sums that restart with each group; members of a group are adjacent."""
     sums, begins = np.cumsum(amounts), np.flatnonzero(np.diff(groups, prepend=-1))
     before = (sums - amounts)[begins]
     return sums - np.repeat(before, np.diff(begins, append=len(groups)))
 
 
 def _best_splice(counted: Budgeted, rows: Sequence[Tables], splices: _Splices, budget: float) -> Point | None:
-    """The fastest of those within the budget, where it is faster than both that are."""
+    """The fastest splice within the budget, if it is faster than the plan of both that fits; else None."""
     seconds = splices.sums(counted.points.seconds) - splices.hidden(counted)
     limit = min(p.seconds for p in (splices.first, splices.second) if p.peak <= budget)
     able = seconds < limit

@@ -17,7 +17,7 @@ MESSAGES = "messages"  # a place of its own: parameters and gradients that are p
 
 
 class Range(NamedTuple):
-    """The part of an emitted program to which a run of ops belongs, as a profiler names it."""
+    """A range of an emitted program that a profiler records: the place in the plan and the part of the step."""
 
     place: str  # a name of the plan
     part: str  # "forward", "backward" or "recompute"
@@ -28,7 +28,7 @@ class Range(NamedTuple):
 
     @staticmethod
     def read(text: str) -> Range | None:
-        """The range that a profiler names so; None of what is none."""
+        """The range that a profiler's event name stands for; None for other events."""
         if not text.startswith(PREFIX):
             return None
         place, _, part = text.removeprefix(PREFIX).rpartition(", ")
@@ -37,13 +37,13 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """The events of a step as they were predicted; `kinds` has the op of each place."""
+    """The predicted events of a step; `kinds` maps each place to its op."""
 
     events: tuple[Event, ...]
     kinds: Mapping[str, str]
 
     def save(self, path: str | Path, profile: Any = None) -> Path:
-        """Write a trace: open it at ui.perfetto.dev, or in chrome://tracing.
+        """Write the step as a trace, to be opened at ui.perfetto.dev or in chrome://tracing.
 
         `profile` is a torch.profiler.profile of one step of this plan's program, or the events that `measured` reads in
         one: they stand beside the predicted ones.
@@ -57,7 +57,7 @@ class StepTimeline:
         return Path(path)
 
     def by_kind(self, profile: Any) -> dict[str, tuple[float, float]]:
-        """Predicted and measured seconds by kind of op; what moves, and is packed to, is one kind."""
+        """(predicted, measured) seconds by kind of op; communication and its packing are one kind."""
         found: dict[str, list[float]] = {}
         for which, events in enumerate((self.events, measured(profile))):
             for event in events:
@@ -67,7 +67,7 @@ class StepTimeline:
         return {kind: (predicted, real) for kind, (predicted, real) in found.items()}
 
     def compare(self, profile: Any) -> str:
-        """The errors of predicted seconds by kind of op, as a table."""
+        """A table of predicted and measured seconds by kind of op."""
         rows = sorted(self.by_kind(profile).items(), key=lambda row: -max(row[1]))
         sums = tuple(sum(seconds[which] for _, seconds in rows) for which in (0, 1))
         lines = [(kind, time(p), time(m), _ratio(p, m)) for kind, (p, m) in (*rows, ("all", sums))]
@@ -75,9 +75,9 @@ class StepTimeline:
 
 
 def measured(profile: Any) -> list[Event]:
-    """The events of a step that torch.profiler recorded on this rank.
+    """The events of a step that torch.profiler recorded on this rank; a letter where there are none.
 
-    On a GPU an event takes what its kernels take; it begins when it was launched.
+    On a GPU, an event lasts as long as its kernels, and begins when it was launched.
     """
     if isinstance(profile, Sequence):
         return list(profile)
@@ -99,7 +99,7 @@ def measured(profile: Any) -> list[Event]:
 
 
 def _records(pid: int, name: str, events: Any) -> Iterator[dict[str, Any]]:
-    """The events of one process of a trace, a thread for each lane."""
+    """Trace records of one process, with a thread for each lane."""
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     for tid, lane in enumerate((COMPUTE, COMMUNICATION), 1):
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}}

@@ -1,4 +1,4 @@
-"""`solve`: the searches of a list, one after the other, and the plan that is left."""
+"""`solve`: run a list of searches on a space, and build the plan that they leave."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def solve(
     wide: Callable[[], Space] | None = None,
     is_trial: bool = False,
 ) -> Plan:
-    """The fastest plan of the space that was found. No device holds more than `budget` bytes.
+    """The fastest plan found in the space, on which no device holds more than `budget` bytes.
 
     `recompute` is the policy by which backward makes values again (`recompute.py`). `wide` makes the space with all
     that saves memory, where this is not it: the plan's curve is of that. Where nothing fits, the letter about a trial
@@ -75,7 +75,7 @@ def solve(
 
 
 def _none_found(task: Task, found: Findings, is_trial: bool) -> Infeasible:
-    """The letter of a search that came to no plan."""
+    """The letter about a search that found no plan."""
     if not task.has_budget:
         return infeasible(task.space, "elimination had to split, and found no choices that go together")
     if is_trial:
@@ -85,7 +85,7 @@ def _none_found(task: Task, found: Findings, is_trial: bool) -> Infeasible:
 
 
 def _curve(space: Space, solver: str, gap: float, recompute: str | Policy, budgets: int | Sequence[int]) -> Curve:
-    """Budgets against step time: from one joint search, or where a policy says what is recomputed from a plan each."""
+    """The fastest step under each budget: from one joint search, or under a policy from a plan for each."""
     task = Task(Budgeted(space), math.inf, solver, backend_of(solver), gap, math.inf, recompute != "none")
     found = curve_of(task, budgets) if recompute == "auto" and space.memory is not None else None
     if found is not None:
@@ -106,7 +106,7 @@ def _curve(space: Space, solver: str, gap: float, recompute: str | Policy, budge
 
 
 def _searched(task: Task, searches: Sequence[Search]) -> Findings:
-    """The findings of the searches, one after the other."""
+    """The findings of some searches, run one after the other."""
     found = Findings()
     for search in searches:
         if search.accepts(task, found):
@@ -117,9 +117,9 @@ def _searched(task: Task, searches: Sequence[Search]) -> Findings:
 
 
 def peak_where_nothing_is_dear(space: Space) -> float:
-    """The peak of the plan whose hidden communication and memory are free.
+    """Peak bytes of a plan where memory and hidden communication cost nothing, by one elimination.
 
-    One elimination tells whether a budget is near.
+    It tells whether a budget is near.
     """
     counted = Budgeted(space)
     return counted.at({}, exposed=[0.0] * counted.kinds)[0].peak

@@ -1,4 +1,4 @@
-"""The search for shardings and for what backward recomputes, in one.
+"""The joint search for shardings and for what backward recomputes.
 
     free         the fastest plans where memory is nothing
     joint        at one price of a byte after the other, at the fullest time: the sharding for which the cheapest states
@@ -51,7 +51,7 @@ Without = Callable[[], Findings]
 
 @dataclass(slots=True, eq=False)
 class Lined:
-    """A sharding with its line, and the search for its states."""
+    """A sharding with its timeline, and the search for its states."""
 
     point: Point
     line: Timeline
@@ -63,7 +63,7 @@ class Lined:
         return Lined(point, line, StateSearch(line))
 
     def under(self, states: StepStates) -> Point:
-        """The plan with these states."""
+        """The plan of this sharding with these states."""
         what = repeated(self.line, states)
         return replace(
             self.point,
@@ -76,22 +76,22 @@ class Lined:
         )
 
     def named(self, policy: str | Policy, budget: float) -> StepStates:
-        """The states that a policy names."""
+        """The states that a policy names for this sharding."""
         what, line = named(policy, self.line, budget), self.line
         return self.states.of(line.again(what.names), line.passing(what.passing))
 
     def within(self, budget: float, price: float = 0.0) -> Point | None:
-        """The fastest plan found within a budget, from a price that may be near."""
+        """The fastest plan found within a budget, starting at a price that may be near; None where none was."""
         states = self.states.within(budget, price)
         return None if states is None else self.under(states)
 
     def look_at_segments(self) -> None:
-        """Look at states that save the ends of segments of blocks alone."""
+        """Try states in which only the ends of segments of blocks are saved."""
         for length in _SEGMENTS:
             self.states.of(self.line.again(in_segments(self.line, length)))
 
     def frontier(self, time: int) -> list[Point]:
-        """The plans of all states that are known which hold less at a time than every faster one."""
+        """The plans of all known states on the Pareto front of seconds and bytes at a time, the fastest first."""
         found: list[Point] = []
         for states in sorted(self.states.known.values(), key=lambda s: (s.seconds, s.held[time])):
             if not found or states.held[time] < found[-1].held[time]:
@@ -102,11 +102,11 @@ class Lined:
 
     @property
     def lowest(self) -> float:
-        """The lowest peak of all states that are known."""
+        """The lowest peak of all known states."""
         return min(states.peak for states in self.states.known.values())
 
     def polished(self, budget: float) -> Point | None:
-        """The fastest plan of all that are known, and of policies with a name, without what need not be repeated."""
+        """The fastest plan within a budget after refining all known states and those of named policies, or None."""
         for policy in IN_ONE_LOOK:
             self.states.of(self.line.again(named(policy, self.line, budget).names))
         best = refined(self.states, budget)
@@ -114,10 +114,7 @@ class Lined:
 
 
 def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
-    """The fastest plan with recompute, by a policy or by the joint search.
-
-    `without` finds plans that have none.
-    """
+    """The findings with recompute, by a policy or by the joint search; `without` searches without it."""
     if policy == "auto":
         return _auto(task, without)
     free = task.counted.fastest(math.inf, task.gap, until=task.until)
@@ -130,7 +127,7 @@ def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
 
 
 def _chain(free: Outcome, without: Without) -> Iterator[Point]:
-    """The shardings met where memory is nothing, then those met under the budget; faster ones first."""
+    """Shardings met without a memory budget, then those met under it, each list from the fastest on."""
     yield from frontier(free.points)
     found = without()
     yield from frontier(found.outcome.points if found.outcome else [])
@@ -138,7 +135,7 @@ def _chain(free: Outcome, without: Without) -> Iterator[Point]:
 
 @dataclass(slots=True, eq=False)
 class JointSearch:
-    """The joint search of one space: what it has met and proven serves one budget after the other."""
+    """The joint search of one space; what it has met and proven serves one budget after the other."""
 
     task: Task
     free: Outcome  # where memory is nothing
@@ -152,7 +149,7 @@ class JointSearch:
 
     @staticmethod
     def of(task: Task) -> JointSearch | None:
-        """The search at its beginning; None where nothing could be dropped."""
+        """A new search of a space; None where the fastest plan has nothing that could be dropped."""
         stopped: list[str] = []
         free = task.counted.fastest(math.inf, task.gap, until=task.until, little=_ROUGHLY, proves=False)
         fastest = polished(task.counted, free, math.inf, task.gap, task.solver, stopped)
@@ -164,26 +161,26 @@ class JointSearch:
 
     @property
     def first(self) -> Lined:
-        """The fastest sharding where memory is nothing."""
+        """The fastest sharding where memory costs nothing."""
         return next(iter(self.met.values()))
 
     @property
     def own_gap(self) -> float:
-        """The gap of that plan: no budget's is likely to be less."""
+        """The gap of the fastest sharding without a budget: under a budget, a smaller gap is unlikely."""
         return (self.first.point.seconds - self.free.bound) / self.first.point.seconds
 
     def bound(self, budget: float) -> float:
-        """The seconds that no plan within a budget goes under."""
+        """A proven lower bound of seconds under a budget."""
         free = 0.0 if self.free.is_rough else self.free.bound
         return max([free, *(least - at.of_byte * budget for at, least in self.bounds.items())])
 
     def about(self, budget: float) -> float:
-        """The bound to which the prices that were tried lead, where they are looked at closely."""
+        """The lower bound under a budget, with those in single precision that are not proven yet."""
         rough = (least - at.of_byte * budget for at, least in self.rough.items())
         return max([self.bound(budget), self.free.bound, *rough])
 
     def best_prices(self, budget: float) -> JointPrices:
-        """The prices of the best bound so far."""
+        """The prices that give the best bound so far under a budget."""
         tried = self.bounds | self.rough
         best = max(tried, key=lambda at: tried[at] - at.of_byte * budget, default=None)
         at_first = JointPrices(0.0, self.free.prices.exposed)
@@ -192,7 +189,10 @@ class JointSearch:
         return best
 
     def look(self, at: JointPrices, lined: Lined) -> Lined:
-        """The sharding to which prices lead, with availability worth what it is under a sharding at them."""
+        """Find the sharding of least cost at some prices, given availability prices under another sharding.
+
+        It and its bound are added to what is known. The other sharding is returned where choices do not go together.
+        """
         is_large = self.task.counted.is_large
         self.worths[at], least = self._least(at, lined)
         (self.rough if is_large else self.bounds)[at] = least.bound
@@ -204,14 +204,15 @@ class JointSearch:
         return found
 
     def _least(self, at: JointPrices, lined: Lined) -> tuple[Availability, Found]:
-        """The worth of availability at prices, under a sharding; and the sharding that costs least then."""
+        """Availability prices under a sharding, and the sharding that costs least at them."""
         worth = self.tables.prices.worth(lined.line, at.of_byte, at.exposed)
         return worth, minimise(self.tables.problem(at, worth), tries=1, is_rough=self.task.counted.is_large)
 
     def ahead(self, budget: float) -> tuple[JointPrices, float]:
-        """The prices at which the plans that were met are worth most under a budget, and what they are then.
+        """The prices that maximise the least priced cost of the plans met so far under a budget, and that cost.
 
-        No bound is more than that. Where all plans are over the budget, bytes are dearer than they were.
+        No bound is higher. Where all plans are over the budget, the price of a byte is raised, and the cost is
+        infinite.
         """
         time, met = self.tables.time, self._plans()
         if min(plan.held[time] for plan in met) <= budget:
@@ -222,9 +223,9 @@ class JointSearch:
         return JointPrices(price, self.best_prices(budget).exposed), math.inf
 
     def ahead_alone(self, budget: float) -> JointPrices:
-        """The same, where the prices of windows are those of the best bound, and that of a byte is not far from it.
+        """The best price of a byte, with window prices as in the best bound, limited to a factor around that bound's.
 
-        Few plans lead too far.
+        Few plans would lead it too far.
         """
         best, time, met = self.best_prices(budget), self.tables.time, self._plans()
         shares = np.array(best.exposed)
@@ -235,12 +236,12 @@ class JointSearch:
         return JointPrices(near, best.exposed)
 
     def _plans(self) -> list[Point]:
-        """Plans that were met, with states, and those of the search where memory is nothing."""
+        """The plans met so far: with states, and from the search without a budget."""
         met = [plan for lined in self.met.values() for plan in lined.frontier(self.tables.time)]
         return met + [point for point in self.free.points if tuple(point.picked) not in self.met]
 
     def best_at(self, price: float) -> Lined:
-        """The sharding that costs least at a price, with any states of it that are known."""
+        """The sharding that costs least at a price of a byte, with the best of its known states."""
 
         def cost(lined: Lined) -> float:
             seconds, held = _seconds_and_bytes(lined, self.tables.time)
@@ -253,9 +254,9 @@ class JointSearch:
         return min((_lowest_of(lined) for lined in self.met.values()), key=lambda p: (p.peak, p.seconds))
 
     def lowest(self) -> Point:
-        """The plan of the lowest peak of shardings to which no budget leads: the same is found under any.
+        """The plan of the lowest peak that is found without regard to a budget, so that it is the same under any.
 
-        The smallest sharding, the fastest, and those where bytes are dear.
+        It starts from the smallest sharding, the fastest, and those where bytes are dear.
         """
         task, first = self.task, Lined.of(self.task, self.first.point)
         usual, exposed = first.states.usual_price(self.tables.time), self.free.prices.exposed
@@ -271,7 +272,7 @@ class JointSearch:
         return _lowest_of(lined)
 
     def look_closely(self, budget: float) -> None:
-        """Prove the bound to which prices led roughly."""
+        """Prove, in double precision, the best bound that was found in single precision."""
         if self.about(budget) <= self.bound(budget):
             return
         if self.about(budget) == self.free.bound:
@@ -283,9 +284,9 @@ class JointSearch:
             del self.rough[at]
 
     def promising(self, budget: float, all_: Iterable[Lined]) -> tuple[float, float]:
-        """The price at which the plans of these shardings are worth most under a budget, and what they are then.
+        """The price of a byte that maximises the least cost of these shardings' plans under a budget, and that cost.
 
-        No bound is more than that. The price is 0 where all plans are over the budget: none is dear enough.
+        No bound is higher. The price is 0 where all plans are over the budget.
         """
         met = [_seconds_and_bytes(lined, self.tables.time) for lined in all_]
         seconds, held = np.concatenate(met, axis=1)
@@ -304,17 +305,17 @@ class Within:
 
     @property
     def gap(self) -> float:
-        """The share of the best plan's seconds by which another may be faster; infinite where there is none."""
+        """The gap of the best plan, as a share of its seconds; infinite where there is none."""
         bound = self.joint.bound(self.budget)
         return (self.best.seconds - bound) / self.best.seconds if self.best is not None else math.inf
 
     @property
     def is_wide(self) -> bool:
-        """Is so much open that shardings which need no recompute are worth a look?"""
+        """Whether the gap is so large that shardings without recompute are worth a search."""
         return self.gap > max(self.joint.task.gap, _OPEN + self.joint.own_gap)
 
     def run(self) -> None:
-        """Look for the best plan and raise the bound, after `look_at_known`."""
+        """Search for the best plan and raise the bound; to be called after `look_at_known`."""
         self.look_at_equal_layers()
         self.look_for_prices()
         self.look_at_equal_layers()
@@ -323,7 +324,7 @@ class Within:
         self.polish()
 
     def look_at_known(self) -> None:
-        """Look for the states of the shardings that were met, those first that promise most."""
+        """Search for states of the most promising shardings that are known."""
         known = [
             (self.joint.promising(self.budget, [lined]), k, lined) for k, lined in enumerate(self.joint.met.values())
         ]
@@ -332,20 +333,20 @@ class Within:
         self.lined = self.lined or self.joint.first
 
     def polish(self) -> None:
-        """Look closer at the states of the best sharding."""
+        """Refine the states of the best sharding."""
         assert self.lined is not None
         plan = self.lined.polished(self.budget) if self.gap > self.joint.task.gap else None
         if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
             self.best = plan
 
     def add(self, points: Iterable[Point]) -> None:
-        """Look for the states of more shardings."""
+        """Search for states of more shardings."""
         for point in points:
             if tuple(point.picked) not in self.joint.met:
                 self._take(Lined.of(self.joint.task, point))
 
     def _take(self, lined: Lined, price: float = 0.0) -> None:
-        """Look for the states of a sharding, once."""
+        """Search for the states of a sharding, unless that was done or cannot help, and keep the best plan."""
         key = tuple(lined.point.picked)
         if key in self.tried or (self.best is not None and lined.point.seconds >= self.best.seconds):
             return
@@ -355,9 +356,9 @@ class Within:
             self.best, self.lined = plan, lined
 
     def look_at_segments(self) -> None:
-        """Look at segments of blocks.
+        """Try to save only the ends of segments of blocks in every known sharding.
 
-        Where bytes are dear, prices would begin backward with the whole forward.
+        Where bytes are dear, prices would have backward begin with the whole forward.
         """
         for lined in self.joint.met.values():
             lined.look_at_segments()
@@ -367,7 +368,7 @@ class Within:
                 self.best, self.lined = plan, lined
 
     def look_for_prices(self, rounds: int = _ROUNDS) -> None:
-        """Let prices of a byte at the fullest time, and of windows, lead to shardings, and raise the bound."""
+        """Find new shardings at prices of windows and of a byte at the fullest time, and raise the bound."""
         joint, budget, lined = self.joint, self.budget, self.lined
         if lined is None:
             return
@@ -392,9 +393,9 @@ class Within:
         joint.look_closely(budget)
 
     def look_at_equal_layers(self) -> None:
-        """Look at shardings whose layers are equal, of the choices that were met, with windows as they are.
+        """Try shardings whose layers are equal, from choices that were met, with windows as they are.
 
-        A byte has the price at which the plans that were met are worth most, as long as that leads to another one.
+        The price of a byte is that at which the plans met so far cost most, as long as it leads to a new sharding.
         """
         joint, task, tables = self.joint, self.joint.task, self.joint.tables
         if not task.space.windows:
@@ -416,15 +417,15 @@ class Within:
             self._take(lined, price)
 
     def _shardings(self) -> Iterator[Point]:
-        """Those that were met, and those of the search where memory is nothing."""
+        """The shardings that were met, and those of the search without a budget."""
         yield from (lined.point for lined in self.joint.met.values())
         yield from (p for p in self.joint.free.points if tuple(p.picked) not in self.joint.met)
 
     def _next_prices(self, ahead: JointPrices, moves: bool) -> JointPrices | None:
-        """The next prices to try; None at the end.
+        """The next prices to try, or None at the end.
 
-        From those of the best bound the price of a byte goes the whole way to that ahead, with windows' prices as they
-        are; or all prices go half the way, or the whole.
+        Starting from the best bound's, either the price of a byte moves all the way ahead while those of windows stay,
+        or all prices move half the way, or all of it.
         """
         joint = self.joint
         tried = (*joint.bounds, *joint.rough)
@@ -437,7 +438,7 @@ class Within:
 
 
 def _auto(task: Task, without: Without) -> Findings:
-    """The best plan and bound of all ways to look for them."""
+    """The findings of the joint search, and of searches without recompute where its gap stays wide."""
     joint = JointSearch.of(task)
     if joint is None:
         return without()
@@ -466,9 +467,9 @@ def _auto(task: Task, without: Without) -> Findings:
 
 
 def _dearest(seconds: np.ndarray, over: np.ndarray) -> tuple[float, float]:
-    """The price at which plans are worth most, of their seconds and bytes over a budget, and what they are then.
+    """The price that maximises the least cost of plans, given their seconds and bytes over the budget; and that cost.
 
-    The price is 0 where all of them are over it: none is dear enough.
+    The price is 0 where all plans are over the budget.
     """
     if not (over <= 0).any():
         return 0.0, math.inf
@@ -483,12 +484,12 @@ def _dearest(seconds: np.ndarray, over: np.ndarray) -> tuple[float, float]:
 
 
 def _seconds_and_bytes(lined: Lined, time: int) -> np.ndarray:
-    """The seconds of the plan and its bytes at a time, for all states that were looked at."""
+    """Seconds of the plan, and its bytes at a time, for all known states, by [seconds or bytes, state]."""
     return np.array([(lined.point.seconds + s.seconds, s.held[time]) for s in lined.states.known.values()]).T
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """The plans that hold less than every faster one, the fastest first."""
+    """Plans on the Pareto front of seconds and peak bytes, the fastest first; at most `_MOST`."""
     found: list[Point] = []
     for point in sorted(points, key=lambda p: (p.seconds, p.peak)):
         if math.isfinite(point.seconds) and (not found or point.peak < found[-1].peak):
@@ -497,7 +498,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def lowest(task: Task) -> Point:
-    """The plan of the lowest peak that is known, with what it recomputes."""
+    """The plan of the lowest known peak, with recompute."""
     smallest, _ = task.counted.smallest()
     free = task.counted.fastest(math.inf, task.gap, until=task.until)
     points = [smallest, *([free.best] if free.best is not None else [])]

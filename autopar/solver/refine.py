@@ -1,10 +1,12 @@
-"""A closer look at the states of a line under a budget, when prices have led as near as they can.
+"""A closer look at the states of a timeline under a budget, once prices have led as near as they can.
 
-parts        of what is repeated as the price rises, those that lower the peak enough in fewest seconds: a knapsack
-filled       runs that need not be repeated after all, and a faster run in the place of another
-lowered      where nothing fits: states next to those of the lowest peak, as long as one lowers it
-groups       where nothing fits still, or much is repeated: stages that are run twice more (`groups.py`)
-program      where much is repeated of a short line: an integer program (`state_program.py`)
+    parts        of what is repeated as the price rises, those that lower the peak enough in fewest seconds: a knapsack
+    filled       runs that need not be repeated after all, and a faster run in the place of another
+    lowered      where nothing fits: states next to those of the lowest peak, as long as one lowers it
+    groups       where nothing fits still, or much is repeated: stages that are run twice more (`groups.py`)
+    program      where much is repeated of a short line: an integer program (`state_program.py`)
+
+Each starts from the states that the search of a line knows, and adds what it finds to them.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def refined(search: StateSearch, budget: float) -> StepStates | None:
 
 
 def _steps(search: StateSearch, budget: float) -> list[StepStates]:
-    """The states of one price after the other, from nothing on to a few steps beyond the first that fit."""
+    """The states at ascending prices, from no recompute to a few steps beyond the first that fit the budget."""
     price = min((p for p, states in search.priced.items() if states.peak <= budget), default=max(search.priced))
     for _ in range(_BEYOND):
         price *= _STEP
@@ -70,7 +72,7 @@ def _steps(search: StateSearch, budget: float) -> list[StepStates]:
 
 
 def _parts(search: StateSearch, again: Again) -> list[Again]:
-    """These runs, in parts: runs that read of one another what nothing else would save."""
+    """Partition of these runs: runs are together if one reads what another makes and backward itself does not need."""
     line, root = search.line, {i: i for i in again}
 
     def found(i: int) -> int:
@@ -91,10 +93,10 @@ def _parts(search: StateSearch, again: Again) -> list[Again]:
 def _with_parts(
     search: StateSearch, base: StepStates, parts: Sequence[Again], begins: Sequence[int], time: int, budget: float
 ) -> Iterable[StepStates]:
-    """States with those parts besides that lower the peak enough in fewest seconds.
+    """States that add to a base those parts which lower the peak enough in the fewest seconds.
 
-    What a part lowers is estimated: where the peak stays over the budget by some bytes, so many more are asked for, and
-    less between what led over the budget and what led under it.
+    What a part lowers is estimated. Where the peak stays over the budget, so many more bytes are asked for; later
+    amounts lie between one that led over the budget and one that led under it.
     """
     least, most, needed = base.peak - budget, math.inf, base.peak - budget
     seconds = np.array([sum(search.line.costs[i] for i in part) for part in parts])
@@ -114,7 +116,7 @@ def _with_parts(
 
 
 def _begins(search: StateSearch, again: Again) -> list[int]:
-    """The times in backward from which on values are there again, where these runs are repeated; one a value.
+    """The time in backward from which each value is in memory again, if these runs are repeated.
 
     A value is needed then itself, or for a run that is repeated and reads it.
     """
@@ -128,14 +130,14 @@ def _begins(search: StateSearch, again: Again) -> list[int]:
 
 
 def _dropped(search: StateSearch, again: Iterable[int], begins: Sequence[int], time: int) -> float:
-    """Bytes of what these runs make that would be saved at a time, and is not there again."""
+    """Bytes at a time that these runs free, if they are repeated: saved otherwise, and not made again by then."""
     line = search.line
     made = [v for i in again for v in line.runs[i].makes if v in line.needed and not line.fixed[v]]
     return sum(float(line.bytes[v]) for v in made if search.windows[v][0] <= time < begins[v])
 
 
 def lightest(costs: np.ndarray, amounts: np.ndarray, needed: float) -> list[int] | None:
-    """The things of the least cost whose amounts come to what is needed; None where all together do not.
+    """Indices of the things of least total cost whose amounts add up to `needed`; None where all are too little.
 
     A knapsack, with each amount rounded down to a slot of what is needed.
     """
@@ -163,7 +165,7 @@ def lightest(costs: np.ndarray, amounts: np.ndarray, needed: float) -> list[int]
 
 
 def _filled(search: StateSearch, best: StepStates, budget: float) -> StepStates:
-    """The states without what need not be repeated after all, and with faster runs in the place of others."""
+    """The states after leaving out runs that need not be repeated, and exchanging runs for faster ones."""
     runs = search.line.runs
     for i in sorted(best.again, key=lambda i: -runs[i].seconds)[:_TRIED]:
         if i in best.again and runs[i].seconds > 0:
@@ -185,7 +187,7 @@ def _faster(search: StateSearch, best: StepStates, again: Again, budget: float) 
 
 
 def _exchanges(search: StateSearch, best: StepStates, budget: float) -> list[tuple[int, int]]:
-    """Pairs of a run that is repeated and a faster one that could be in its place, those that save most first.
+    """Pairs of a repeated run and a faster one to repeat in its place, those that save most first.
 
     Of runs that take as long and drop as much, one stands for all.
     """
@@ -206,10 +208,7 @@ def _exchanges(search: StateSearch, best: StepStates, budget: float) -> list[tup
 
 
 def _lowered(search: StateSearch, budget: float) -> StepStates | None:
-    """States within a budget, from those of the lowest peak by one run after the other.
-
-    None where none was found.
-    """
+    """States within a budget, reached from the lowest known peak by one run at a time; None where none was found."""
     best = min(search.known.values(), key=lambda states: (states.peak, states.seconds))
     for _ in range(min(_LOWERED, _WORK // (_NEXT * len(search.line.runs)))):
         found = min(
@@ -224,7 +223,7 @@ def _lowered(search: StateSearch, budget: float) -> StepStates | None:
 
 
 def _next(search: StateSearch, states: StepStates) -> Iterable[Again]:
-    """Sets of runs with one less, or one more, of those whose values are large where the step is fullest."""
+    """Sets of runs with one run less or more, of those whose values are largest where the step is fullest."""
     line, time = search.line, int(states.held.argmax())
     size = [sum(float(line.bytes[v]) for v in run.makes if not line.fixed[v]) for run in line.runs]
     alive = [i for i, run in enumerate(line.runs) if size[i] and run.time <= time]

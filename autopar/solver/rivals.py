@@ -1,4 +1,4 @@
-"""The rivals of a choice: the best plans in which one site does otherwise, at the prices of the bound.
+"""Rivals of a choice: the best plans in which one site is decided otherwise, at the prices of the bound.
 
 They are looked for when `plan.explain` asks. That needs the whole space with its tables, so a plan holds it only until
 `autoparallelize` takes the plan: training would carry it along.
@@ -27,7 +27,7 @@ CurveOf = Callable[[int | Sequence[int]], Curve]
 
 
 class PricedSpace:
-    """The space that a plan was chosen from, at the prices of its bound, until it is let go."""
+    """The space that a plan was chosen from and the prices of its bound, until it is released."""
 
     def __init__(self, counted: Budgeted, point: Point, prices: Prices, curve: CurveOf) -> None:
         self.counted: Budgeted | None = counted
@@ -42,26 +42,26 @@ class PricedSpace:
 
     @property
     def is_priced(self) -> bool:
-        """Does a byte cost seconds, because of a budget?"""
+        """Whether bytes have a price, because of a budget."""
         return any(self.prices.of_bytes.values())
 
     @property
     def is_over(self) -> bool:
-        """Has it been let go?"""
+        """Whether the space was released."""
         return self.counted is None
 
     def let_go(self) -> None:
-        """Give up the space and its tables."""
+        """Release the space and its tables."""
         self.counted = self._problem = self._curve = self.others = None
 
     def beside(self) -> tuple[Beside, ...]:
-        """Experts' plans on the same mesh, planned when they are first asked for."""
+        """Plans of presets on the same mesh, made when they are first asked for."""
         if self.known_beside is None:
             self.known_beside = self.others() if self.others is not None else ()
         return self.known_beside
 
     def curve(self, budgets: int | Sequence[int]) -> Curve:
-        """Budgets against step time."""
+        """The fastest step under each budget."""
         assert self._curve is not None
         return self._curve(budgets)
 
@@ -74,21 +74,21 @@ class PricedSpace:
         return times, {kind: [round(float(n)) for n in bytes_] for kind, bytes_ in held.items() if bytes_.any()}
 
     def events(self) -> list[Event]:
-        """The predicted step, event by event."""
+        """The predicted step as events."""
         assert self.counted is not None
         return events_of(self.counted.space, self.point)
 
     def told(self, name: str) -> list[str]:
-        """A line for each kernel of an op: its seconds, and how they came to be."""
+        """A line for each kernel of an op, with its seconds and their origin."""
         assert self.counted is not None
         space = self.counted.space
         k = next(i for i, site in enumerate(space.sites) if site.name == name)
         return space.told(name, space.sites[k].choices[self.picked[k]]) if space.told is not None else []
 
     def rivals(self, name: str, most: int = 3) -> list[tuple[Choice, float, float]]:
-        """The best other choices of a site.
+        """The best other choices of a site, each with two differences in seconds from the choice taken.
 
-        Each with the seconds that the best plan with it takes more, at least, and those that the op itself does.
+        The first is how much longer the best plan with it takes, at least; the second is that of the op itself.
         """
         assert self.counted is not None
         if self._problem is None:

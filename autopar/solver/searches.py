@@ -38,7 +38,7 @@ _SMALL, _SMALL_WITH_ROWS = 20_000, 4_000  # flow pairs that an integer program i
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A space whose fastest plan within a budget is wanted, and how hard it is to be looked for."""
+    """A space whose fastest plan within a budget is searched for, and the limits of that search."""
 
     counted: Budgeted
     budget: float  # bytes a device; infinite where there is none
@@ -46,7 +46,7 @@ class Task:
     backend: Any  # of integer programs
     gap: float  # at which a plan is good enough
     until: float  # a time of the monotonic clock, after which a plan that was found is not improved
-    recomputes: bool = False  # may a plan that is over the budget come to fit, because backward makes values again?
+    recomputes: bool = False  # whether recompute may bring a plan over the budget within it
 
     @property
     def space(self) -> Space:
@@ -61,7 +61,7 @@ class Task:
         return time.monotonic() < self.until
 
     def is_small(self, with_rows: bool | None = None) -> bool:
-        """Is the whole space something for an integer program?"""
+        """Whether the whole space is small enough for an integer program."""
         if with_rows is None:
             with_rows = bool(self.counted.rows or self.space.windows)
         pairs = sum(e.seconds.size for e in self.space.edges)
@@ -70,7 +70,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The best plan and the highest bound so far, and how they were come by."""
+    """The best plan and the highest lower bound so far, and what else searches have found."""
 
     best: Point | None = None
     bound: float = -math.inf  # seconds that no plan goes under
@@ -80,22 +80,22 @@ class Findings:
     hopeless: bool = False  # it is proven that no plan is within the budget, whatever it recomputes
 
     def is_open(self, gap: float) -> bool:
-        """May a plan be faster than the best one by more than this share?"""
+        """Whether some plan may be faster than the best one by more than this share."""
         return self.best is None or self.best.seconds - self.bound > gap * self.best.seconds
 
 
 class Search(Protocol):
-    """One way to look for plans and bounds."""
+    """One way to find plans and bounds."""
 
     def accepts(self, task: Task, found: Findings) -> bool:
-        """Can it add anything here?"""
+        """Whether the search can add anything."""
 
     def look(self, task: Task, found: Findings) -> Findings:
-        """The findings with a better plan or a higher bound, where it came to any."""
+        """The findings, with a better plan or a higher bound where it finds any."""
 
 
 class ExactSearch:
-    """A sum of tables, minimised exactly, or nearly. Its plan may be over the budget."""
+    """A sum of tables, minimised by elimination, exactly or nearly. Its plan may be over the budget."""
 
     def accepts(self, task: Task, found: Findings) -> bool:
         return not task.space.windows
@@ -120,7 +120,7 @@ class PriceSearch:
 
 
 class BetweenPlans:
-    """Better plans out of those that prices led to."""
+    """Better plans in between those that prices led to."""
 
     def accepts(self, task: Task, found: Findings) -> bool:
         return found.outcome is not None and task.has_time
@@ -133,10 +133,9 @@ class BetweenPlans:
 
 
 class SmallerBudgets:
-    """Plans for smaller budgets, which fit too: prices lead past some that this one's never ask for.
+    """Plans for smaller budgets, which fit too: prices for these lead to some that this budget's prices miss.
 
-    What no sum of tables counts, no price speaks of: where a plan is over the budget by that alone, room is left for
-    it.
+    Prices do not see what no sum of tables counts: where a plan is over the budget by that alone, room is left for it.
     """
 
     def accepts(self, task: Task, found: Findings) -> bool:
@@ -157,7 +156,7 @@ class SmallerBudgets:
         return replace(found, best=best, stopped=tuple(stopped))
 
     def _budgets(self, task: Task, found: Findings) -> list[float]:
-        """Those that are worth a look."""
+        """The smaller budgets that are worth a search."""
         assert found.outcome is not None
         is_far = found.best is not None and found.is_open(_FAR)
         least = math.inf if found.best is None else found.best.seconds
@@ -203,7 +202,7 @@ class WholeProgram:
 
 
 class SmallestPlan:
-    """The plan of the lowest peak that is known: prices did not lead to any that fits."""
+    """The plan of the lowest known peak, where prices led to none that fits."""
 
     def accepts(self, task: Task, found: Findings) -> bool:
         return found.best is None and task.has_budget
@@ -224,7 +223,7 @@ SEARCHES: tuple[Search, ...] = (
 
 
 def problem_of(space: Space) -> Problem:
-    """The space as tables to eliminate."""
+    """The space as a sum of tables for elimination."""
     factors = [Factor((e.source, e.target), (e.given_by, e.taken_by), e.seconds) for e in space.edges]
     return Problem([s.seconds for s in space.sites], factors, regions_of(space))
 
@@ -232,7 +231,7 @@ def problem_of(space: Space) -> Problem:
 def over_budget(task: Task, lowest: Point | None = None) -> Infeasible:
     """The letter about a budget that nothing fits: the bytes that any plan needs, and the smallest plan.
 
-    The `lowest` is the smallest plan with recompute.
+    `lowest` is the smallest plan with recompute.
     """
     best, bound = task.counted.smallest()
     if task.is_small() and best.peak > bound:
@@ -271,6 +270,6 @@ def over_budget(task: Task, lowest: Point | None = None) -> Infeasible:
 
 
 def _whole_bytes(value: float) -> int:
-    """Bytes that a backend's tolerance may have moved off a whole number."""
+    """Bytes as a whole number, undoing a backend's tolerance: the nearest one if it is close, else rounded down."""
     nearest = round(value)
     return nearest if abs(value - nearest) < 1e-6 * value else math.floor(value)

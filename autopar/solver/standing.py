@@ -1,4 +1,4 @@
-"""What stands in memory whatever a plan does: parameters, gradients and states of the optimizer."""
+"""Memory that no plan avoids: parameters, gradients and optimizer states, in as many parts as may be."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MANY = 1000  # sites, from which on a search takes longer than a person waits fo
 
 
 def refuse_below(space: Space, budget: float) -> None:
-    """Raise the letter about a budget that is exceeded by what stands, stored in as many parts as the space has.
+    """Raise a letter if parameters, gradients and optimizer states alone exceed a budget, stored in the smallest parts.
 
-    Of spaces of many sites alone: in others the smallest plan is soon found, which says more.
+    Only for large spaces: in others the smallest plan is soon found, which says more.
     """
     if space.memory is None or not math.isfinite(budget) or len(space.sites) <= MANY:
         return
@@ -36,7 +36,7 @@ def refuse_below(space: Space, budget: float) -> None:
 
 
 def standing(space: Space) -> dict[str, float]:
-    """The least bytes at the beginning of the optimizer's step, by kind: of each site those of its smallest choice."""
+    """The least bytes at the start of the optimizer's step, by kind: at each site those of its smallest choice."""
     assert space.memory is not None
     time = 2 * len(space.memory.ops)
     of_sites: dict[int, list[tuple[str, np.ndarray]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The states of a line by an integer program: which values are saved, which runs come once more.
+"""The states of a timeline by an integer program: which values are saved, and which runs are repeated.
 
     minimise   sum_u seconds_u A_u                       those that a step is likely to take more
     such that  K_v + A_u >= 1        u makes v, and the backward of some op reads v
@@ -37,7 +37,7 @@ def by_program(search: StateSearch, budget: float) -> StepStates | None:
 
 
 class _Program:
-    """The integer program of a line, for one room after the other."""
+    """The integer program of a timeline, solved for one amount of memory after the other."""
 
     def __init__(self, search: StateSearch) -> None:
         line = search.line
@@ -53,7 +53,7 @@ class _Program:
         self._add_bytes()
 
     def solved(self, room: float) -> StepStates | None:
-        """The states of the fewest seconds by the rows; None where the program has no answer in its time."""
+        """The states of the fewest seconds in `room` bytes; None where the backend found no solution."""
         for row, there in self.rows:
             row.changeRHS(room - there)
         backend = pulp.PULP_CBC_CMD(msg=False, threads=1, gapRel=_GAP, options=[f"maxNodes {_NODES}"])

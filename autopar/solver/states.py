@@ -1,4 +1,4 @@
-"""The states of a line's values under a budget: which runs backward repeats, for the fewest seconds.
+"""The cheapest states of a timeline's values under a budget: which runs backward repeats for the fewest seconds.
 
 At given prices of bytes the cheapest states are a minimum cut. A run that is repeated needs its operands; a value that
 backward needs is saved, at the price of its bytes from its last reader in forward to its first in backward, or its run
@@ -34,7 +34,7 @@ _PAIRS = 2  # of states that are spliced
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepStates:
-    """Runs that backward repeats, the seconds that they add to a step, and the bytes of a step at every time."""
+    """Runs that backward repeats, the seconds that they add to a step, and the bytes of the step at every time."""
 
     again: Again
     seconds: float
@@ -52,7 +52,7 @@ class StepStates:
 
 
 class StateSearch:
-    """Looks for states of one line."""
+    """The search for states of one timeline."""
 
     def __init__(self, line: Timeline) -> None:
         self.line = line
@@ -63,7 +63,7 @@ class StateSearch:
         self.windows = _windows(line)
 
     def of(self, again: Again, passing: Passing = ()) -> StepStates:
-        """The states in which these runs are repeated, where anything asks for it."""
+        """The states in which these runs are repeated, as far as backward needs them."""
         again = again | self.line.forced
         if (again, passing) not in self.known:
             through = self.line.under(again, passing)
@@ -76,10 +76,7 @@ class StateSearch:
         return self.known[again, passing]
 
     def within(self, budget: float, price: float = 0.0) -> StepStates | None:
-        """The fastest states within a budget that prices lead to, from one that may be near.
-
-        None where none was.
-        """
+        """The fastest known states within a budget, after a search by prices from `price` on; None if none fit."""
         if self.none.peak <= budget:
             return self.none
         neighbours = self._price(budget, price)
@@ -89,16 +86,16 @@ class StateSearch:
         return self.fastest(budget)
 
     def know(self, found: Iterable[StepStates]) -> None:
-        """Keep states, however they were found."""
+        """Remember states that were found elsewhere."""
         for states in found:
             self.known[states.key] = states
 
     def fastest(self, budget: float) -> StepStates | None:
-        """The fastest states within a budget that are known."""
+        """The fastest known states within a budget, or None."""
         return min((s for s in self.known.values() if s.peak <= budget), key=lambda s: s.seconds, default=None)
 
     def usual_price(self, time: int) -> float:
-        """Seconds of all runs for each byte that could be dropped at a time."""
+        """Seconds of all runs, divided by the bytes that could be dropped at a time."""
         line = self.line
         droppable = sum(
             float(line.bytes[v])
@@ -110,18 +107,17 @@ class StateSearch:
     # -- at prices
 
     def at_price(self, price: float) -> StepStates:
-        """The states of the fewest seconds and priced bytes, at a price of bytes at the fullest time of the line."""
+        """The states of least seconds and priced bytes, at a price of bytes at the fullest time of the timeline."""
         if price not in self.priced:
             self.priced[price] = self.of(cheapest(self.line, self.windows, {self.fullest: price}))
         return self.priced[price]
 
     def _price(self, budget: float, price: float) -> tuple[StepStates, StepStates] | None:
-        """Raise the price of a byte until states fit, then look between the last two prices.
+        """States that fit the budget and faster ones that do not, neighbours in price; None where none are found.
 
-        What is found are states that fit and faster ones that do not, neighbours in price.
-
-        The price is on the fullest time. Where bytes cost more than everything else, backward would begin with the
-        whole forward: the peak rises again, so that the price is raised step by step, and no more once it has risen.
+        The price of a byte at the fullest time is raised until states fit. Where bytes cost more than everything else,
+        backward would begin with the whole forward: the peak rises again, so that the price is raised step by step, and
+        no more once it has risen.
         """
         price = price or self.usual_price(self.fullest) / _STEP**2
         low, high, lowest, in_vain = 0.0, math.inf, math.inf, 0
@@ -141,7 +137,7 @@ class StateSearch:
         return self._neighbours(self.at_price(high), self.at_price(low), budget)
 
     def _neighbours(self, under: StepStates, over: StepStates, budget: float) -> tuple[StepStates, StepStates]:
-        """The neighbours in price between which the budget lies, from two further apart.
+        """The neighbours in price between which the budget lies, from two states further apart.
 
         At the price at which two states cost the same there may be one that costs less; where there is none, they are
         neighbours.
@@ -165,7 +161,7 @@ class StateSearch:
     # -- between states
 
     def _splices(self, budget: float, pairs: int) -> Iterable[StepStates]:
-        """StepStates that are one up to some run, and another from there on."""
+        """States that follow one known state up to some run, and another from there on."""
         all_ = sorted((s for s in self.known.values() if not s.passing), key=lambda s: s.seconds)
         under = [s for s in all_ if s.peak <= budget][:1]
         over = [s for s in all_ if s.peak > budget and (not under or s.seconds < under[0].seconds)][-pairs:]
@@ -174,7 +170,7 @@ class StateSearch:
                 yield from self._spliced(one, other, budget)
 
     def _spliced(self, under: StepStates, over: StepStates, budget: float) -> Iterable[StepStates]:
-        """The states with as much of the faster ones as fits: at the beginning, and at the end."""
+        """States with as many runs of the faster state as fit, at the beginning or at the end."""
         for first in (True, False):
             low, high = 0, len(self.line.runs)  # so many runs of the faster fit; so many may not
             while high - low > 1:
@@ -191,7 +187,7 @@ class StateSearch:
 
 
 def cheapest(line: Timeline, windows: Sequence[tuple[int, int]], prices: Mapping[int, float]) -> Again:
-    """The runs to repeat at prices of bytes: a value costs at the times of its window."""
+    """The runs to repeat for the least cost, at prices of bytes by time; a saved value costs during its window."""
     of_time = np.zeros(len(line.held) + 1)
     for t, price in prices.items():
         of_time[t + 1] += price
@@ -205,7 +201,7 @@ def cheapest(line: Timeline, windows: Sequence[tuple[int, int]], prices: Mapping
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutFlow:
-    """The runs to repeat, and the flow that proves them cheapest: seconds by which a run asks for what it reads."""
+    """The runs to repeat, and the flow that proves them cheapest: seconds by which each run asks for what it reads."""
 
     again: Again
     into: Mapping[tuple[int, int], float]  # (run, value that it reads)
@@ -215,9 +211,9 @@ class CutFlow:
 def cut(
     line: Timeline, wanted: Collection[int], saved: Mapping[int, float], again: Sequence[float] | None = None
 ) -> CutFlow:
-    """The runs to repeat so that backward has the `wanted` values.
+    """The runs to repeat for the least cost, so that backward has the `wanted` values.
 
-    To save a value costs so many seconds; to repeat a run, those of the line if no others are given.
+    `saved` has the cost of saving each value, and `again` that of repeating each run: the timeline's own by default.
     """
     again = line.costs if again is None else again
     runs = len(line.runs)  # nodes: the runs, then the values, then source and sink
@@ -248,10 +244,7 @@ def cut(
 
 
 def _windows(line: Timeline) -> list[tuple[int, int]]:
-    """The times of each value between its last reader in forward and its first in backward.
-
-    Saved, it costs there.
-    """
+    """The times of each value from its last reader in forward to its first in backward, where it costs if saved."""
     last = 2 * line.ops - 1
     reads = [line.runs[line.made_by[v]].time for v in range(len(line.bytes))]
     needs = [last + 1] * len(line.bytes)

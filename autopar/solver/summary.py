@@ -1,4 +1,4 @@
-"""A plan at one look: what it does in words, what it takes, and how far from the best it may be.
+"""A summary of a plan: what it does in words, what it takes, and how far from the best it may be.
 
 At most `LINES` lines of `WIDTH` columns. The whole of it is `plan.table()`.
 """
@@ -32,7 +32,7 @@ _DEAREST = 5
 
 
 def summary_of(plan: Plan) -> str:
-    """The plan at one look."""
+    """The summary of a plan as text."""
     rows = [*_what(plan), *_takes(plan), *_warnings(plan)]
     lines = [line for label, text, most in rows for line in _wrapped(label, text, most)]
     left = LINES - 1 - len(lines)
@@ -51,14 +51,14 @@ def _wrapped(label: str, text: str, most: int) -> list[str]:
 
 
 def _cut_short(line: str) -> str:
-    """A line that has more behind it, which is not printed."""
+    """A line that ends in "...", as more follows that is not printed."""
     room = WIDTH - len(" ...")
     kept = line if len(line) <= room else line[:room].rpartition(" ")[0]
     return f"{kept.rstrip('; ')} ..."
 
 
 def _what(plan: Plan) -> Iterator[_Line]:
-    """The plan in words."""
+    """Lines about what the plan does."""
     made = ", compiled" if plan.compiled else ""
     dtypes = f", computes in {plan.precision[0]}" if plan.precision else ""
     count = f"{plan.mesh.size} device{'s' if plan.mesh.size > 1 else ''}"
@@ -71,7 +71,7 @@ def _what(plan: Plan) -> Iterator[_Line]:
 
 
 def _takes(plan: Plan) -> Iterator[_Line]:
-    """Seconds and bytes."""
+    """Lines about the plan's seconds and bytes."""
     of_step = sum(d.seconds for d in plan.decisions.values() if d.kind == "output")
     compute = sum(d.seconds for d in plan.decisions.values()) - of_step
     moved = sum(c.seconds for c in plan.conversions)
@@ -97,7 +97,7 @@ def _takes(plan: Plan) -> Iterator[_Line]:
 
 
 def _expected(plan: Plan) -> str:
-    """Between which seconds a measured step is expected."""
+    """Text about the seconds between which a measured step is expected; "" without sources."""
     total = sum(plan.sources.values())
     if not total:
         return ""
@@ -107,7 +107,7 @@ def _expected(plan: Plan) -> str:
 
 
 def _warnings(plan: Plan) -> Iterator[_Line]:
-    """Warnings, a line each."""
+    """Lines of warnings."""
     if plan.without_rule:
         cost = sum(plan.decisions[name].seconds for name in plan.without_rule)
         names = _named(Counter(map(_short, plan.without_rule)))
@@ -123,7 +123,7 @@ def _warnings(plan: Plan) -> Iterator[_Line]:
 
 
 def _said(plan: Plan) -> Iterator[_Line]:
-    """Assumptions, and the meaning of defaults."""
+    """Lines about assumptions, and about the meaning of defaults."""
     if plan.assumptions:
         yield "assumed", "; ".join(plan.assumptions), 1
     said = [f"{name}: {meaning.partition(':')[0]}" for name, meaning in plan.defaults if name not in _SAID]
@@ -132,7 +132,7 @@ def _said(plan: Plan) -> Iterator[_Line]:
 
 
 def _beside(plan: Plan) -> str:
-    """Experts' plans on the same mesh, as far as they were asked for."""
+    """Text about the plans of presets on the same mesh, or how to ask for them."""
     known = plan.search.known_beside if plan.search is not None else None
     if known is None:
         return "plan.beside() plans the same model under dp, zero3 and megatron"
@@ -147,7 +147,7 @@ def _of_rival(rival: Beside) -> str:
 
 
 def _dearest(plan: Plan) -> str:
-    """The places that take most of the step, those of layers together."""
+    """The places that take most of the step, with those of all layers added up."""
     seconds: dict[str, float] = defaultdict(float)
     for name, d in plan.decisions.items():
         seconds[_short(name)] += d.seconds
@@ -161,7 +161,7 @@ def _dearest(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """The plan in words: the cuts along each axis of the mesh, axes of one role together."""
+    """The plan in words: what each axis of the mesh cuts, axes of one role together."""
     roles: dict[tuple[_Role, int], list[int]] = defaultdict(list)
     for axis, n in enumerate(plan.mesh.shape):
         if n > 1:
@@ -177,14 +177,14 @@ def verdict(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """The work of an axis: tenths of the seconds of products by cut, and of the parameters that are stored cut."""
+    """What an axis is used for: tenths of the seconds of products, by cut, and of stored parameters."""
 
     rows: int
     positions: int
     weights: int
     stored: int
     is_regathered: bool
-    modules: tuple[str, ...]  # whose weights are used in parts
+    modules: tuple[str, ...]  # modules whose weights are used in parts
 
     def text(self, plan: Plan, axes: Sequence[int]) -> str:
         n = math.prod(plan.mesh.shape[a] for a in axes)
@@ -206,7 +206,7 @@ class _Role:
 
 
 def _role(plan: Plan, axis: int) -> _Role:
-    """The work of an axis in a plan."""
+    """The role of an axis in a plan."""
     seconds, modules = defaultdict[str, float](float), set[str]()
     is_batch = _cuts_batch(plan, axis)
     for name, d in _products(plan):
@@ -229,14 +229,14 @@ def _role(plan: Plan, axis: int) -> _Role:
 
 
 def _products(plan: Plan) -> list[tuple[str, Decision]]:
-    """The products with weights; where there are none all products, or all ops that take time."""
+    """The products with weights; without any, all products; without these, all ops that take time."""
     ops = [(name, d) for name, d in plan.decisions.items() if d.kind == "op"]
     of_weights = [(name, d) for name, d in ops if d.op == "linear" or d.op.startswith("conv")]
     return of_weights or [(name, d) for name, d in ops if d.op in _PRODUCTS] or [p for p in ops if p[1].seconds]
 
 
 def _stored_along(plan: Plan, axis: int) -> tuple[int, bool]:
-    """The tenths of parameters, by bytes, that an axis cuts in storage, and whether most are gathered in backward."""
+    """Tenths of parameter bytes that an axis cuts in storage, and whether most of these are gathered in backward."""
     placed = [(plan.parameter_bytes[n], s.placements[axis].is_shard, n) for n, s in plan.parameters.items()]
     cut_bytes = sum(nbytes for nbytes, is_cut, _ in placed if is_cut)
     again = sum(nbytes for nbytes, is_cut, n in placed if is_cut and n in plan.regathered)
@@ -245,7 +245,7 @@ def _stored_along(plan: Plan, axis: int) -> tuple[int, bool]:
 
 
 def _cuts_batch(plan: Plan, axis: int) -> bool:
-    """Does an input come in parts of its first dim along an axis?"""
+    """Whether an axis cuts some input along its first dim."""
     inputs = {name.partition(":")[0] for name, d in plan.decisions.items() if d.kind == "input"}
     return any(
         step.kind == "slice" and step.axis == axis and step.dim == 0
@@ -256,7 +256,7 @@ def _cuts_batch(plan: Plan, axis: int) -> bool:
 
 
 def cut_of(d: Decision, axis: int) -> str:
-    """The part of a product that an axis cuts: its rows, positions of them, its weights, or nothing."""
+    """What an axis cuts of a product: "rows", "positions", "weights" or "nothing"."""
     strategy = d.choice.strategies[axis]
     values: list[Placement] = [flow.value for flow in strategy.operands] or [flow.value for flow in strategy.outputs]
     if len(values) > 1 and values[1].is_shard:
@@ -267,7 +267,7 @@ def cut_of(d: Decision, axis: int) -> str:
 
 
 def _tenths(share: float) -> int:
-    """A share in tenths; all where it is most of it, none where it is little."""
+    """A share in tenths: 10 from nine tenths on, 0 below one."""
     return 10 if share >= _MOST else 0 if share < _SOME else round(10 * share)
 
 
@@ -286,7 +286,7 @@ def _module(name: str) -> str:
 
 
 def _named(counted: Counter[str]) -> str:
-    """The names that are there most often, and how many more there are."""
+    """The most frequent names, and how many more there are."""
     names = [name if n == 1 else f"{name} (x{n})" for name, n in sorted(counted.items(), key=lambda p: (-p[1], p[0]))]
     return ", ".join(_cut_off(names))
 

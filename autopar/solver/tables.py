@@ -1,8 +1,10 @@
 """A sum of small tables, and the minimum over one of its variables.
 
-variable     a site; its cost table is one number a choice
-factor       a table over classes of choices of some variables: an edge prices what leaves and what arrives, not
-             whole choices
+    variable     a site; its cost table is one number a choice
+    factor       a table over classes of choices of some variables: an edge prices what leaves and what arrives, not
+                 whole choices
+
+`minimum_over` is the step of an elimination (`elimination.py`).
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ _LARGE, _ROOM = 1 << 22, 1 << 24  # sums, from which on it is looked first which
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:
-    """A table over classes of choices: its axes are variables, each with the class of every choice."""
+    """A table over classes of choices: each axis is a variable, with the class of every one of its choices."""
 
     scope: tuple[int, ...]
     classes: tuple[np.ndarray, ...]
     table: np.ndarray
-    generation: int = 0  # how many eliminations it has been through
+    generation: int = 0  # number of eliminations that it has been through
 
     def axes(self) -> Any:
-        """Each variable with its classes."""
+        """Pairs of each variable and its classes."""
         return zip(self.scope, self.classes, strict=True)
 
     def cost(self, picked: Sequence[int]) -> Any:
@@ -37,18 +39,18 @@ class Factor:
         return self.table[tuple(classes[picked[v]] for v, classes in self.axes())]
 
     def identity(self, number: Mapping[int, int]) -> tuple[Any, ...]:
-        """A key of its table and classes over numbered variables; -1 stands for one without a number."""
+        """A key of the table, its classes and its variables by their numbers; -1 for a variable without one."""
         return id(self.table), *((number.get(v, -1), id(classes)) for v, classes in self.axes())
 
     def over(self, variables: Mapping[int, int]) -> Factor:
-        """The same table over other variables; those that are not named stay."""
+        """The same table over renamed variables; others stay."""
         scope = tuple(variables.get(v, v) for v in self.scope)
         return Factor(scope, self.classes, self.table, self.generation)
 
 
 @dataclass(slots=True)
 class Problem:
-    """Costs of the choices of each variable, and factors over them."""
+    """A sum of tables to be minimised: costs by variable, and factors over several."""
 
     costs: list[np.ndarray]
     factors: list[Factor]
@@ -62,7 +64,7 @@ class Problem:
         self.costs = [known[id(c)] for c in self.costs]
 
     def in_single_precision(self) -> Problem:
-        """The same, rounded: half the time, for choices and costs to a ten-millionth."""
+        """The problem rounded to single precision: half the time, with choices and costs to a ten-millionth."""
         rounded: dict[int, np.ndarray] = {}
 
         def of(table: np.ndarray) -> np.ndarray:
@@ -83,7 +85,7 @@ class Problem:
 def minimum_over(
     v: int, cost: np.ndarray, factors: Sequence[Factor], scope: tuple[int, ...]
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """The minimum over a variable of its cost and factors: the classes of each neighbour, and the table."""
+    """The minimum over one variable of its cost and factors: the classes of each neighbour, and the table over them."""
     joint, views = _joint_classes(v, factors, scope)
     shape = tuple(int(classes.max()) + 1 for classes in joint)
     result = np.full(shape, math.inf, cost.dtype)
@@ -113,7 +115,7 @@ def minimum_over(
 def _joint_classes(
     v: int, factors: Sequence[Factor], scope: tuple[int, ...]
 ) -> tuple[tuple[np.ndarray, ...], list[dict[int, np.ndarray]]]:
-    """The classes of each neighbour that all factors together see, and those of one factor in them."""
+    """The classes of each neighbour that all factors' classes together distinguish, and each factor's class of them."""
     seen: dict[int, dict[int, np.ndarray]] = {u: {} for u in scope}  # by the identity of the classes
     for f in factors:
         for u, m in f.axes():
@@ -132,7 +134,7 @@ def _joint_classes(
 
 
 def _kinds(v: int, cost: np.ndarray, factors: Sequence[Factor], finite: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The choices that differ to some factor, as a column of classes each, and the least cost of each."""
+    """The choices that differ for some factor, as a column of classes each, and the least cost of each."""
     rows = [m for f in factors for u, m in f.axes() if u == v]
     own = np.stack(rows) if rows else np.zeros((1, len(cost)), int)
     kinds, where = np.unique(own[:, finite], axis=1, return_inverse=True)
@@ -144,7 +146,7 @@ def _kinds(v: int, cost: np.ndarray, factors: Sequence[Factor], finite: np.ndarr
 def _spread(
     f: Factor, v: int, scope: tuple[int, ...], shape: tuple[int, ...], views: Sequence[Mapping[int, np.ndarray]]
 ) -> np.ndarray:
-    """A factor's table with its variable first, and its other axes where the result has them."""
+    """A factor's table with its variable first, and its other axes aligned with the result's."""
     others = [u for u in f.scope if u != v]
     table = np.moveaxis(f.table, f.scope.index(v), 0)
     for axis, u in enumerate(others):
@@ -158,10 +160,7 @@ def _spread(
 
 
 def _undominated(least: np.ndarray, terms: Sequence[np.ndarray], kinds: np.ndarray) -> list[int]:
-    """The kinds of a variable that some neighbours may want.
-
-    Not those that a kind which looks cheap beats, whatever the neighbours do.
-    """
+    """The kinds of a variable that are not dominated by one of the cheapest kinds, whatever its neighbours choose."""
     # finite, so that what leads nowhere can be compared
     rows = [np.minimum(term.reshape(term.shape[0], -1), _NOWHERE) for term in terms]
     rough = least + sum(r.mean(axis=1)[own] for r, own in zip(rows, kinds, strict=True))
@@ -181,10 +180,10 @@ def _undominated(least: np.ndarray, terms: Sequence[np.ndarray], kinds: np.ndarr
 def _sides(
     least: np.ndarray, terms: Sequence[np.ndarray], kinds: np.ndarray, shape: tuple[int, ...]
 ) -> tuple[int, np.ndarray, np.ndarray] | None:
-    """An axis of the result that no term shares with another axis, the terms over it and the terms over the others.
+    """An axis of the result that no term shares with another axis, and sums of terms over it and over the others.
 
-    Each is by kind of the variable: [kind, place on the axis] and [kind, place on all other axes]. None where every
-    axis is shared, or where the others would be too many.
+    The sums are by kind of the variable: [kind, place on the axis] and [kind, place on all other axes]. None where
+    every axis is shared, or where the table of the others would be too large.
     """
     count = kinds.shape[1]
     for axis in sorted(range(len(shape)), key=lambda axis: -shape[axis]):
@@ -205,7 +204,7 @@ def _sides(
 
 
 def _least_sums(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """The minimum over k of rows[k, i] + others[k, j], by i and j.
+    """The minimum over k of rows[k, i] + others[k, j], by [i, j].
 
     Most k cannot be least anywhere in a row i: a rival is cheaper there whatever j is. They are left out.
     """

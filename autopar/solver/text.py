@@ -1,4 +1,7 @@
-"""A plan in full: the table, one site explained, two plans compared. At one look: `summary.py`."""
+"""The text of a whole plan: its table, explanations of single sites, and differences of two plans.
+
+A summary at one look is in `summary.py`.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ _GLOSSARY = [
 
 
 def table_of(plan: Plan) -> str:
-    """The whole plan: its figures, then what it decides, alike layers in one row."""
+    """The table of a whole plan: its figures, then what it decides, layers that are alike in one row."""
     blocks = [
         _head(plan),
         aligned(("parameter", "stored", "bytes a device"), folded_rows(_parameter_rows(plan))),
@@ -76,7 +79,7 @@ def table_of(plan: Plan) -> str:
 
 
 def explained(plan: Plan, pattern: str) -> str:
-    """The sites that a pattern names: their choices, conversions and rivals; layers that decide alike once.
+    """Text about the sites that a pattern names: choices, conversions and rivals, layers that are alike once.
 
     A pattern is a name as the table prints it, with `*` for layers, or what a name begins with.
     """
@@ -103,7 +106,7 @@ def explained(plan: Plan, pattern: str) -> str:
 
 
 def _named(plan: Plan, pattern: str) -> list[str]:
-    """The sites that a pattern names; a letter where there is none."""
+    """Names of the sites that a pattern matches; a letter where there are none."""
 
     def is_named(name: str) -> bool:
         return name == pattern or name.startswith((f"{pattern}/", f"{pattern}.", f"{pattern}:"))
@@ -117,7 +120,7 @@ def _named(plan: Plan, pattern: str) -> list[str]:
 
 
 def difference(one: Plan, other: Plan) -> str:
-    """Two plans in words, and the sites that they decide otherwise: a line each, layers that differ alike in one."""
+    """Text about two plans in words, and the sites that they decide differently: a line each, equal layers in one."""
     rows = list(_differences(one, other))
     if not rows:
         return SAME
@@ -146,7 +149,7 @@ def _differences(one: Plan, other: Plan) -> Iterator[Row]:
 
 
 def _told_apart(one: Plan, other: Plan) -> list[str]:
-    """A line on the step times of two plans: whether their difference is more than the model can tell."""
+    """Lines about memory and step time of two plans, and whether the times differ by more than the model can tell."""
     if not one.step_time_s or not other.step_time_s:
         return []
     differ = abs(one.step_time_s - other.step_time_s) / max(one.step_time_s, other.step_time_s)
@@ -160,7 +163,7 @@ def _told_apart(one: Plan, other: Plan) -> list[str]:
 
 
 def curve_of(curve: Curve) -> str:
-    """Budgets against step time, a row each."""
+    """The table of a curve, with a row for each budget."""
     head = ("budget", "step", "bound", "gap", "peak", "recompute", "values")
     return "\n".join(aligned(head, map(_curve_row, curve)))
 
@@ -179,7 +182,7 @@ def _state(plan: Plan, value: str) -> str:
 
 
 def why_recomputed(plan: Plan, value: str) -> str:
-    """Why a value is not saved: the memory that it frees, and the seconds that it takes."""
+    """Text about why a value is not saved: the memory that it frees, and the seconds that it takes."""
     if value not in plan.needed:
         return "recomputed in backward"
     nbytes, seconds = plan.needed[value]
@@ -187,10 +190,7 @@ def why_recomputed(plan: Plan, value: str) -> str:
 
 
 def public_name(op: str) -> str:
-    """The name by which `autopar.rule` is told of an op.
-
-    `mylib::scan` for what a graph calls `ops.mylib.scan.default`.
-    """
+    """The name by which `autopar.rule` knows an op: `mylib::scan` for `ops.mylib.scan.default`."""
     parts = op.split(".")
     if len(parts) < 3 or parts[0] != "ops":
         return op
@@ -201,7 +201,7 @@ def public_name(op: str) -> str:
 
 
 def _head(plan: Plan) -> list[str]:
-    """Devices, step time, bound and memory."""
+    """Lines about devices, step time, bound and memory."""
     compute = sum(d.seconds for d in plan.decisions.values())
     moved = sum(c.seconds for c in plan.conversions)
     exposed = time(plan.beside_s - plan.hidden_s)
@@ -229,7 +229,7 @@ def _head(plan: Plan) -> list[str]:
 
 
 def _certainty(plan: Plan) -> list[str]:
-    """Between which seconds a measured step is expected, and why."""
+    """A line about the seconds between which a measured step is expected, and their sources; none without sources."""
     total = sum(plan.sources.values())
     if not total:
         return []
@@ -258,7 +258,7 @@ def _op_rows(plan: Plan) -> Iterator[Row]:
 
 
 def _needed_rows(plan: Plan) -> Iterator[Row]:
-    """Values that backward needs and that could be dropped; those without figures are of a plan that was written."""
+    """Rows about the values that backward needs and could recompute; figures that a plan's file lacks are blank."""
     for name in dict.fromkeys((*plan.needed, *sorted(plan.recomputed))):
         nbytes, seconds = plan.needed.get(name, (0, 0.0))
         figures = (size(nbytes), microseconds(seconds)) if name in plan.needed else ("", "")
@@ -280,7 +280,7 @@ def _mesh_rows(plan: Plan) -> Iterator[Row]:
 
 
 def _without_rule(plan: Plan) -> list[str]:
-    """The ops that are replicated, and the rules that they may follow."""
+    """Lines about the ops that are replicated for want of a rule, and the rules that they may follow."""
     cost = sum(plan.decisions[name].seconds for name in plan.without_rule)
     lines = [f"replicated for want of a rule: {', '.join(plan.without_rule)} ({time(cost)} a step)"]
     for op, line in plan.suspected:
@@ -301,7 +301,7 @@ def _local_bytes(plan: Plan, name: str, sharding: Sharding) -> int:
 
 
 def _site_lines(plan: Plan, name: str) -> list[str]:
-    """A site's choice, axis by axis, and the conversions that enter and leave it."""
+    """Lines about a site's choice, axis by axis, and the conversions that enter and leave it."""
     d, axes = plan.decisions[name], plan.mesh.axes
     lines = [f"{name}: {d.op}, {time(d.seconds)}" + (f"    {d.source}" if d.source else "")]
     lines += [f"    @{axis}  {s!r}" for s, axis in zip(d.choice.strategies, axes, strict=True)]
@@ -320,13 +320,13 @@ def _conversion(c: Conversion, name: str, axes: Sequence[str]) -> str:
 
 
 def _price_lines(plan: Plan, name: str) -> list[str]:
-    """A line for each kernel of an op: its seconds, and how they came to be."""
+    """A line for each kernel of an op, with its seconds and their origin."""
     assert plan.search is not None
     return [f"    {line}" for line in plan.search.told(name)]
 
 
 def _rival_lines(plan: Plan, name: str) -> list[str]:
-    """The best other choices of a site, and why they lost."""
+    """Lines about the best other choices of a site, and why they lost."""
     assert plan.search is not None
     under = " at the prices of the budget" if plan.search.is_priced else ""
     lines = []
@@ -341,7 +341,7 @@ def _rival_lines(plan: Plan, name: str) -> list[str]:
 
 
 def _choice(choice: Choice, mesh: DeviceMesh) -> str:
-    """A strategy for each axis that has devices."""
+    """A strategy for each axis that has more than one device, as text."""
     if len(mesh.shape) == 1:
         return repr(choice.strategies[0])
     by_axis = zip(choice.strategies, mesh.axes, mesh.shape, strict=True)

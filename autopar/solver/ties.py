@@ -1,4 +1,4 @@
-"""Plans of the same seconds are told apart: by less communication, then less memory, then fewer kinds of sharding.
+"""Ties between plans of equal seconds: less communication comes first, then less memory, then fewer kinds of sharding.
 
 Communication that hides behind compute takes no time, so that many plans are as fast as the best.
 
@@ -28,7 +28,7 @@ _TRIES = 3  # with room for what the changes do not count
 
 
 def settled(counted: Budgeted, best: Point, budget: float) -> Point:
-    """A plan as fast as the best one, or faster, that comes before it or is it."""
+    """The plan that comes first among those as fast as the best, or faster, that changes from it lead to."""
     if not best.seconds > 0:
         return best
     most, room = max(budget, best.peak), 0.0
@@ -41,12 +41,12 @@ def settled(counted: Budgeted, best: Point, budget: float) -> Point:
 
 
 def communication(space: Space, picked: Sequence[int]) -> float:
-    """Seconds of all communication, hidden or not."""
+    """Seconds of all communication, hidden or exposed."""
     return float(sum(e.seconds[e.given_by[picked[e.source]], e.taken_by[picked[e.target]]] for e in space.edges))
 
 
 class _Changes:
-    """A plan while it is changed, with the seconds of its windows and the bytes of its times."""
+    """A plan while it is being changed, with the seconds of its windows and its bytes by time."""
 
     def __init__(self, space: Space, best: Point, budget: float) -> None:
         self.space = space
@@ -95,7 +95,7 @@ class _Changes:
         return self.picked
 
     def _change(self, alike: Sequence[int]) -> bool:
-        """Give sites that are alike the choice with which the plan comes first."""
+        """Give sites that are alike the choice under which the plan comes first; False where that changes nothing."""
         edges = sorted({k for i in alike for k in self.near[i]})
         more, moved, beside = self._seconds(alike, edges)
         before, peak = {self.picked[i] for i in alike}, float(self.held.max())
@@ -124,7 +124,7 @@ class _Changes:
         return True
 
     def _order(self, more: float, moved: float, peak: float, kinds: int) -> tuple[float, ...]:
-        """By what a changed plan comes before others: what differs by rounding is the same."""
+        """The key by which changed plans are compared; differences within rounding are equal."""
         return (
             round(more / (_SAME * self.step)) if more < -_SAME * self.step else 0.0,
             round(moved / (_LESS * self.step)),
@@ -135,9 +135,9 @@ class _Changes:
     def _seconds(
         self, alike: Sequence[int], edges: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, dict[int, np.ndarray]]:
-        """For each choice that all of them might take.
+        """Differences if all these sites took one choice, by choice: seconds, communication, both sums of windows.
 
-        Seconds more, communication more, and communication and compute more in each window.
+        The last has, by window, [communication or compute, choice].
         """
         count, members, known = len(self.space.sites[alike[0]].choices), set(alike), dict[Any, np.ndarray]()
         in_line, moved = np.zeros(count), np.zeros(count)
@@ -170,7 +170,7 @@ class _Changes:
         return in_line + moved - hidden, moved, beside
 
     def _held(self, alike: Sequence[int], edges: Sequence[int], able: list[int]) -> np.ndarray:
-        """Bytes at every time under each of these choices."""
+        """Bytes at every time, by [choice, time], if all these sites took one of these choices."""
         members = set(alike)
         changes = np.zeros((len(able), len(self.held) + 1))
         if not able:

@@ -18,15 +18,15 @@ from autopar.sharding.notation import Binding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bindings:
-    """The ops of a graph; those that call the same op alike are of one kind, and have one binding."""
+    """The ops of a graph with their bound rules; calls that are alike are of one kind and share a binding."""
 
     kinds: Mapping[fx.Node, int]
-    rules: Mapping[fx.Node, Binding | None]  # None: nobody knows a rule
+    rules: Mapping[fx.Node, Binding | None]  # None: the op has no rule
     tensors: Mapping[fx.Node, tuple[fx.Node, ...]]  # operands to which the rule gives dims, in order
 
     @staticmethod
     def of(graph: Graph, strict: bool) -> Bindings:
-        """Fit rules to the calls of a graph; when `strict`, an op without one is an error."""
+        """Bind the rules of all calls of a graph; if `strict`, a call without a rule is an error."""
         kinds = calls(graph)
         rules: dict[fx.Node, Binding | None] = {}
         tensors: dict[fx.Node, tuple[fx.Node, ...]] = {}
@@ -41,7 +41,7 @@ class Bindings:
 
 
 def without_numbers(binding: Binding, given: Sequence[Any]) -> Binding:
-    """The binding of tensors alone.
+    """A call's binding, restricted to its operands that are tensors.
 
     A number is R on every device: it takes part in no joint linearity, and needs no flow.
     """
@@ -72,7 +72,7 @@ def _bind(node: fx.Node, given: Sequence[Any], strict: bool) -> Binding | None:
 
 
 def _shape(argument: Any) -> tuple[int, ...] | None:
-    """The shape of a tensor; a number has none, and what is left out is None."""
+    """The shape of an argument: () for a number, None for an absent one."""
     if argument is None:
         return None
     return type_of(argument).shape if is_value(argument) else ()

@@ -1,4 +1,4 @@
-"""`Constraints`: what a caller pins, a pattern over names, and the sharding of what it matches.
+"""`Constraints`: shardings that a caller pins, each under a pattern of names.
 
     "x": "S(0)@dp"                           an input, as it is used
     "blocks.*.up.weight": "S(0)@tp"          a parameter: its storage and every use
@@ -30,7 +30,7 @@ from autopar.sharding.strategies import gradients, values
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A sharding that some edge end or storage must have."""
+    """The sharding that a stored parameter, or a value at an end of an edge, must have."""
 
     text: str
     value: Sharding | None  # None, written *: any
@@ -42,7 +42,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """The words of one pattern."""
+    """The pins and policies that one pattern states."""
 
     pattern: str
     storage: Pin
@@ -54,7 +54,7 @@ class Pins:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """An expert's plan, pinned."""
+    """An expert's plan, as pins and habits."""
 
     pins: Mapping[str, str]  # by exact names
     habits: tuple[tuple[int, str], ...] = ()  # an axis, and how values move along it (`HABITS`)
@@ -86,7 +86,7 @@ HABITS: dict[str, tuple[Callable[[Placement], bool], Callable[[Placement], bool]
 
 
 class Constraints:
-    """The pins of a caller, then of a preset, in order; which of them have matched something; and a preset's habits."""
+    """The pins of a caller, then those of a preset; the patterns that have matched so far; and a preset's habits."""
 
     def __init__(self, given: Mapping[str, Any] | None, mesh: DeviceMesh, preset: Preset | None = None) -> None:
         if given is not None and not isinstance(given, Mapping):
@@ -102,9 +102,10 @@ class Constraints:
         self._used: set[str] = set()
 
     def of(self, *names: str, is_parameter: bool = False, is_module: bool = False) -> Pins | None:
-        """The first pin whose pattern matches one of the names of a thing.
+        """The first pins whose pattern matches one of the names of a thing; None where none does.
 
-        Storage and use are words about parameters. A preset says nothing of modules: an input may be called as one is.
+        Pins of both storage and use match parameters only. A preset's pins match no module, as an input may have the
+        name of one.
         """
         for pin in self.callers if is_module else self.pins:
             may_mean = is_parameter or not pin.is_about_storage
@@ -118,7 +119,7 @@ class Constraints:
         return any(pin.gather == "regathered" for pin in self.pins)
 
     def check_all_used(self, known: list[str]) -> None:
-        """Raise `BadConstraint` where a pattern of the caller's matches none of the known names."""
+        """Raise `BadConstraint` if a pattern of the caller's has matched nothing; `known` names are listed."""
         for pin in self.callers:
             if pin.pattern not in self._used:
                 raise BadConstraint(
@@ -149,7 +150,7 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
 
 
 def _parse(pattern: str, text: str, mesh: DeviceMesh) -> Pins:
-    """Read `storage; use; kept or regathered; end or each`, of which only the first must be there."""
+    """Read `storage; use; kept or regathered; end or each`; all but the first may be missing."""
     storage, *others = [field.strip() for field in text.split(";")]
     use, gather, reduce = others[:1], others[1:2], others[2:]
     if gather not in ([], ["kept"], ["regathered"]) or reduce not in ([], ["end"], ["each"]):
@@ -160,7 +161,7 @@ def _parse(pattern: str, text: str, mesh: DeviceMesh) -> Pins:
 
 
 def _pin(text: str, mesh: DeviceMesh) -> Pin:
-    """Read `S(0)@dp`, or with gradients `R/P(sum)@dp`; `*` is any."""
+    """Read `S(0)@dp`, or with gradients `R/P(sum)@dp`; `*` admits any sharding."""
     if text == "*":
         return Pin(text, None)
     value, gradient = re.sub(r"/(R|P\(sum\)|P|S\([^@]*\))", "", text), re.sub(r"(R|P\(sum\)|P|S\([^@]*?\))/", "", text)
@@ -169,7 +170,7 @@ def _pin(text: str, mesh: DeviceMesh) -> Pin:
 
 
 def _on_real_axes(sharding: Sharding, mesh: DeviceMesh) -> Sharding:
-    """An axis of size 1 is no axis: whatever is written there, a tensor is whole on it."""
+    """The sharding with R on axes of size 1, whatever is written there."""
     return Sharding(
         tuple(p if n > 1 else R for p, n in zip(sharding.placements, mesh.shape, strict=True)), sharding.order
     )

@@ -1,4 +1,4 @@
-"""`Temporaries`: bytes by which a step holds more while it converts values than what is counted at those times.
+"""`Temporaries`: memory that conversions need at times of a step, beyond the pieces counted at those times.
 
 The time of an op counts all at once: its operands as they arrive, what it makes, and what it reads for the last time.
 A conversion runs before the op has made anything; that of a gradient behind the op's backward, when what only this read
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from autopar.space.memory import Piece
     from autopar.space.space import Edge
 
-# kinds of what the backward of an op may be the last to read
+# kinds of pieces that the backward of an op may be the last to read
 _FREED = frozenset(("saved activations", "gradients of activations", "transients", "gathered parameters"))
 _UNKNOWN = -1.0
 
@@ -41,15 +41,15 @@ class _Gather:
 
     edge: int
     source: int
-    time: int  # when it arrives
+    time: int  # at which it arrives
     made: np.ndarray
-    under: tuple[bool, ...]  # by choice of the parameter: does it come? Empty: always
+    under: tuple[bool, ...]  # by choice of the parameter, whether it happens; empty: always
     beside: Callable[[ShapeConsistencyManager, int, int], float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """Temporaries of converting a value and its gradient, by [given, taken], as far as anything asked for them."""
+    """Temporary bytes of converting a value and its gradient over an edge, by [given, taken], computed on demand."""
 
     edge: Edge
     type: TensorType
@@ -64,7 +64,7 @@ class _Found:
         return _Found(edge, type_, is_turned, *(np.full(shape, _UNKNOWN) for _ in range(3)))
 
     def find(self, manager: ShapeConsistencyManager, given: int, taken: int) -> tuple[float, float]:
-        """Bytes beside the value and beside the gradient."""
+        """Temporary bytes of converting the value, and those of converting its gradient."""
         if self.of_value[given, taken] == _UNKNOWN:
             leaves, arrives = self.edge.given[given], self.edge.taken[taken]
             leads = bool(np.isfinite(self.edge.seconds[given, taken]))
@@ -75,11 +75,11 @@ class _Found:
         return float(self.of_value[given, taken]), float(self.of_gradient[given, taken])
 
     def beside_value(self, manager: ShapeConsistencyManager, given: int, taken: int) -> float:
-        """Bytes beside the value while it is converted."""
+        """Temporary bytes of converting the value."""
         return self.find(manager, given, taken)[0]
 
     def between_steps(self, manager: ShapeConsistencyManager, given: int, taken: int) -> float:
-        """Bytes that the last of several steps of converting the value starts from."""
+        """Bytes of the last intermediate value of a conversion; 0 where it has a single step."""
         if self.between[given, taken] == _UNKNOWN:
             source, target = values(self.edge.given[given]), values(self.edge.taken[taken])
             shape, itemsize = self.type.shape, self.type.itemsize
@@ -96,7 +96,7 @@ class _Found:
 
 
 class Temporaries:
-    """Those of all conversions of a space, for one plan after the other."""
+    """Temporary bytes of all conversions of a space, under one plan or another."""
 
     def __init__(
         self,
@@ -118,17 +118,17 @@ class Temporaries:
         )
 
     def of_value(self, edge: int, given: int, taken: int) -> float:
-        """Bytes beside a value while it is converted."""
+        """Temporary bytes of converting the value of an edge."""
         return self.found[edge].beside_value(self.manager, given, taken)
 
     def over(self, taken: Taken) -> np.ndarray:
-        """Bytes at every time of a step, over what is counted."""
+        """Temporary bytes, at every time of a step, beyond the pieces that are counted then."""
         found: np.ndarray = np.max([part.over(taken) for part in self.parts], axis=0)
         return found
 
 
 def _tables(wiring: Wiring, lifetimes: Lifetimes) -> list[_Found]:
-    """The table of each edge, to be found; edges that are alike share one."""
+    """An empty table of temporaries for each edge; edges that are alike share one."""
     alike: dict[Hashable, _Found] = {}
     found = []
     for edge, value in zip(wiring.edges, wiring.values, strict=True):
@@ -141,7 +141,7 @@ def _tables(wiring: Wiring, lifetimes: Lifetimes) -> list[_Found]:
 
 
 class _Conversions:
-    """The edges over which values travel, in the order in which they are taken."""
+    """The edges that carry values other than parameters, in the order in which the values are taken."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class _Conversions:
         self._kinds = int(self._arrives.max(initial=0)) + 1
 
     def first(self, taken: Taken, is_meant: np.ndarray) -> np.ndarray:
-        """The places of the edges that are meant, each conversion where it comes first."""
+        """The places of the edges that are meant, without repeated conversions of the same value to the same flow."""
         flows = self._arrives[self._arrives_at + taken.arrives[self.edges]].astype(int)
         places = np.flatnonzero(is_meant)
         _, first = np.unique((self._value * self._kinds + flows)[places], return_index=True)
@@ -173,7 +173,7 @@ class _Conversions:
         return found
 
     def temporaries(self, taken: Taken, places: np.ndarray) -> np.ndarray:
-        """Bytes beside the values and beside their gradients, at places."""
+        """Temporary bytes at some places, by [place, value or gradient]."""
         edges = self.edges[places]
         rows, columns = taken.leaves[edges].tolist(), taken.arrives[edges].tolist()
         each = zip(edges.tolist(), rows, columns, strict=True)
@@ -182,7 +182,7 @@ class _Conversions:
 
 
 class _OfValues:
-    """Conversions of values: what the op makes is not there yet, nor what later ones make."""
+    """Temporaries of converting values: they run before the op, and later conversions, have made anything."""
 
     def __init__(self, conversions: _Conversions, clock: Clock, passages: Passages) -> None:
         self.conversions = conversions
@@ -192,7 +192,7 @@ class _OfValues:
         self.made = Tables((site, table) for _, site, table in made)
 
     def over(self, taken: Taken) -> np.ndarray:
-        """Bytes at every time."""
+        """Bytes beyond the counted pieces, at every time."""
         conversions, over = self.conversions, np.zeros(self.times)
         by_ops = np.bincount(self.made_at, self.made.of_sites(taken), self.times)
         made = conversions.made.of_edges(taken)
@@ -203,7 +203,7 @@ class _OfValues:
 
 
 class _OfGradients:
-    """Conversions of gradients: what the op's backward was the last to read is gone."""
+    """Temporaries of converting gradients: by then, what only the op's backward read has been freed."""
 
     def __init__(
         self, conversions: _Conversions, wiring: Wiring, clock: Clock, pieces: Sequence[Piece], bytes_: LocalBytes
@@ -223,7 +223,7 @@ class _OfGradients:
         self.freed_at = np.array([p.last for p in freed], int)
 
     def over(self, taken: Taken) -> np.ndarray:
-        """Bytes at every time."""
+        """Bytes beyond the counted pieces, at every time."""
         amounts = np.concatenate([self.freed.of_sites(taken), self.freed.of_edges(taken)])
         freed = np.bincount(self.freed_at, amounts, self.count)
         comes, goes_on = self.comes.of_edges(taken), self.goes_on.of_edges(taken)
@@ -236,7 +236,7 @@ class _OfGradients:
 
 
 class _OfGathers:
-    """Gathers of parameters: of those in one message, the pieces count it and the copies that are cut out of it."""
+    """Temporaries of gathering parameters; where several share a message, pieces count the message and its copies."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class _OfGathers:
                 self.gathers.append(_Gather(k, source, time, made, again, beside))
 
     def over(self, taken: Taken) -> np.ndarray:
-        """Bytes at every time."""
+        """Bytes beyond the counted pieces, at every time."""
         over: np.ndarray = np.zeros(self.times)
         leaves, arrives, choices = taken.leaves.tolist(), taken.arrives.tolist(), taken.choices.tolist()
         for gather in self.gathers:
@@ -282,13 +282,13 @@ class _OfGathers:
 
 
 def _made_by(op: Passage) -> Iterator[np.ndarray]:
-    """Bytes, by choice, of what an op makes."""
+    """Bytes, by choice, of each thing that an op makes: outputs with memory of their own, extras and workspace."""
     yield from (made.bytes for made in op.made if made.shows == OWN)
     yield from (table for table in (op.besides, op.work) if table is not None)
 
 
 def _behind(times: np.ndarray, amounts: np.ndarray) -> np.ndarray:
-    """The sum, for each place, of the amounts behind it at the same time; the same times stand together."""
+    """For each place, the sum of later amounts at the same time; `times` are sorted."""
     if not len(times):
         return amounts
     total = np.cumsum(amounts)
@@ -298,6 +298,6 @@ def _behind(times: np.ndarray, amounts: np.ndarray) -> np.ndarray:
 
 
 def _numbers(keys: Iterator[Hashable]) -> np.ndarray:
-    """A number for each key, equal for equal ones."""
+    """An index for each key, the same for equal keys."""
     known: dict[Hashable, int] = {}
     return np.array([known.setdefault(key, len(known)) for key in keys], int)

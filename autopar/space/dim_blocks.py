@@ -1,4 +1,4 @@
-"""`DimBlocks`: the blocks by which dims may be cut.
+"""`DimBlocks`: the blocks by which dims of values may be cut.
 
 Where several values stand end to end in one dim, that dim may be cut by blocks. So may every dim that is the same
 factor of some op, up and down the graph: a fused weight learns from the split behind it that it may be cut by heads.
@@ -24,16 +24,16 @@ Place = tuple[fx.Node, int]  # a dim of a value
 
 @dataclass(frozen=True, slots=True)
 class _Joint:
-    """Dims of a call's values that blocks concern together: those of one factor, or one that has blocks of its own."""
+    """Dims of a call's values that share their blocks: those of one factor, or one dim with blocks of its own."""
 
-    places: tuple[tuple[int, int], ...]  # which of the operands with dims, then outputs; and which dim
+    places: tuple[tuple[int, int], ...]  # (index among operands and then outputs, dim)
     factor: str = ""  # that may be cut by blocks
     passes_on: bool = False
     blocks: tuple[Sizes, ...] = ()
 
 
 class DimBlocks:
-    """Blocks of the dims of all values of a graph."""
+    """The blocks by which dims may be cut, for all values of a graph."""
 
     def __init__(self, bindings: Bindings) -> None:
         self.bindings = bindings
@@ -71,7 +71,7 @@ class DimBlocks:
         return (*self.bindings.tensors[node], *outputs_of(node))
 
     def of_factors(self, node: fx.Node) -> tuple[tuple[str, tuple[Sizes, ...]], ...]:
-        """The blocks by which the factors of an op may be cut."""
+        """The blocks by which factors of an op may be cut, as sorted pairs of a factor and its blocks."""
         if not self.blocks or self.bindings.rules[node] is None:
             return ()
         held = self._held(node)
@@ -85,7 +85,7 @@ class DimBlocks:
         return tuple((f, tuple(sorted(b))) for f, b in sorted(found.items()))
 
     def even(self, value: fx.Node, rank: int) -> dict[int, set[Sizes]]:
-        """Blocks of one size, by dim: those that torch's placements can state."""
+        """Blocks of one size, by dim of a value: the ones that torch's placements can state."""
         blocks = [self.blocks.get((value, d), set()) for d in range(rank)]
         return {d: set(filter(_is_even, of_dim)) for d, of_dim in enumerate(blocks)}
 
@@ -118,8 +118,8 @@ def _joints(node: fx.Node, binding: Binding) -> tuple[_Joint, ...]:
 
 
 def counts(node: fx.Node, factor: str) -> bool:
-    """Does the op's local form count positions along this factor? An op that draws counts along all.
+    """Whether an op's local form counts positions along this factor, so that each part must be one range.
 
-    The parts of such a factor are one range.
+    An op that draws random numbers counts along all factors.
     """
     return info(node).random >= 0 or re.fullmatch(facts_of(node.target.name).counts or "$.", factor) is not None

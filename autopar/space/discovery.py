@@ -1,4 +1,4 @@
-"""`universe`: every strategy that an op seems to allow on one axis, found by running it; no rule is asked.
+"""`universe`: every strategy that an op seems to allow on one axis, found by running it, without any rule.
 
 For every assignment of R, S(d) and P(sum) to the operands the op runs on the parts that devices would hold, and the
 results say how the outputs lie; then cotangents lie in every way that their outputs allow, and the local gradients say
@@ -30,7 +30,7 @@ from autopar.sharding.placement import Flow, P, Placement, R, S, part
 from autopar.sharding.strategies import Strategy
 
 DEVICES = (2, 3)
-MOST = 400  # assignments that are tried for an op of a graph
+MOST = 400  # assignments of placements that are tried for an op of a graph
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 _REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)  # of ops, on operands they cannot take
 
@@ -40,7 +40,7 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One op call: its tensor operands, what it computes, and what it computes on parts of a given local shape."""
+    """One op call: its tensor operands, the function it computes, and that function on parts of given output shapes."""
 
     operands: tuple[Tensor, ...]
     run: Callable[[Sequence[Tensor]], Any]
@@ -48,18 +48,18 @@ class Trial:
     local: Callable[[Sequence[Tensor], Sequence[Shape]], Any] | None = None
 
     def run_on_part(self, operands: Sequence[Tensor], shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
-        """Run on parts of the operands, which give outputs of these shapes."""
+        """The outputs of the call on parts of its operands, where a device's outputs have these shapes."""
         return _tuple(self.run(operands) if self.local is None else self.local(operands, shapes))
 
 
 def universe(trial: Trial, devices: Sequence[int] = DEVICES) -> set[Strategy]:
-    """Every strategy that is right for this call on each of these numbers of devices."""
+    """Every strategy under which the call ran right on each of these numbers of devices."""
     found = [set(_Devices(trial, n).strategies()) for n in devices]
     return set.intersection(*found) if found else set()
 
 
 class _Run(NamedTuple):
-    """A forward on parts that gave the parts of the outputs."""
+    """A forward on parts whose results were the parts of the outputs."""
 
     operands: Placements
     outputs: Placements
@@ -68,7 +68,7 @@ class _Run(NamedTuple):
 
 
 class _Devices:
-    """Some devices that run a call on parts of its operands, and what the call computes of the whole."""
+    """Some devices that run a call on parts of its operands, and what the call computes on the whole ones."""
 
     def __init__(self, trial: Trial, n: int) -> None:
         self.trial = trial
@@ -88,7 +88,7 @@ class _Devices:
         return _normal(output, self.random) if output.is_floating_point() else torch.zeros_like(output)
 
     def strategies(self) -> Iterator[Strategy]:
-        """Every strategy under which the parts give the whole, and their gradients its gradients."""
+        """Every strategy under which the parts' results and gradients make up those of the whole."""
         for placements in itertools.product(*(_placements(t, self.n) for t in self.whole)):
             held = [self._spread(t.detach(), p) for t, p in zip(self.whole, placements, strict=True)]
             for outs in itertools.product(*(_placements(e, self.n) for e in self.expected)):
@@ -105,11 +105,11 @@ class _Devices:
         return spread(tensor, placement, self.n, self.random)
 
     def _shapes(self, outs: Placements, device: int) -> list[Shape]:
-        """The shapes of a device's parts of the outputs."""
+        """The local shapes of the outputs on a device."""
         return [_part_shape(tuple(e.shape), o, self.n, device) for e, o in zip(self.expected, outs, strict=True)]
 
     def _forward(self, placements: Placements, outs: Placements, held: list[list[Tensor]]) -> _Run | None:
-        """Run on the parts, if that gives the outputs placed so."""
+        """Run on the parts; None unless the results are the parts of the outputs under placements `outs`."""
         if not _fits(self.trial, held, self._shapes(outs, 0)):
             return None
         local = [self._parts(held, i) for i in range(self.n)]
@@ -124,17 +124,17 @@ class _Devices:
         return _Run(placements, outs, local, results)
 
     def _parts(self, held: list[list[Tensor]], device: int) -> list[Tensor]:
-        """A device's parts of the operands, as leaves of its own."""
+        """A device's parts of the operands, as leaf tensors."""
         return [h[device].clone().requires_grad_(k in self.trained) for k, h in enumerate(held)]
 
     def _cotangent_placements(self, out: Placement, expected: Tensor) -> Placements:
-        """The ways in which the gradient of an output may lie."""
+        """The placements that the gradient of an output may have."""
         if out.is_shard:
             return (out,)
         return (R, P()) if expected.requires_grad else (_conventional(out),)
 
     def _backward(self, run: _Run, pulled: Placements) -> Iterator[Strategy]:
-        """The strategies under which the local gradients give the whole ones, from cotangents placed so."""
+        """The strategies under which local gradients make up the whole ones, with cotangents placed as `pulled`."""
         parts = [self._spread(c, p) for c, p in zip(self.cotangents, pulled, strict=True)]
         found = []
         for i in range(self.n):
@@ -157,16 +157,16 @@ class _Devices:
 
 
 def _fits(trial: Trial, held: list[list[Tensor]], shapes: Sequence[Shape]) -> bool:
-    """Do parts of these shapes go together, and give parts of those? Asked on meta tensors first.
+    """Whether an op takes parts of these shapes and gives parts of those, asked on meta tensors.
 
-    Not every kernel checks what it is given.
+    The kernels themselves do not all check their arguments.
     """
     meta = [h[0].to("meta") for h in held]
     try:
         with torch.no_grad():
             results = trial.run_on_part(meta, shapes)
     except NotImplementedError:
-        return True  # it has no shapes of its own: its kernel must know
+        return True  # it does not run on meta tensors: its kernel has to check
     except _REFUSALS:
         return False
     return [tuple(r.shape) for r in results] == [tuple(s) for s in shapes]
@@ -177,7 +177,7 @@ def _by_convention(placements: Placements) -> tuple[Flow, ...]:
 
 
 def _conventional(placement: Placement) -> Placement:
-    """The gradient that a tensor without one carries by convention."""
+    """The placement that stands for the gradient of a tensor without one."""
     return R if placement.is_partial else placement
 
 
@@ -198,7 +198,7 @@ def _normal(like: Tensor, random: torch.Generator) -> Tensor:
 
 
 def spread(tensor: Tensor, placement: Placement, n: int, random: torch.Generator) -> list[Tensor]:
-    """Divide a tensor among n devices."""
+    """A tensor's part on each of n devices; partial sums are drawn at random."""
     if placement.is_shard:
         return [tensor.narrow(placement.dim, *part(tensor.shape[placement.dim], n, i)).contiguous() for i in range(n)]
     if placement.is_partial:
@@ -208,7 +208,7 @@ def spread(tensor: Tensor, placement: Placement, n: int, random: torch.Generator
 
 
 def lies(parts: Sequence[Tensor], placement: Placement, whole: Tensor) -> bool:
-    """Are these the parts of `whole` under the placement?"""
+    """Whether these are the parts of `whole` under a placement, up to rounding."""
     shapes = [_part_shape(tuple(whole.shape), placement, len(parts), i) for i in range(len(parts))]
     if [tuple(p.shape) for p in parts] != shapes or any(p.dtype != whole.dtype for p in parts):
         return False
@@ -222,7 +222,7 @@ def lies(parts: Sequence[Tensor], placement: Placement, whole: Tensor) -> bool:
 
 
 def _scale(whole: Tensor) -> float:
-    """The largest absolute value of a tensor that is finite; at least 1."""
+    """The largest absolute value of a finite tensor, at least 1; 1 for any other."""
     if whole.numel() and whole.is_floating_point() and bool(torch.isfinite(whole).all()):
         return max(1.0, float(whole.abs().max()))
     return 1.0
@@ -238,9 +238,7 @@ def _part_shape(shape: Shape, placement: Placement, n: int, i: int) -> Shape:
 
 
 def suspected(op: Any, arguments: dict[str, Any], operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> str:
-    """A line of notation under which an op without a rule ran right in every draw.
-
-    Nothing where it cannot be run small, or where nothing seems to be cut.
+    """A line of notation under which an op without a rule ran right in every draw; "" where none was found.
 
     `arguments` have types in the places of tensors. The op runs on small tensors, in which every larger size of the
     call is another odd multiple of six; numbers among its arguments that are such sizes follow.
@@ -258,9 +256,9 @@ def _suspected(call: WrittenCall) -> str:
 
 
 def _line(found: set[Strategy], call: WrittenCall) -> str:
-    """The cuts of these strategies as one line.
+    """The cuts of these strategies as one line of notation.
 
-    Sums of operands are not suggested, since linearity is not seen by trying.
+    Partial sums are not suggested, since trials do not show linearity.
     """
     letters: dict[tuple[int, int], str] = {}
     inside = len(call.operands)
@@ -280,7 +278,7 @@ def _line(found: set[Strategy], call: WrittenCall) -> str:
 
 
 def _says_places(value: Any) -> bool:
-    """Is there a slice of a dim in it?"""
+    """Whether an argument contains a slice of a dim."""
     if isinstance(value, slice):
         return value != slice(None)
     if isinstance(value, dict):
@@ -289,21 +287,21 @@ def _says_places(value: Any) -> bool:
 
 
 def _small(sizes: Sequence[int]) -> dict[int, int]:
-    """Another small size for each: what is at most six stays, others are odd multiples of six."""
+    """A small size for each size: up to six it stays, larger ones become distinct odd multiples of six."""
     larger = sorted({n for n in sizes if n > 6})
     return {n: 6 * (2 * i + 1) for i, n in enumerate(larger)} | {n: n for n in sizes if n <= 6}
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A way to draw numbers: floats of a scale, or from a list; whole numbers from a list."""
+    """A way to draw numbers: floats from a normal distribution or a list, integers from a list."""
 
     scale: float = 0.0
     floats: tuple[float, ...] = ()
     whole: tuple[int, ...] = (0, 1)
 
     def tensor(self, type_: TensorType, shape: Sequence[int], own: Sequence[float], random: torch.Generator) -> Tensor:
-        """A tensor of this type and shape; to the numbers of a list come an op's own."""
+        """A random tensor of this type and shape; the constants of the op itself (`own`) join the numbers of a list."""
         if "float" in type_.dtype and self.scale:
             numbers = torch.randn(shape, dtype=torch.float64, device="cpu", generator=random) * self.scale
             return numbers.requires_grad_(type_.requires_grad)
@@ -330,7 +328,7 @@ DRAWS = (
 
 
 def constants_of(op: Any) -> tuple[float, ...]:
-    """The numbers that stand in the code of an op, where it is Python: a token that it looks for, a bound."""
+    """The numbers in the code of an op that is written in Python, such as a token that it looks for, or a bound."""
     call = op.call
     behind = function_of(call._schema.name) if hasattr(call, "_schema") else call
     code = getattr(behind, "__code__", None)
@@ -339,7 +337,7 @@ def constants_of(op: Any) -> tuple[float, ...]:
 
 
 def _drawn(call: WrittenCall, draw: Draw) -> set[Strategy] | None:
-    """The strategies under which a call runs right on small tensors drawn so; None where it does not run."""
+    """The strategies under which a call ran right on small random tensors; None where it does not run."""
     random = torch.Generator().manual_seed(0)
     op, arguments = call.op, call.arguments
     if op.signature is not None:  # tensors are handed out in the order of the signature, as operands are
@@ -361,7 +359,7 @@ def _drawn(call: WrittenCall, draw: Draw) -> set[Strategy] | None:
 
 
 def _filled(value: Any, tensors: Iterator[Tensor], small: dict[int, int]) -> Any:
-    """An argument with tensors in the places of types, and small sizes in those of larger ones."""
+    """An argument with tensors in the places of types, and with small sizes for larger ones."""
     if isinstance(value, TensorType):
         return next(tensors)
     if isinstance(value, (tuple, list)):
@@ -371,7 +369,7 @@ def _filled(value: Any, tensors: Iterator[Tensor], small: dict[int, int]) -> Any
 
 
 def _is_of(results: Sequence[Tensor], types: Sequence[TensorType], small: dict[int, int]) -> bool:
-    """Are results as a call's, with small sizes in the places of larger ones?"""
+    """Whether results have the ranks, gradients and (reduced) sizes of a call's outputs."""
     if [(r.dim(), r.requires_grad) for r in results] != [(len(t.shape), t.requires_grad) for t in types]:
         return False
     for result, type_ in zip(results, types, strict=True):

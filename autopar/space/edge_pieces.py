@@ -1,4 +1,4 @@
-"""Pieces of edges: what conversions make, messages of gathers, and gradients of parameters until they are reduced."""
+"""Memory of edges: results of conversions, messages of gathers, and gradients of parameters until they are reduced."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class _Passage:
     taker: fx.Node
     type: TensorType
     bytes: EdgeBytes
-    now: int  # when it is taken,
-    back: int  # and when its gradient comes
+    now: int  # time at which it is taken
+    back: int  # time at which its gradient comes
 
 
 class EdgePieces:
-    """Pieces of the edges of a space, in the order in which they are added."""
+    """The memory pieces of a space's edges, in the order in which edges are added."""
 
     def __init__(
         self, wiring: Wiring, schedule: Schedule, lifetimes: Lifetimes, buckets: GradientBuckets, bytes_: LocalBytes
@@ -54,12 +54,12 @@ class EdgePieces:
 
     @property
     def readers(self) -> tuple[Readers, ...]:
-        """The readers of values that several need."""
+        """The edges of values that several ops read and keep in memory in turn."""
         each = (rows for _, rows in self.read.values() if len(rows) > 1)
         return tuple(Readers(*map(tuple, zip(*rows, strict=True))) for rows in each)
 
     def merged(self, arrives: Sequence[np.ndarray]) -> tuple[Merged, ...]:
-        """The uses of parameters that several read, by what arrives at each edge."""
+        """The edges of parameters that several ops read; `arrives` has the numbers of arriving flows, by edge."""
         found = []
         for value, uses in self.uses.items():
             edges, over, backs = zip(*uses, strict=True)
@@ -122,7 +122,7 @@ class EdgePieces:
             self.found.append(Piece(kind, passage.index, True, bytes_, first, last))
 
     def _gathered(self, passage: _Passage, needed: int) -> None:
-        """Add the gathered copy of a parameter, which is there ahead of its use, and its message."""
+        """Add the gathered copy of a parameter, which exists ahead of its use, and its message."""
         schedule, parameter, now = self.schedule, self.owners[passage.value], passage.now
         made, sent = passage.bytes.made, passage.bytes.sent
         again = () if parameter in schedule.stays else self._regathered(passage, parameter)
@@ -138,7 +138,7 @@ class EdgePieces:
     def _copies(
         self, passage: _Passage, made: np.ndarray, begins: int, needed: int, again: tuple[bool, ...], is_ahead: bool
     ) -> None:
-        """Add copies of a parameter, made ahead of their use or at it, and those that backward makes again."""
+        """Add the copies of a parameter, made ahead of its use or at it, and those that are gathered again."""
         if not any(again):
             self._put("gathered parameters", passage, made, begins, needed)
             return
@@ -149,9 +149,9 @@ class EdgePieces:
         self._gathered_again(passage, dropped, is_ahead)
 
     def _regathered(self, passage: _Passage, parameter: fx.Node) -> tuple[bool, ...]:
-        """By choice of what gives the value: is the copy dropped after its use, and made again for backward?
+        """Whether the gathered copy is dropped after its use and gathered again, by choice of the edge's source.
 
-        A copy of a parameter that an op has handed on goes with the gathered parameter, where that always does.
+        The copy of a parameter that an op has handed on is dropped where that of the parameter always is.
         """
         source, owner = self.wiring.sites[passage.edge.source], self.wiring.site(parameter)
         is_handed_on = passage.value is not parameter and not source.regathered
@@ -160,7 +160,7 @@ class EdgePieces:
         return source.regathered
 
     def _gathered_again(self, passage: _Passage, dropped: np.ndarray, is_ahead: bool) -> None:
-        """Add the copy that is gathered again in backward, if that reads it; an embedding's does not."""
+        """Add the copy that is gathered again for backward, if backward reads it; an embedding's does not."""
         schedule, parameter, now = self.schedule, self.owners[passage.value], passage.now
         needs = self.lifetimes.needs(passage.value, passage.taker)
         if needs < self.clock.n:
@@ -174,20 +174,20 @@ class EdgePieces:
             self._message(passage, sent, dropped, begins, schedule.taken_again(parameter, now))
 
     def _message(self, passage: _Passage, sent: np.ndarray, made: np.ndarray, begins: int, taken: int) -> None:
-        """Add what a gather of several parameters holds besides.
+        """Add the buffers of a gather of several parameters in one message.
 
-        It sends while it is under way; when it ends, what has arrived lies beside the parameters cut out of it. Casts
-        that are sent at once are there as long.
+        The send buffer is there while the gather is under way; when it ends, what has arrived lies beside the
+        parameters cut out of it. Casts that are sent at once are there as long.
         """
         is_cast = passage.value not in self.owners.values() and not self.lifetimes.is_view[passage.value]
         self._put("transients", passage, sent, begins, taken if is_cast and begins >= taken else taken - 1)
         self._put("transients", passage, made, taken, taken)
 
     def _gradient_of_parameter(self, passage: _Passage) -> None:
-        """Add the gradient of a parameter before it lies as the parameter does.
+        """Add the gradient of a parameter until it lies as the parameter is stored.
 
-        A sum stays as it comes until its bucket is full, then the bucket, until it has been scattered. What is no sum
-        is cut and cast where it comes.
+        A partial sum stays as it comes until its bucket is full, then the bucket until it is scattered. Any other
+        gradient is cut and cast where it comes.
         """
         owner, back = self.owners[passage.value], passage.back
         if owner not in self.buckets.closes:
@@ -233,7 +233,7 @@ class EdgePieces:
         self._put("gradients", passage, np.where(in_each, 0.0, waits), back, settled - 1)
 
     def _is_turned(self, passage: _Passage) -> bool:
-        """Does an op, such as a turn, stand between the parameter and what is read here? Casts do not count.
+        """Whether an op such as a transpose stands between the parameter and this use; casts do not count.
 
         A gradient that is reduced before that op shares no message: its reduction is not the last of its steps.
         """
@@ -245,10 +245,7 @@ class EdgePieces:
         return False
 
     def _enters(self, passage: _Passage) -> bool:
-        """Does the gradient of a parameter enter here what hands the parameter on?
-
-        It does where the parameter is read, or where several uses meet.
-        """
+        """Whether a parameter's gradient enters here the ops that hand it on: at its reader, or where uses meet."""
         value = passage.value
         while value is not self.owners[value]:
             if self.lifetimes.has_several_uses(value):
@@ -258,27 +255,27 @@ class EdgePieces:
 
 
 def _before_conversion(tables: EdgeBytes) -> np.ndarray:
-    """Bytes of gradients that a conversion takes, without those of what it makes."""
+    """Bytes of gradients that are converted, less those of the result."""
     return np.where(tables.unreduced > 0, tables.unreduced - tables.reduced, 0.0)
 
 
 def _divided(made: np.ndarray, is_again: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of gathered copies that stay, and of those that are dropped and gathered again."""
+    """Bytes of gathered copies that are kept, and bytes of those that are dropped and gathered again."""
     return np.where(is_again[:, None], 0.0, made), np.where(is_again[:, None], made, 0.0)
 
 
 def _divided_by(is_sum: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of gradients that a conversion reduces, and of those that go on as they come."""
+    """Bytes where the mask is set, and bytes where it is not."""
     return np.where(is_sum, whole, 0.0), np.where(is_sum, 0.0, whole)
 
 
 def _cut_parts(tables: EdgeBytes, stored: np.ndarray) -> np.ndarray:
-    """Bytes of gradients that were reduced before, and are cut as the parameter lies."""
+    """Stored bytes of gradients that are cut after an earlier reduction."""
     return np.where(~tables.is_sum & (tables.unreduced > 0), stored, 0.0)
 
 
 def _settling(tables: EdgeBytes, width: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes of a parameter's gradient until its bucket is full, when it lies as the parameter, and while it is cut.
+    """Bytes of a parameter's gradient until its bucket is full, once it is stored, and while it is being cut.
 
     An element of the parameter has `width` times the bytes of one of the value that is read.
     """
@@ -291,18 +288,18 @@ def _settling(tables: EdgeBytes, width: float) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _growing(tables: EdgeBytes, width: float) -> np.ndarray:
-    """Bytes by which a gradient that goes through grows, where it is gathered."""
+    """Bytes by which a gradient that passes through here grows when it is gathered."""
     return np.where(tables.is_sum, 0.0, np.maximum(0.0, tables.reduced - tables.gradient) * width)
 
 
 def _scattered(unreduced: np.ndarray, stored: np.ndarray) -> np.ndarray:
-    """Bytes of a bucket until it has been scattered."""
+    """Bytes of a bucket until it has been scattered; 0 where a reduction leaves it as large."""
     return np.where(unreduced > stored, unreduced, 0.0)
 
 
 def _packed(unreduced: np.ndarray, stored: np.ndarray) -> np.ndarray:
-    """Bytes beside the bucket while it is packed.
+    """Bytes beside a bucket while it is packed.
 
-    What is scattered of it is made after these have ended.
+    The scattered result is made after these are freed.
     """
     return np.where(unreduced > stored, unreduced - stored, unreduced)

@@ -1,4 +1,4 @@
-"""`EdgeBuilder`: the edges of a space, each with the seconds of its conversions.
+"""`EdgeBuilder`: the edges of a space, each with a table of the seconds of its conversions.
 
 Edges that are alike share their tables.
 """
@@ -30,7 +30,7 @@ from autopar.space.wiring import SiteKey, Wiring, source_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _End:
-    """One end of an edge: as which output a value leaves a site, or as which operand it arrives there."""
+    """One end of an edge: a site, and the index of its output or operand there."""
 
     index: int
     site: Site
@@ -41,15 +41,15 @@ class _Cargo(NamedTuple):
     """A value on an edge, and how it travels."""
 
     type: TensorType
-    is_parameter: bool  # or a parameter handed on: it is gathered, and its gradient reduced
+    is_parameter: bool  # or handed on from one: it is gathered, and its gradient reduced
     is_handed_on: bool  # behind the parameter's own edge
-    stays: bool  # is what was gathered still there as backward begins?
-    reduced_in: int  # bytes of an element of its gradient while it is reduced, where they are not its own
-    chunks: int  # so often it travels in each pass: as often as what makes it runs
+    stays: bool  # whether the gathered copy is still there as backward begins
+    reduced_in: int  # itemsize of its gradient while it is reduced; 0: the value's own
+    chunks: int  # conversions in each pass: as often as its op runs
 
 
 class _Table(NamedTuple):
-    """Seconds of a conversion in a step; and forward and backward alone, each once, zero where nothing leads."""
+    """Seconds of conversions, by [given, taken]: in a whole step (inf where none leads), and once each way."""
 
     seconds: np.ndarray
     forward: np.ndarray
@@ -57,7 +57,7 @@ class _Table(NamedTuple):
 
 
 class EdgeBuilder:
-    """Prices what may travel between sites."""
+    """Builds the edges of a space and prices their conversions."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class EdgeBuilder:
         self._ways: dict[int, _Table] = {id(t.seconds): t for t in self._tables.values()}
 
     def wiring(self, drafts: Mapping[SiteKey, Draft]) -> Wiring:
-        """An edge for every operand of every site."""
+        """Sites and edges: an edge for every operand of every site."""
         index = {key: i for i, key in enumerate(drafts)}
         edges, carried, takers = list[Edge](), list[fx.Node](), list[fx.Node]()
         for key, draft in drafts.items():
@@ -92,7 +92,7 @@ class EdgeBuilder:
         return Wiring(tuple(d.site for d in drafts.values()), tuple(edges), tuple(carried), tuple(takers), index)
 
     def movements(self, wiring: Wiring, ops: Sequence[fx.Node]) -> dict[int, Movement]:
-        """Seconds of gathers and reductions, by edge from a parameter to an op."""
+        """Seconds of gathers and reductions, for each edge that carries a parameter to an op."""
         at = {n: i for i, n in enumerate(ops)}
         found = {}
         for k, (value, taker) in enumerate(zip(wiring.values, wiring.takers, strict=True)):
@@ -151,9 +151,9 @@ class EdgeBuilder:
     def _end(
         self, choices: tuple[Choice, ...], place: int, flows_of: Callable[[Choice, int], Flows], apart: bool = False
     ) -> tuple[tuple[Flows, ...], np.ndarray]:
-        """Flows that may leave or arrive at one end, once each, and by choice which.
+        """The distinct flows that may leave or arrive at one end, and the index of each choice's flows.
 
-        With `apart` each choice has its own.
+        With `apart`, each choice has an entry of its own.
         """
         key = (id(choices), place, flows_of)
         if key not in self._ends:
@@ -177,7 +177,7 @@ class EdgeBuilder:
         return _Table(both, np.where(leads, forward, 0.0), np.where(leads, backward, 0.0))
 
     def _times(self, flows: int, cargo: _Cargo, source: Site) -> tuple[np.ndarray, np.ndarray]:
-        """Times that a step gathers a parameter and reduces its gradient, by what leaves."""
+        """How often a step gathers a parameter, and how often it reduces its gradient, by what leaves."""
         batches, gathers, reductions = self.setting.passes, np.ones(flows), np.ones(flows)
         if source.regathered:  # forward and backward of each micro-batch
             gathers[np.array(source.regathered)] = batches if cargo.stays else 2 * batches
@@ -189,7 +189,7 @@ class EdgeBuilder:
         return gathers, reductions
 
     def _forward(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo) -> np.ndarray:
-        """Seconds of converting a value once."""
+        """Seconds of converting a value once, by [given, taken]; inf where a preset's habit forbids it."""
         type_ = cargo.type
         table = (self.gathers if cargo.is_parameter else self.conversions).table(
             type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken]
@@ -197,11 +197,11 @@ class EdgeBuilder:
         return table if cargo.is_parameter else np.where(self._against_habit(given, taken), np.inf, table)
 
     def _reductions(self, cargo: _Cargo) -> ShapeConsistencyManager:
-        """The conversions of a gradient: behind the parameter's own edge it is reduced at once, in no bucket."""
+        """The manager for gradients: behind the parameter's own edge they are reduced at once, in no bucket."""
         return self.reductions if cargo.is_parameter and not cargo.is_handed_on else self.conversions
 
     def _backward(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of converting a gradient once, and of casting it as it comes."""
+        """Seconds of converting a gradient once, and of casting it before that, by [given, taken]."""
         type_ = cargo.type
         back = functools.partial(
             self._reductions(cargo).table,
@@ -219,15 +219,15 @@ class EdgeBuilder:
         return backward, nothing
 
     def _cast_seconds(self, type_: TensorType, taken: Sequence[Flows], itemsize: int) -> np.ndarray:
-        """Seconds of casting a gradient as it comes to the dtype in which it is reduced.
+        """Seconds of casting a gradient to the dtype in which it is reduced, by what arrives.
 
-        In line, as it is no communication.
+        A cast is compute: no window hides it.
         """
         elements = local_elements(type_.shape, map(gradients, taken), self.setting.mesh)
         return self.conversions.costs.moving(elements * (type_.itemsize + itemsize))
 
     def _against_habit(self, given: Sequence[Flows], taken: Sequence[Flows]) -> np.ndarray:
-        """Would a value move as no expert of the preset moves it, though it could move as they do?"""
+        """A mask, by [given, taken], of conversions that a preset's habits forbid where its habitual ones exist."""
         found: np.ndarray = np.zeros((len(given), len(taken)), dtype=bool)
         for axis, habit in self.habits:
             leaves_so, arrives_so = HABITS[habit]
@@ -239,7 +239,7 @@ class EdgeBuilder:
 
 
 def _distinct(flows: Sequence[Flows]) -> tuple[tuple[Flows, ...], np.ndarray]:
-    """Each of the flows once, and where each stands."""
+    """The distinct flows in order, and the index of each given one among them."""
     seen: dict[Flows, int] = {}
     where = np.array([seen.setdefault(f, len(seen)) for f in flows])
     return tuple(seen), where

@@ -1,4 +1,4 @@
-"""`GradientBuckets`: when gradients of parameters are reduced, and from when on they lie as the parameters do."""
+"""`GradientBuckets`: the times at which gradients of parameters are reduced, and from which they are stored as such."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from autopar.space.wiring import Wiring
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientBuckets:
-    """The trained parameters of a graph, in order, and their gradients."""
+    """The trained parameters of a graph, in order, and the times of their gradients."""
 
-    closes: Mapping[fx.Node, int]  # of each the time at which the bucket of its gradient is full and reduced
-    wait: frozenset[fx.Node]  # of several micro-batches: those that may wait for the last to be reduced
+    closes: Mapping[fx.Node, int]  # time at which its gradient's bucket is full and reduced
+    wait: frozenset[fx.Node]  # those whose gradient may be reduced after the last micro-batch alone
     accumulates: bool
     adds_twice: bool  # micro-batches of a call are added up beside what has waited of other calls
     settled: int  # the last time of backward
@@ -37,19 +37,19 @@ class GradientBuckets:
         return GradientBuckets(closing, frozenset(wait), accumulates, twice, clock.settled)
 
     def lies_from(self, parameter: fx.Node) -> int:
-        """The time from which the whole gradient lies as the parameter does; until then edges count it."""
+        """The time from which the whole gradient is stored as the parameter is; until then edges count it."""
         if not self.accumulates:
             return self.closes[parameter]
         return self.settled if parameter in self.wait else 0
 
 
 def trained_parameters(graph: Graph) -> list[fx.Node]:
-    """Parameters that receive a gradient, in order."""
+    """Parameters that receive a gradient, in the order of the graph."""
     return [n for n in graph.parameters.values() if type_of(n).requires_grad and readers(n)]
 
 
 def _closes(ready: Sequence[int], sizes: Sequence[int], alone: Sequence[bool]) -> list[int]:
-    """The times at which the buckets of gradients are full, from when each is made, its bytes, and if it is alone."""
+    """The time at which each gradient's bucket is full, from when each is made, its bytes, and if it travels alone."""
     order = sorted((k for k in range(len(ready)) if not alone[k]), key=lambda k: ready[k])
     closes = list(ready)
     for bucket in buckets([sizes[k] for k in order]):
@@ -59,7 +59,7 @@ def _closes(ready: Sequence[int], sizes: Sequence[int], alone: Sequence[bool]) -
 
 
 def is_always(site: Site, policy: Sequence[bool]) -> bool:
-    """Is this policy of a parameter that is cut the one of all its choices, whatever is chosen of what is left?"""
+    """Whether a policy holds for all choices of a site that cut it; False where none does."""
     if not policy:
         return False
     marks = [is_so for is_so, is_cut in zip(policy, site.is_cut(), strict=True) if is_cut]

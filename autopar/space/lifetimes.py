@@ -19,9 +19,9 @@ class Clock:
     """The times of a step: forward of each op, backward of each, then the optimizer (see `memory.py`)."""
 
     ops: tuple[fx.Node, ...]
-    at: Mapping[fx.Node, int]  # of each op its place
+    at: Mapping[fx.Node, int]  # the index of each op
     updates: int  # times of the optimizer's step
-    has_loss: bool  # does backward begin at an output that is one number?
+    has_loss: bool  # whether backward begins at a scalar output
 
     @staticmethod
     def of(graph: Graph, updates: int) -> Clock:
@@ -44,34 +44,34 @@ class Clock:
         return 2 * len(self.ops) + self.updates - 1
 
     def forward(self, node: fx.Node) -> int:
-        """The time at which a node reads its operands; outputs are read by the last op's."""
+        """The time at which a node reads its operands; the output node reads with the last op."""
         return self.at.get(node, len(self.ops) - 1)
 
     def back(self, node: fx.Node) -> int:
-        """The time of its backward; that of outputs is the last, since the user may hold them so long."""
+        """The time of a node's backward; for outputs the last one, since the user may hold them that long."""
         return 2 * len(self.ops) - 1 - self.at.get(node, 0)
 
     def mirrored(self, op: int) -> int:
-        """The time of the backward of the op at this place."""
+        """The time of the backward of the op with this index."""
         return 2 * len(self.ops) - 1 - op
 
 
 class Lifetimes:
-    """Times at which values are read, and memories on which they lie, on one kind of device."""
+    """When values are read, and which memory they share, on one kind of device."""
 
     def __init__(
         self, graph: Graph, clock: Clock, parameters: ParameterValues, kind: str, groups: Mapping[fx.Node, Group]
     ) -> None:
         self.clock = clock
         self.parameters = parameters
-        self.memory, self.turned = layouts(graph)  # of each value; and those that do not lie in memory order
+        self.memory, self.turned = layouts(graph)  # the memory of each value; and those that are not contiguous
         owner = owners(graph, self.memory)
         self.is_view = {n: owner[self.memory[n]] is not n for n in graph.nodes}
         self.whole = {m: type_of(n).nbytes for m, n in owner.items() if info(n).outputs}  # bytes of each memory
         self.users = {n: readers(n) for n in graph.nodes}
         self.outputs = {n: walks.results(n) for n in graph.nodes}  # of an op, the values that it gives
-        self.keeps: dict[fx.Node, set[fx.Node]] = {}  # the values that an op keeps for its backward,
-        self.besides: dict[fx.Node, int] = {}  # and the bytes of what it makes besides;
+        self.keeps: dict[fx.Node, set[fx.Node]] = {}  # the values that an op keeps for its backward
+        self.besides: dict[fx.Node, int] = {}  # and the bytes of what it makes besides
         # the value of these that its backward frees before it makes as much
         self.freed_first: dict[fx.Node, fx.Node] = {}
         self.inner = frozenset(op for op, group in groups.items() if group.is_inner)  # their values are in no memory
@@ -98,48 +98,45 @@ class Lifetimes:
         return max([self.clock.at[op], *map(self.clock.forward, self.users[value])])
 
     def needed(self, value: fx.Node) -> int:
-        """The last time at which anything that lies on this value is needed."""
+        """The last time at which a value or any view on it is needed."""
         if value not in self._needed:
             uses = [self.needs(value, u) for u in self.users[value]]
             self._needed[value] = max([self.end.get(value, 0), *uses])
         return self._needed[value]
 
     def needs(self, value: fx.Node, op: fx.Node) -> int:
-        """The last time at which an op needs a value as it arrives there.
-
-        For itself, for its backward, and through its views.
-        """
+        """The last time at which an op needs a value as it arrives: itself, its backward, or its views."""
         if op not in self.clock.at:
             return self.clock.settled
         return max([self._own(value, op), *map(self.needed, self.views(op, value))])
 
     def needs_itself(self, value: fx.Node, op: fx.Node) -> int:
-        """The last time at which an op, or its own views as they are, need a value."""
+        """The last time at which an op, or the views that it makes directly, need a value."""
         own = self._own(value, op) if op in self.clock.at else self.clock.back(op)
         return max([own, *(self.end[w] for w in self.views(op, value))])
 
     def _own(self, value: fx.Node, op: fx.Node) -> int:
-        """The last time at which an op or its backward needs a value."""
+        """The last time at which an op or its own backward needs a value."""
         if value not in self.keeps[op]:
             return self.clock.at[op]
         return self.clock.back(self.runs_with.get(op, op)) - (self.freed_first.get(op) is value)
 
     def last_use(self, value: fx.Node) -> int:
-        """The last op of the forward that reads a value, through views too: where its gradient begins."""
+        """The index of the last op that reads a value in forward, views included: there its gradient begins."""
         if value not in self._last_uses:
             places = [self._last_read(value, u) for u in self.users[value]]
             self._last_uses[value] = max(places, default=self._place(value))
         return self._last_uses[value]
 
     def _last_read(self, value: fx.Node, user: fx.Node) -> int:
-        """The same by one reader. Of outputs beside a loss nobody gives a gradient."""
+        """The index of the last op by which one reader reads a value; outputs beside a loss get no gradient."""
         if user in self.clock.at:
             runs = self.runs_with.get(user, user)
             return max(map(self.last_use, self.views(user, value)), default=self.clock.at[runs])
         return self._place(value) if self.clock.has_loss and type_of(value).shape else self.clock.n - 1
 
     def _taken_over(self, graph: Graph, groups: Mapping[fx.Node, Group]) -> Iterator[int]:
-        """The memories that gradients take: of a chunk's values that one kernel alone reads, if it can write so."""
+        """Memories that gradients overwrite: of values in a chunk that one kernel alone reads, if it can do so."""
         for op, group in groups.items():
             if group.over is not None and group.is_last and info(op).chunks > 1:
                 memory = self.memory[group.over]
@@ -149,9 +146,9 @@ class Lifetimes:
                     yield memory
 
     def gives_first(self, value: fx.Node, op: fx.Node) -> bool:
-        """Is what this op's backward gives, through no view, all that there is of the value's gradient by then?
+        """Whether this op's backward is the first to give the value's gradient, alone and through no view.
 
-        A conversion of it runs behind that backward, when what this was the last to read is gone.
+        A conversion of that gradient runs behind that backward, when what it was the last to read has been freed.
         """
         last = self.last_use(value)
         gives = [u for u in self.users[value] if u in self.clock.at and self._last_read(value, u) == last]
@@ -160,9 +157,9 @@ class Lifetimes:
         return is_direct and not self.is_view[value]
 
     def first_use(self, value: fx.Node) -> int:
-        """The first op of the forward that reads a value, through what only hands it on to one.
+        """The index of the first op that reads a value in forward, through ops that hand it on to one reader.
 
-        There its gradient is whole. That of several uses is so where they part.
+        At the backward of that op its gradient is whole. An op that hands it on to several readers counts as a reader.
         """
         return min((self._first_read(u) for u in self.users[value]), default=self._place(value))
 
@@ -172,11 +169,11 @@ class Lifetimes:
         return self.clock.forward(user)
 
     def _place(self, value: fx.Node) -> int:
-        """The place of the op that makes a value; 0 of what was there before."""
+        """The index of the op that makes a value; 0 for what exists before the step."""
         return self.clock.at.get(_producer(value), 0)
 
     def views(self, op: fx.Node, value: fx.Node) -> list[fx.Node]:
-        """The values of an op, if they lie on the memory of this operand."""
+        """The outputs of an op if they are views of this operand, else none."""
         outputs = self.outputs[op]
         passes = value in op.all_input_nodes and all(self.is_view[w] for w in outputs)
         return outputs if passes else []
@@ -186,7 +183,7 @@ class Lifetimes:
 
 
 def readers(value: fx.Node) -> list[fx.Node]:
-    """The ops that read a value, and the output node where it leaves."""
+    """The ops that read a value, and the output node where it leaves the graph."""
     return [u for u in value.users if info(u).kind in ("op", "output")]
 
 

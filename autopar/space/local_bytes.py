@@ -1,4 +1,4 @@
-"""`LocalBytes`: bytes that a device holds of values, by choice of a site or by flows of an edge.
+"""`LocalBytes`: bytes that the fullest device holds of values, by choice of a site or by flows of an edge.
 
 Every table is made once: sites and edges that are alike share the same object, which solvers see.
 """
@@ -23,17 +23,17 @@ from autopar.space.space import Edge, Flows, reduces
 class EdgeBytes:
     """Bytes of a value and its gradient on an edge, by [given, taken]."""
 
-    made: np.ndarray  # what a conversion makes
-    kept: np.ndarray  # the value where no conversion makes anything
-    sent: np.ndarray  # what a conversion starts from
-    gradient: np.ndarray  # the gradient as it comes,
-    unreduced: np.ndarray  # that which a conversion takes,
-    reduced: np.ndarray  # and the gradient as it goes on
-    is_sum: np.ndarray  # is the gradient a sum that a conversion reduces?
+    made: np.ndarray  # the result of a conversion; 0 where there is none
+    kept: np.ndarray  # the value where there is no conversion
+    sent: np.ndarray  # the operand of a conversion
+    gradient: np.ndarray  # the gradient as it comes
+    unreduced: np.ndarray  # of that, what is converted
+    reduced: np.ndarray  # the gradient as it goes on
+    is_sum: np.ndarray  # whether the gradient is a partial sum that is reduced here
 
 
 class Tensors(NamedTuple):
-    """The tensor whose bytes are asked for: one operand or output, as its value or its gradient lies."""
+    """Which tensor is meant: the index of an operand or output, and whether its value or its gradient."""
 
     place: int = 0
     end: Callable[[Choice, int], Flows] = Choice.output
@@ -44,7 +44,7 @@ VALUE = Tensors()  # of the first output
 
 
 class LocalBytes:
-    """Bytes of the largest part on a mesh."""
+    """Bytes of the largest part of tensors on a mesh, in tables that are made once."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -60,7 +60,7 @@ class LocalBytes:
         return self._sizes[key]
 
     def by_choice(self, choices: tuple[Choice, ...], type_: TensorType, tensors: Tensors) -> np.ndarray:
-        """Bytes of an operand or output, by choice."""
+        """Bytes of one operand or output, by choice."""
         key = (id(choices), type_, tensors)
         if key not in self._by_choice:
             place, end, of = tensors
@@ -69,7 +69,7 @@ class LocalBytes:
         return self._by_choice[key][1]
 
     def by_flows(self, edge: Edge, type_: TensorType) -> EdgeBytes:
-        """Bytes of what an edge carries, by what leaves and what arrives."""
+        """Bytes of what an edge carries, by [given, taken]."""
         key = (id(edge.given), id(edge.taken), type_, edge.reduced_in)
         if key not in self._by_flows:
             self._by_flows[key] = (edge.given, edge.taken), self._edge(edge, type_)
@@ -104,9 +104,9 @@ class LocalBytes:
         return self.once(("scaled", factor), (table,), lambda: table * factor)
 
     def copied(self, bytes_: EdgeBytes) -> EdgeBytes:
-        """The tables of a value that does not lie in memory order.
+        """The tables of a value that is not contiguous.
 
-        A conversion of the gradient alone puts the value in memory order: a copy.
+        Where only its gradient is converted, the value is still made contiguous: a copy.
         """
 
         def copied() -> EdgeBytes:
@@ -116,11 +116,11 @@ class LocalBytes:
         return self.once("copied", (bytes_,), copied)
 
     def is_any(self, table: np.ndarray) -> bool:
-        """Does a table hold anything?"""
+        """Whether a table has any entry that is not zero."""
         return bool(self.once("any", (table,), lambda: bool(table.any())))
 
     def once(self, what: Hashable, sources: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Make a table from others, once for the same ones."""
+        """A table made from others, remembered by their identity."""
         key = (what, *map(id, sources))
         if key not in self._made:
             self._made[key] = sources, make()  # the sources are held, so that their ids stay theirs
@@ -128,7 +128,7 @@ class LocalBytes:
 
 
 def _differ(rows: Sequence[Sharding], columns: Sequence[Sharding]) -> np.ndarray:
-    """Do two shardings differ? Each is compared once, as a number."""
+    """Whether two shardings differ, by [row, column]."""
     numbers: dict[Sharding, int] = {}
     left = [numbers.setdefault(s, len(numbers)) for s in rows]
     right = [numbers.setdefault(s, len(numbers)) for s in columns]

@@ -1,4 +1,4 @@
-"""Entries of many tables at once: what one plan takes of the tables of sites and edges.
+"""The entries of many tables under one plan, read in one indexing operation.
 
 A space has tens of thousands of tables, and a search asks for the entries of hundreds of plans. Laid end to end, the
 tables answer a plan in one indexing.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """The choice of every site under a plan, and of every edge what leaves and what arrives."""
+    """A plan as indices: the choice of every site, and what leaves and what arrives on every edge."""
 
     choices: np.ndarray
     leaves: np.ndarray
@@ -27,7 +27,7 @@ class Taken:
 
 
 class Flows:
-    """The flows that leave and arrive on every edge, by the choices at its ends."""
+    """The indices of what leaves and arrives on every edge, by the choices at its ends."""
 
     def __init__(self, space: Space) -> None:
         self.source = np.array([e.source for e in space.edges], int)
@@ -36,14 +36,14 @@ class Flows:
         self._taken, self._taken_at = end_to_end([e.taken_by for e in space.edges])
 
     def under(self, picked: Sequence[int]) -> Taken:
-        """The flows of a plan."""
+        """The choices and flows of a plan that picks these choices."""
         choices = np.asarray(picked, int)
         leaves = self._given[self._given_at + choices[self.source]].astype(int)
         return Taken(choices, leaves, self._taken[self._taken_at + choices[self.target]].astype(int))
 
 
 class Tables:
-    """Tables of sites, by choice, then tables of edges, by what leaves and what arrives."""
+    """Tables of sites (by choice) and tables of edges (by [given, taken]), laid end to end."""
 
     def __init__(
         self, of_sites: Iterable[tuple[int, np.ndarray]] = (), of_edges: Iterable[tuple[int, np.ndarray]] = ()
@@ -56,20 +56,17 @@ class Tables:
         self._width = np.array([table.shape[1] for _, table in on_edges], int)
 
     def of_sites(self, taken: Taken) -> np.ndarray:
-        """The entries of the sites' tables."""
+        """The entries of the sites' tables under a plan, in their order."""
         return self._by_choice[self._choice_at + taken.choices[self.sites]]
 
     def of_edges(self, taken: Taken) -> np.ndarray:
-        """The entries of the edges' tables."""
+        """The entries of the edges' tables under a plan, in their order."""
         row, column = taken.leaves[self.edges], taken.arrives[self.edges]
         return self._by_flows[self._flow_at + row * self._width + column]
 
 
 def end_to_end(tables: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The entries of all tables in one array, and where each table begins.
-
-    A table that comes again is there once.
-    """
+    """The entries of all tables in one array, and each table's offset; a table that occurs twice is stored once."""
     apart = {id(table): table for table in tables}
     ends = itertools.accumulate((table.size for table in apart.values()), initial=0)
     begins = dict(zip(apart, ends, strict=False))

@@ -1,6 +1,4 @@
-"""`Memory`: everything that a step holds on the fullest device, as pieces.
-
-Pieces, each with the bytes of every choice and the time during which it is there.
+"""`Memory`: all that a step holds on the fullest device, as pieces with their bytes by choice and their times.
 
     time 0 .. n-1       the forward of op 0 .. n-1
     time n .. 2n-1      the backward of op n-1 .. 0
@@ -44,7 +42,7 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Something that is in memory from `first` to `last`."""
+    """Bytes that are in memory from time `first` to time `last`."""
 
     kind: str
     place: int  # index of a site, or of an edge
@@ -56,39 +54,39 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Readers:
-    """The edges by which ops read one value and need its memory after forward, in turn.
+    """The edges by which several ops read one value and, in turn, need its memory after forward.
 
     The memory stays for the last op that takes it as it is. Its pieces divide that time among the edges, and count an
     edge's part where the value arrives there as it is: a later reader that takes it so needs the parts of those before.
     """
 
     edges: tuple[int, ...]
-    bytes: tuple[np.ndarray, ...]  # of each edge by [given, taken]: 0 where it arrives converted
+    bytes: tuple[np.ndarray, ...]  # of each edge by [given, taken]: 0 where the value is converted
     begins: tuple[int, ...]  # of each edge: the first time of its part
     ends: tuple[int, ...]  # and the last at which its op needs the value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merged:
-    """The edges by which several ops read a parameter: where all gather it alike, they read one copy.
+    """The edges by which several ops read one parameter; if all gather it alike, they share one gathered copy.
 
-    Their gradients are added up whole then, and reduced once. Pieces count each of them as reduced where it comes.
+    Their gradients are then added up whole and reduced once, while pieces count each as reduced where it comes.
     """
 
     edges: tuple[int, ...]
     arrives: tuple[np.ndarray, ...]  # of each edge a number for each flow of `taken`: equal ones are gathered once
-    over: tuple[np.ndarray, ...]  # bytes by which the gradient is more before it is reduced, by [given, taken]
-    spans: tuple[tuple[int, int], ...]  # the first and the last time at which it is there: now, or of what waits
+    over: tuple[np.ndarray, ...]  # bytes that its reduction saves, by [given, taken]
+    spans: tuple[tuple[int, int], ...]  # first and last times of these bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """All pieces of a step."""
+    """All pieces of a step, and what the sums of pieces leave out."""
 
     pieces: tuple[Piece, ...]
     ops: tuple[str, ...]  # names in the order of the forward
     updates: int = 1  # times of the optimizer's step
-    passages: Passages = field(default_factory=Passages)  # how values lie on each other: what recompute asks
+    passages: Passages = field(default_factory=Passages)  # which values share memory, for recompute
     readers: tuple[Readers, ...] = ()  # of values that several read
     merged: tuple[Merged, ...] = ()  # of parameters that several read
     temporaries: Temporaries | None = None  # of conversions
@@ -98,7 +96,7 @@ class Memory:
         return 2 * len(self.ops) + self.updates
 
     def when(self, time: int) -> str:
-        """The name of a time: `backward of blocks.0.up/linear`."""
+        """The name of a time, such as `backward of blocks.0.up/linear`."""
         n = len(self.ops)
         if time < n:
             return f"forward of {self.ops[time]}"
@@ -107,9 +105,9 @@ class Memory:
         return "optimizer step"
 
     def missing(self, place: Callable[[int], tuple[int, int]]) -> Iterator[tuple[float, int, int]]:
-        """Bytes of values that no piece counts, with the first and the last time.
+        """Bytes that no piece counts under a plan, each with its first and last time.
 
-        `place` is that of an edge in its table.
+        `place` gives the entry, [given, taken], of an edge.
         """
         for readers in self.readers:
             found = [float(table[place(k)]) for k, table in zip(readers.edges, readers.bytes, strict=True)]
@@ -127,7 +125,7 @@ class Memory:
                     yield over, begin, last
 
     def held(self, picked: Sequence[int], edges: Sequence[Edge]) -> dict[str, np.ndarray]:
-        """Bytes at every time, by kind."""
+        """Bytes at every time, by kind, under the picked choices."""
         changes = {kind: np.zeros(self.times + 1) for kind in KINDS}
         for piece in self.pieces:
             place = edges[piece.place].place(picked) if piece.is_edge else picked[piece.place]
@@ -143,15 +141,15 @@ class Memory:
         return held
 
     def beside(self, taken: Taken) -> np.ndarray:
-        """Bytes at every time that conversions hold over what is counted."""
+        """Bytes that conversions hold at every time beyond the counted pieces."""
         return np.zeros(self.times) if self.temporaries is None else self.temporaries.over(taken)
 
     def beside_value(self, edge: int, place: tuple[int, int]) -> float:
-        """Bytes that the conversion of a value holds beside it and what it makes."""
+        """Temporary bytes of converting the value of an edge, at an entry [given, taken]."""
         return 0.0 if self.temporaries is None else self.temporaries.of_value(edge, *place)
 
     def first(self, picked: Sequence[int], edges: Sequence[Edge], held: np.ndarray) -> float:
-        """The peak of the first step, of what a step holds: the optimizer makes its states when it is called."""
+        """The peak bytes of the first step, in which the optimizer has no states before it is called."""
         states = self.held(picked, edges)["optimizer states"]
         states[2 * len(self.ops) :] = 0
         return float((held - states).max())

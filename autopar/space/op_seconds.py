@@ -31,7 +31,7 @@ Ways = tuple[np.ndarray, ...]  # seconds in forward and in backward, by choice; 
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """An op's call, and the choices that it has."""
+    """A call of an op, with its binding and its choices."""
 
     node: fx.Node
     binding: Binding | None
@@ -56,7 +56,7 @@ class Chosen:
 
 
 class Kernels(NamedTuple):
-    """The kernels of an op's call, whatever the machine."""
+    """The kernels of an op's call, on any machine; `backward` and `beside` have (how often, kernel)."""
 
     forward: Sequence[Kernel] = ()
     backward: Sequence[tuple[int, Kernel]] = ()  # how often, and of which kernel the one that gives a gradient
@@ -64,7 +64,7 @@ class Kernels(NamedTuple):
 
 
 class Amounts(NamedTuple):
-    """The work of a kernel, by choice."""
+    """The work and traffic of a kernel, as arrays by choice."""
 
     work: np.ndarray  # FLOPs of a product, elements of the largest tensor of any other
     moved: np.ndarray  # bytes, in forward
@@ -74,7 +74,7 @@ class Amounts(NamedTuple):
 
 
 class OpSeconds:
-    """Prices of ops on a machine."""
+    """Prices the ops of a graph on a machine."""
 
     def __init__(self, graph: Graph, setting: Setting) -> None:
         self.mesh = setting.mesh
@@ -86,7 +86,7 @@ class OpSeconds:
         self.relieved = relieved_of(graph, setting)
 
     def compute(self, chosen: Chosen) -> Ways:
-        """Seconds of computing."""
+        """Seconds of computing an op, forward and backward, by choice; () where it runs no kernel."""
         kernels = self.kernels(chosen)
         if not any(kernels):
             return ()
@@ -100,7 +100,7 @@ class OpSeconds:
         return forward, backward
 
     def unaligned(self, chosen: Chosen) -> float:
-        """Seconds that a product takes more because its rows are no whole number of 16 bytes; of its first choice."""
+        """Seconds that a product loses, under its first choice, because its rows are no whole number of 16 bytes."""
         kernels, lost = self.kernels(chosen), 0.0
         ran = [(1, k, self.costs.forward) for k in kernels.forward]
         ran += [(count, k, self.costs.backward) for count, k in kernels.backward]
@@ -110,13 +110,13 @@ class OpSeconds:
         return lost * info(chosen.node).chunks
 
     def source(self, chosen: Chosen) -> str:
-        """The source of the seconds of computing: of the op's own kernel, or of the first beside it."""
+        """The source of an op's seconds: that of its own kernel, or else of the first beside it; "" without kernels."""
         kernels = self.kernels(chosen)
         ran = [*kernels.forward, *(kernel for _, kernel in kernels.beside)]
         return self.costs.source(ran[0]) if ran else ""
 
     def kernels(self, chosen: Chosen) -> Kernels:
-        """The kernels of an op, forward and back, as the fullest device runs them."""
+        """The kernels of an op in forward and backward, with their work on the fullest device."""
         facts, trained = facts_of(chosen.op), len(chosen.trained)
         if chosen.node in self.groups:
             kernel = replace(self._own(chosen), names=(), hands_on=False)
@@ -143,9 +143,10 @@ class OpSeconds:
         return Kernels([kernel], given, sums)
 
     def _weights_of(self, chosen: Chosen) -> Sequence[tuple[int, Kernel]]:
-        """The pass in which a norm's backward sums the gradients of its weights: over what it was given, and its input.
+        """The pass in which a norm's backward sums the gradients of its weights; none for other ops.
 
-        Where the kernel was measured its time holds that.
+        It reads the incoming gradient and the norm's input. Where the norm itself was measured, its time holds that
+        pass.
         """
         rank = len(chosen.outputs[0].shape)
         weights = sum(len(t.shape) < rank for t in chosen.trained)
@@ -155,7 +156,7 @@ class OpSeconds:
         return [(1, self._beside(chosen, SUM_OVER_ROWS, 2))]
 
     def _gradients(self, chosen: Chosen, kernel: Kernel, count: int) -> Sequence[tuple[int, Kernel]]:
-        """The products of a product's backward, one for each trained matrix."""
+        """The products of a product's backward, one for each matrix that needs a gradient."""
         if kernel.matrices is None:
             return [(count, kernel)]
         assert chosen.binding is not None
@@ -163,7 +164,7 @@ class OpSeconds:
         return [(1, replace(kernel, matrices=way)) for k, way in ways if chosen.operands[k].requires_grad]
 
     def _own(self, chosen: Chosen) -> Kernel:
-        """The kernel that computes the op."""
+        """The kernel that computes the op itself."""
         op, facts = chosen.op, facts_of(chosen.op)
         name = timed_name(op, typed(chosen.node.kwargs))
         keeps_nothing = isinstance(facts.keeps, Line) and not facts.keeps.values
@@ -189,18 +190,18 @@ class OpSeconds:
         )
 
     def _second_size(self, chosen: Chosen) -> np.ndarray | None:
-        """The second size on which an op's time depends, by choice; None where it has none."""
+        """The second size on which an op's time depends, by choice; None if there is none."""
         asked = facts_of(chosen.op).second_size
         return None if asked is None else self._lengths(chosen, *asked)
 
     def _lengths(self, chosen: Chosen, operand: int, dim: int) -> np.ndarray:
-        """The size of a dim of an operand on the fullest device, by choice."""
+        """The local size of a dim of an operand on the fullest device, by choice."""
         shape = chosen.operands[operand].shape
         held = [largest_local_shape(shape, values(c.operand(operand)), self.mesh) for c in chosen.choices]
         return np.array([local[dim] for local in held], float)
 
     def _in_tiles(self, chosen: Chosen) -> np.ndarray | float:
-        """What a GPU computes of an attention, in whole tiles of queries and keys, by what is asked for."""
+        """The ratio of computed to useful scores of an attention on a GPU, whose tiles are whole, by choice."""
         if self.cluster.device.kernels != "cuda":
             return 1.0
         more: np.ndarray = np.ones(len(chosen.choices))
@@ -210,7 +211,7 @@ class OpSeconds:
         return more
 
     def _heads(self, chosen: Chosen, name: str, as_cut: tuple[str, np.ndarray] | None, length: np.ndarray) -> Heads:
-        """The heads of an attention."""
+        """The heads of an attention, and the share of scores that is computed."""
         is_causal = name.endswith(" causal")
         cut = as_cut[1] if as_cut is not None else np.zeros(len(chosen.choices), bool)
         # the last part of causal attention sees nearly all keys
@@ -218,14 +219,14 @@ class OpSeconds:
         return Heads(chosen.operands[0].shape[-1], length, share, is_causal)
 
     def _beside(self, chosen: Chosen, name: str, tensors: int) -> Kernel:
-        """A kernel on numbers of the result's size, which reads and writes so many tensors."""
+        """A kernel that reads and writes a number of `tensors`, each of the result's size, under the time `name`."""
         made = self._made(chosen)
         result = chosen.outputs[0]
         moved: np.ndarray = tensors * made * result.itemsize
         return Kernel((name,), result.dtype, made, moved, moved)
 
     def _where_cut(self, chosen: Chosen, name: str) -> tuple[str, np.ndarray] | None:
-        """The name of the time where its local form computes an op, and the choices that cut it so."""
+        """The name under which an op's local form is timed, and a mask of the choices that run it; None without one."""
         op, binding = chosen.op, chosen.binding
         if binding is None or not (facts_of(op).counts or binding.inside):
             return None
@@ -234,7 +235,7 @@ class OpSeconds:
         return as_cut, np.array([any(_goes_beyond(op, binding, s.cut) for s in c.strategies) for c in chosen.choices])
 
     def _amounts(self, chosen: Chosen) -> Amounts:
-        """Work and traffic of the op under each choice."""
+        """The work and traffic of the op's kernel, by choice."""
         sizes = chosen.binding.sizes if chosen.binding else {}
         product = facts_of(chosen.op).flops
         per_point, unlooped = product or (1.0, "")
@@ -265,7 +266,7 @@ class OpSeconds:
         return Amounts(per_point * points, moved, back, starts, None if roles is None else Matrices(*matrices))
 
     def traffic(self, node: fx.Node, given: Sequence[fx.Node]) -> Traffic:
-        """The tensors that an op's kernels read and write."""
+        """The tensors that an op's kernels read and write: in a group, in a compiled chain, or alone."""
         if node in self.groups:
             return self.groups[node].traffic(given)
         if self.chains is not None:
@@ -273,7 +274,7 @@ class OpSeconds:
         return alone(node, given, self.cluster.device.kernels)
 
     def _local_sizes(self, choice: Choice, sizes: Mapping[str, int]) -> dict[str, int]:
-        """The factors' sizes on the fullest device."""
+        """The sizes of the factors on the fullest device, under one choice."""
         local = dict(sizes)
         for strategy, n in zip(choice.strategies, self.mesh.shape, strict=True):
             for factor in strategy.cut.factors if strategy.cut else ():
@@ -281,11 +282,11 @@ class OpSeconds:
         return local
 
     def _made(self, chosen: Chosen) -> np.ndarray:
-        """Elements of the first output."""
+        """Elements of the first output on the fullest device, by choice."""
         return local_elements(chosen.outputs[0].shape, (values(c.output()) for c in chosen.choices), self.mesh)
 
     def exchange(self, chosen: Chosen) -> np.ndarray | float:
-        """Seconds of what local forms exchange themselves, each sum in a message of its own."""
+        """Seconds of all-reduces inside an op's local form, by choice, each in a message of its own; 0.0 if none."""
         forward, backward = facts_of(chosen.op).exchanges
         exchanges = forward + backward * any(t.requires_grad for t in chosen.outputs)
         binding, mesh = chosen.binding, self.mesh
@@ -309,14 +310,14 @@ def _product(sizes: Mapping[str, int], factors: Sequence[str]) -> int:
 
 
 def _goes_beyond(op: str, binding: Binding, cut: Cut | None) -> bool:
-    """Does an op know its place, or that of others, along what is cut: does its local form compute it there?"""
+    """Whether a cut makes an op run its local form, which knows positions or exchanges sums along the cut."""
     if cut is None:
         return False
     return binding.is_inside(cut) or any(re.fullmatch(facts_of(op).counts, factor) for factor in cut.factors)
 
 
 def _copies(graph: Graph) -> frozenset[fx.Node]:
-    """The ops that show their operand's memory elsewhere, and cannot here."""
+    """The ops that are usually free views, and have to copy here."""
     memory = memories(graph)
 
     def is_copied(node: fx.Node) -> bool:
@@ -329,9 +330,9 @@ def _copies(graph: Graph) -> frozenset[fx.Node]:
 
 
 def seconds_in_chunks(prices: OpSeconds, chosen: Chosen, once: Ways) -> Ways:
-    """Seconds of an op that runs once for each chunk, `once` those of one.
+    """Seconds of an op that runs once for each chunk; `once` has those of a single run.
 
-    What it gives to the gradients of parameters is added up: each chunk but the first reads and writes the sum.
+    Gradients of parameters are added up over chunks: each chunk but the first reads and writes the sum.
     """
     count, added = info(chosen.node).chunks, np.zeros(len(chosen.choices))
     for place, operand in enumerate(chosen.given):

@@ -1,4 +1,4 @@
-"""The windows of a space: which gathers and reductions move beside which ops (`windows.py` says what a window is)."""
+"""Builds the windows of a space: which gathers and reductions move beside which ops (`windows.py` defines a window)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.space.windows import Window
 
 
 class Movement(NamedTuple):
-    """A value of a parameter on an edge: the op that takes it, and the seconds of both its conversions."""
+    """A parameter's value on an edge: the index of the op that takes it, and seconds of its gather and reduction."""
 
     op: int
     gather: np.ndarray
@@ -23,7 +23,7 @@ class Movement(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """The ops that communication runs beside, and how often: in one micro-batch of a step, or in all the others too."""
+    """The ops that communication runs beside, and how often: once in a step, or in every other micro-batch too."""
 
     window: int
     way: str  # "forward" or "backward"
@@ -40,8 +40,8 @@ def windows_of(
 ) -> tuple[Window, ...]:
     """The windows of a step whose ops are these sites, in order; `movements` are by edge.
 
-    Of several micro-batches the first gathers what is kept, and the last reduces what waits; what is gathered again and
-    what is reduced at once move in each.
+    Of several micro-batches, the first gathers what is kept, and the last reduces what waits; what is gathered again,
+    and what is reduced at once, move in each.
     """
     tables = _Tables(setting.cluster.hidden)
     moved: dict[Beside, list[tuple[int, np.ndarray]]] = {}
@@ -73,21 +73,21 @@ def windows_of(
 
 @dataclass(slots=True, eq=False)
 class _Tables:
-    """The tables of windows: the same object for the same table, so that windows that are alike are seen to be."""
+    """Tables of windows, one object for equal tables, so that windows that are alike can be recognised."""
 
-    hidden: float  # of the shorter of both sums the share that takes no time
+    hidden: float  # the share of the shorter of both sums that takes no time
     _parts: dict[tuple[int, tuple[bool, ...]], np.ndarray] = field(default_factory=dict)
     _shares: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def part(self, edge: Edge, choices: tuple[bool, ...], table: np.ndarray) -> np.ndarray:
-        """The table where these choices of the edge's source are taken, zero elsewhere."""
+        """A table with zeros wherever the edge's source takes none of the marked choices."""
         key = id(table), choices
         if key not in self._parts:
             self._parts[key] = np.where(edge.marked(choices)[:, None], table, 0.0)
         return self._parts[key]
 
     def share(self, table: np.ndarray) -> np.ndarray:
-        """The seconds of a table that can be hidden."""
+        """The share of a table's seconds that can be hidden."""
         if self.hidden == 1:
             return table
         if id(table) not in self._shares:
@@ -95,6 +95,6 @@ class _Tables:
         return self._shares[id(table)][1]
 
     def compute(self, sites: Sequence[Site], ops: Sequence[int], way: int) -> tuple[tuple[int, np.ndarray], ...]:
-        """The compute seconds of these ops."""
+        """Compute seconds of these ops in one direction, by choice; ops without any are left out."""
         computing = [i for i in ops if sites[i].compute and sites[i].compute[way].any()]
         return tuple((i, self.share(sites[i].compute[way])) for i in computing)

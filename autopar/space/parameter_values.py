@@ -1,4 +1,4 @@
-"""Values that are parameters or only hand them on: they are gathered, and their gradients are reduced."""
+"""`ParameterValues`: parameters and values handed on from one; these are gathered, and their gradients reduced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.ops.entry import facts_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterValues:
-    """The values of a graph that are parameters, by the parameter that they are."""
+    """The values of a graph that are parameters or are handed on from one."""
 
     owners: Mapping[fx.Node, fx.Node]  # a parameter, or a parameter handed on -> that parameter
     casts: Mapping[fx.Node, fx.Node]  # the one cast of a parameter that nothing else reads -> that parameter
@@ -22,12 +22,12 @@ class ParameterValues:
 
     @staticmethod
     def of(graph: Graph, reduce: str) -> ParameterValues:
-        """Read a graph whose gradients of parameters are reduced in the dtype `reduce`."""
+        """Read the parameter values of a graph, whose gradients are reduced in the dtype `reduce`."""
         casts = casts_of_parameters(graph)
         return ParameterValues(_owners(graph), casts, frozenset(casts.values()), reduced_in(casts, reduce))
 
     def is_handed_on(self, value: fx.Node) -> bool:
-        """Is it a parameter behind an op that only hands it on, and no cast that is gathered itself?"""
+        """Whether a value is a parameter behind ops that hand it on, other than a cast that is gathered itself."""
         return value in self.owners and value not in self.casts and value is not self.owners[value]
 
 
@@ -44,7 +44,7 @@ def _owners(graph: Graph) -> dict[fx.Node, fx.Node]:
 
 
 def casts_of_parameters(graph: Graph) -> dict[fx.Node, fx.Node]:
-    """Casts of parameters that nothing else reads, and those parameters: what is gathered is the cast."""
+    """The parameter of each cast that is its parameter's only reader: there the cast is gathered."""
     found = {}
     for node in graph.nodes:
         if info(node).kind == "parameter":
@@ -55,7 +55,7 @@ def casts_of_parameters(graph: Graph) -> dict[fx.Node, fx.Node]:
 
 
 def reduced_in(casts: Mapping[fx.Node, fx.Node], dtype: str) -> dict[fx.Node, int]:
-    """Casts whose gradient is reduced in the parameter's dtype, and the bytes of an element of it."""
+    """The parameter's itemsize, for each cast whose gradient is reduced in the parameter's dtype."""
     return {
         cast: type_of(parameter).itemsize
         for cast, parameter in casts.items()

@@ -1,4 +1,4 @@
-"""`passages_of`: how the values of a graph lie on each other, and what backward reads of them (see `line.py`)."""
+"""`passages_of`: which values of a graph share memory, and which of them backward reads (see `timeline.py`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.space.wiring import Wiring, source_of
 
 
 def passages_of(wiring: Wiring, lifetimes: Lifetimes, bytes_: LocalBytes) -> Passages:
-    """The ops of a graph with the edges by which their operands arrive."""
+    """The ops of a graph as passages, and the edges over which their operands arrive."""
     at = lifetimes.clock.at
     entering: dict[int, list[int]] = {}
     for k, edge in enumerate(wiring.edges):
@@ -43,7 +43,7 @@ def passages_of(wiring: Wiring, lifetimes: Lifetimes, bytes_: LocalBytes) -> Pas
 
 
 class _Builder:
-    """Passages of ops, one after the other."""
+    """Builds the passages of ops one by one."""
 
     def __init__(
         self, wiring: Wiring, lifetimes: Lifetimes, bytes_: LocalBytes, entering: Mapping[int, Sequence[int]]
@@ -57,7 +57,7 @@ class _Builder:
         self._numbers: dict[int, tuple[tuple[Flows, ...], np.ndarray]] = {}
 
     def passage(self, op: fx.Node) -> Passage:
-        """One op."""
+        """The passage of one op."""
         lifetimes, index = self.lifetimes, self.wiring.index[op]
         edges = tuple(self.entering.get(index, ()))
         keeps = lifetimes.keeps[op]
@@ -83,7 +83,7 @@ class _Builder:
         )
 
     def _shown(self, op: fx.Node, value: fx.Node, edges: Sequence[int]) -> int:
-        """The edge whose value's memory a value shows."""
+        """The edge of the operand whose memory a value shares; OWN for a value with its own."""
         memory = self.lifetimes.memory
         if op_name(op) == "identity" or self.lifetimes.is_view[value]:
             for k in edges:
@@ -95,20 +95,20 @@ class _Builder:
         return self.bytes.by_choice(self.wiring.site(op).choices, type_of(value), tensors)
 
     def _as_first_operand(self, op: fx.Node, nbytes: int) -> np.ndarray:
-        """So many bytes, as the first operand of an op is cut."""
+        """An amount of bytes, by choice, divided as the op's first operand is cut."""
         first = tensor_operands(op)[0]
         part = self._local(op, first, Tensors(0, Choice.operand))
         return self.bytes.scaled(part, nbytes / max(1, type_of(first).nbytes))
 
     def numbered(self, taken: tuple[Flows, ...]) -> np.ndarray:
-        """A number for each of these flows, equal for equal ones."""
+        """An index for each of these flows, equal for equal flows."""
         if id(taken) not in self._numbers:
             numbers = np.array([self._known.setdefault(flows, len(self._known)) for flows in taken], int)
             self._numbers[id(taken)] = taken, numbers  # the flows are held, so that their id stays theirs
         return self._numbers[id(taken)][1]
 
     def converted(self, edge: int) -> np.ndarray:
-        """Bytes that a conversion on an edge makes, as `EdgePieces` counts them."""
+        """Bytes that a conversion on an edge makes, by [given, taken], as `EdgePieces` counts them."""
         value = self.wiring.values[edge]
         bytes_ = self.bytes.by_flows(self.wiring.edges[edge], type_of(value))
         if value in self.lifetimes.turned and type_of(value).requires_grad:
@@ -117,9 +117,9 @@ class _Builder:
 
 
 def _cores(ops: Sequence[fx.Node]) -> set[fx.Node]:
-    """The cores of attentions: the op itself, or what stands around a softmax up to the products before and behind.
+    """The ops in the cores of attentions: the fused op, or everything around a softmax from the product before it.
 
-    The product before belongs to it, the one behind does not.
+    The product before belongs to the core, the one behind does not.
     """
     found = {op for op in ops if op_name(op) == "scaled_dot_product_attention"}
     for op in ops:

@@ -32,7 +32,7 @@ def memory_of(
     bytes_: LocalBytes,
     conversions: ShapeConsistencyManager,
 ) -> Memory:
-    """The pieces of a graph's step."""
+    """The memory of a graph's step: all pieces, and what the sums of pieces leave out."""
     schedule = schedule.moving(_gathered(wiring, parameters, bytes_))
     trained = trained_parameters(graph)
     clock = Clock.of(graph, _updates(len(trained), setting))
@@ -53,7 +53,7 @@ def memory_of(
 
 
 def _gathered(wiring: Wiring, parameters: ParameterValues, bytes_: LocalBytes) -> set[fx.Node]:
-    """The parameters that some choice gathers."""
+    """The parameters that at least one choice gathers."""
     found = set()
     for edge, value in zip(wiring.edges, wiring.values, strict=True):
         if value in parameters.owners and bytes_.is_any(bytes_.by_flows(edge, type_of(value)).made):
@@ -62,7 +62,7 @@ def _gathered(wiring: Wiring, parameters: ParameterValues, bytes_: LocalBytes) -
 
 
 def _unread(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:
-    """Pieces of what the model holds and no op reads: it is whole on every device, whatever is chosen."""
+    """Pieces of tensors that the model holds and no op reads: whole on every device, whatever is chosen."""
     found = []
     for name, type_ in graph.unread if wiring.sites else ():
         kind = "parameters" if name.startswith("parameter ") else "inputs and buffers"
@@ -73,7 +73,7 @@ def _unread(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:
 
 
 def _rows_out(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:
-    """Pieces of outputs that are kept while rows pass in turns: whole on every device, but for those of one turn."""
+    """A piece for outputs that are kept while micro-batches pass: whole on every device, less those of one turn."""
     rows = dict(graph.rows_out)
     named = zip(graph.output_names, info(graph.output).outputs, strict=False)
     nbytes = sum(t.nbytes for name, t in named if name in rows) * (graph.turns - 1)
@@ -82,6 +82,6 @@ def _rows_out(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:
 
 
 def _updates(trained: int, setting: Setting) -> int:
-    """Times of the optimizer's step: a CPU goes from one parameter to the next."""
+    """The number of times in the optimizer's step: on a CPU one for each trained parameter, if it makes temporaries."""
     one_by_one = setting.cluster.device.kernels == "cpu" and optimizer_figures(setting.optimizer, 4)["temporary"]
     return max(1, trained) if one_by_one else 1

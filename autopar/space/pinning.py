@@ -1,4 +1,4 @@
-"""`Pinning`: of every site leave the choices that constraints allow, and those that go with others'."""
+"""`Pinning`: removes choices that constraints forbid; `supported` then those that go with no choice of a neighbour."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.space.wiring import SiteKey, source_of
 
 
 class _Taker(NamedTuple):
-    """A site that takes a value, and as which operand."""
+    """A site that takes a value, and the index of the operand there."""
 
     key: SiteKey
     draft: Draft
@@ -28,19 +28,19 @@ class _Taker(NamedTuple):
 
 
 class Pinning:
-    """Narrows drafts of sites to what is pinned."""
+    """Narrows the drafts of sites to what is pinned."""
 
     def __init__(self, graph: Graph, mesh: DeviceMesh, bindings: Bindings, constraints: Constraints) -> None:
         self.graph = graph
         self.axes = mesh.axes
         self.constraints = constraints
-        self.last = _last_of_modules(graph, bindings)  # what a module gives
-        self.paths: dict[fx.Node, list[str]] = {}  # of what modules give
+        self.last = _last_of_modules(graph, bindings)  # the value that each module gives, by path
+        self.paths: dict[fx.Node, list[str]] = {}  # the modules that give each value
         for path, node in self.last.items():
             self.paths.setdefault(node, []).append(path)
 
     def pin(self, drafts: Mapping[SiteKey, Draft]) -> None:
-        """Note in every draft the choices that the pins leave."""
+        """Mark in every draft the choices that the pins admit."""
         uses: dict[SiteKey, list[_Taker]] = {}
         for key, draft in drafts.items():
             for i, value in enumerate(draft.sources):
@@ -73,9 +73,9 @@ class Pinning:
         return self.constraints.of(*names, is_parameter=site.kind == "parameter")
 
     def _pin_parameter(self, draft: Draft, uses: Sequence[_Taker], pins: Pins) -> None:
-        """Pin how a parameter is stored, and its policies.
+        """Pin the storage of a parameter, and its policies.
 
-        Those are of what is cut, which is the cast where that moves.
+        Policies are of what is gathered, which is the cast where that moves.
         """
         self._admit(draft, None, pins.storage)
         _follow(draft, pins)
@@ -86,7 +86,7 @@ class Pinning:
                 self._admit(use.draft, use.operand, pins.storage)
 
     def _admit(self, draft: Draft, operand: int | None, pin: Pin) -> None:
-        """Leave the choices whose flow at this end is as pinned; None is how a parameter is stored."""
+        """Keep the choices whose flow at an operand is as pinned; `operand` None means the site's own output."""
         if pin.value is None and pin.gradient is None:  # any
             return
         site, before = draft.site, draft.left
@@ -105,7 +105,7 @@ class Pinning:
 
 
 def _last_of_modules(graph: Graph, bindings: Bindings) -> dict[str, fx.Node]:
-    """By path the value that a module gives: what was computed last in it, its children included."""
+    """The value that each module gives, by path: the last that it or its children compute."""
     last: dict[str, fx.Node] = {}
     for n in graph.nodes:
         if info(n).kind == "op" and bindings.rules[n] is not None and n.target.name != "identity":
@@ -117,7 +117,7 @@ def _last_of_modules(graph: Graph, bindings: Bindings) -> dict[str, fx.Node]:
 
 
 def _uses_of_parameter(uses: Sequence[_Taker], of_all: Mapping[SiteKey, Sequence[_Taker]]) -> list[_Taker]:
-    """The uses of a parameter: through fan-outs, and through a cast, which is no use itself."""
+    """The uses of a parameter, looked up through fan-outs and casts; a cast is no use itself."""
     found: list[_Taker] = []
     for use in uses:
         if use.draft.site.op != "to":
@@ -128,7 +128,7 @@ def _uses_of_parameter(uses: Sequence[_Taker], of_all: Mapping[SiteKey, Sequence
 
 
 def _follow(draft: Draft, pins: Pins) -> None:
-    """Leave the choices of the pinned policy; what is not cut has none."""
+    """Keep the choices of the pinned policy, and those that do not cut the parameter."""
     site, keep = draft.site, draft.left
     if not ((pins.gather and site.regathered) or (pins.reduce and site.scattered)):
         return  # an output that a parameter leaves by has none
@@ -141,7 +141,7 @@ def _follow(draft: Draft, pins: Pins) -> None:
 
 
 class Narrowing:
-    """Sites with fewer choices: the same objects for sites that are alike and narrowed alike."""
+    """Sites with fewer choices; sites that are alike, and narrowed alike, share the same tables."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int, bytes], tuple[Site, Site]] = {}
@@ -159,10 +159,7 @@ class Narrowing:
 
 
 def supported(sites: Sequence[Site], edges: Sequence[Edge]) -> list[np.ndarray]:
-    """The choices of each site for which every neighbour has one that goes with it.
-
-    Among those that have such neighbours themselves.
-    """
+    """A mask of each site's choices for which every neighbour has a supported choice that goes with it."""
     alive = [np.isfinite(s.seconds) for s in sites]
     possible = {id(e.seconds): np.isfinite(e.seconds) for e in edges}
 

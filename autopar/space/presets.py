@@ -20,7 +20,6 @@ device, to reduce fewer gradients, may be faster, but is not what the name says.
 (of each row beside every other, say), the plan says so.
 
 Names that other tools have are taken too: ddp is dp, fsdp is zero3, tp is megatron.
-
 `parallel="megatron"` puts Megatron on the last axis and dp on the others; the others want as many axes as they name.
 `parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3))` says it in full: data is on the first axes,
 tensor on the last.
@@ -42,7 +41,7 @@ from autopar.space.tensor_modes import MODES, ParameterCut
 from autopar.space.windows import BLOCK, BUCKET
 
 DATA = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
-TENSOR = {"megatron": 1, "2d": 2, "2.5d": 3, "3d": 3}  # and how many axes each takes
+TENSOR = {"megatron": 1, "2d": 2, "2.5d": 3, "3d": 3}  # the number of axes of each
 HYBRID = "hsdp"
 _ALSO_CALLED = {"ddp": "dp", "fsdp": "zero3", "fsdp2": "zero3", "tp": "megatron"}
 _POLICIES = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}  # of the stages of ZeRO
@@ -50,7 +49,7 @@ _POLICIES = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}  # of
 
 @dataclass(frozen=True, slots=True)
 class AxisRoles:
-    """The axes that carry data, with a stage of ZeRO, and those that carry a tensor mode."""
+    """Which axes carry data, with a ZeRO stage, and which carry a tensor mode."""
 
     data: tuple[int, ...]
     zero: int = 0
@@ -61,7 +60,7 @@ class AxisRoles:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The axes that cut parameters in storage, under a stage of ZeRO."""
+        """The axes that cut stored parameters under a ZeRO stage."""
         return self.data if self.stored is None else self.stored
 
     @property
@@ -88,10 +87,7 @@ def preset_of(parallel: Any, graph: Graph, mesh: DeviceMesh) -> Preset:
 
 
 def window_of(parallel: Any, mesh: DeviceMesh) -> int:
-    """Bytes of parameters that a window reads at least.
-
-    Experts of ZeRO-3 gather each block by itself, however small it is.
-    """
+    """The least bytes of parameters in a window under a preset: ZeRO-3 gathers each block by itself."""
     return BLOCK if _roles(parallel, mesh).zero == 3 else BUCKET
 
 
@@ -123,7 +119,7 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
 
 
 def _named(name: str, mesh: DeviceMesh, real: Sequence[int]) -> AxisRoles:
-    """The roles under a preset's name: a tensor mode takes the last axes, data the others."""
+    """The roles of axes under a preset's name: a tensor mode takes the last axes, data the others."""
     name = _ALSO_CALLED.get(name, name)
     if name in DATA:
         return AxisRoles(tuple(real), DATA[name])
@@ -141,7 +137,7 @@ def _named(name: str, mesh: DeviceMesh, real: Sequence[int]) -> AxisRoles:
 
 
 def _parts(parallel: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The words of a dictionary about data and about tensor, each with a size."""
+    """The data part and the tensor part of a dictionary, each with its size."""
     if not isinstance(parallel, Mapping) or not parallel or set(parallel) - {"data", "tensor"}:
         raise BadPreset(
             f"parallel={parallel!r} is neither a preset's name nor a dictionary of data and tensor",
@@ -163,9 +159,9 @@ def _parts(parallel: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 
 
 def _rows(graph: Graph, mesh: DeviceMesh, roles: AxisRoles) -> dict[str, str]:
-    """Inputs that have the rows of the batch, or a multiple, cut by rows; others lie as it is best.
+    """Pins that cut inputs by rows, where they have the rows of the batch or a multiple; others are left free.
 
-    Where the rows do not divide, the mesh cannot carry it.
+    A letter is raised where devices cannot share the rows equally.
     """
     parts, found = math.prod(mesh.shape[a] for a in roles.rows), {}
     rows = rows_of_batch(graph)
@@ -183,10 +179,10 @@ def _rows(graph: Graph, mesh: DeviceMesh, roles: AxisRoles) -> dict[str, str]:
 
 
 def _stored(type_: TensorType, mesh: DeviceMesh, roles: AxisRoles, cut: ParameterCut) -> list[str]:
-    """Cut a dim of a parameter in storage over the data axes, beside the cuts of a tensor mode.
+    """The placements that cut a parameter in storage over the data axes, beside the cuts of a tensor mode.
 
-    The first that they divide, else the first of which every device gets a part; before dims that the mode cuts in
-    storage too, and gathers. None where there is no such dim: what the mode cuts in use stays so.
+    The first dim that the axes divide is taken, else the first of which every device gets a part; dims that the mode
+    gathers for use come last. There are none if no dim can be cut: the mode's cuts stay.
     """
 
     def sizes(dim: int) -> list[int]:
@@ -211,9 +207,9 @@ def _is_whole(sharding: Sharding, axes: Sequence[int]) -> bool:
 def said_of(
     parallel: Any, mesh: DeviceMesh, parameters: Mapping[str, Sharding], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, str], ...]:
-    """Name the parameters that a plan under ZeRO stores whole along the axes of data.
+    """A line that names the parameters which a ZeRO plan stores whole along the data axes; none if it cuts all.
 
-    From the shardings of the plan's parameters, and their bytes.
+    `parameters` and `sizes` are the shardings of the plan's parameters and their bytes.
     """
     roles = _roles(parallel, mesh)
     if not roles.zero or not roles.data:

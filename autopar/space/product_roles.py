@@ -1,4 +1,4 @@
-"""Which factors of a product are its batch, the rows and columns of its results, and what it sums over."""
+"""The roles of factors in a matrix product: batch, rows or columns of the result, or summed over."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BATCH, ROWS, COLUMNS, SUMS = range(4)
 
 
 def multiplied(binding: Binding) -> tuple[int, ...]:
-    """The operands that are multiplied with one another: they share a factor that is summed."""
+    """Indices of the operands that are multiplied with each other: those that share a summed factor."""
     operands, left = _operands(binding), _made(binding)
     summed = set[str]()
     for factor in set().union(*operands) - left:
@@ -20,7 +20,7 @@ def multiplied(binding: Binding) -> tuple[int, ...]:
 
 
 def roles_of(binding: Binding, loops: Sequence[str]) -> tuple[list[str], ...] | None:
-    """The factors of a product of two matrices by their role; None where it is no such product."""
+    """The factors of a product of two matrices, by role; None for any other op."""
     two = multiplied(binding)
     if len(two) != 2:
         return None
@@ -39,12 +39,12 @@ def roles_of(binding: Binding, loops: Sequence[str]) -> tuple[list[str], ...] | 
 
 
 def _operands(binding: Binding) -> list[set[str]]:
-    """The factors of each operand that is a tensor."""
+    """The factors of each tensor operand."""
     return [_factors(row) for row in binding.operands if row is not None]
 
 
 def _made(binding: Binding) -> set[str]:
-    """The factors of the results."""
+    """The factors of the outputs."""
     return set().union(*map(_factors, binding.outputs))
 
 

@@ -31,11 +31,11 @@ from autopar.sharding.costs import optimizer_figures
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One entry of the table: a value of the graph that stays, or what an op makes besides."""
+    """A row of the table of saved memory: a value of the graph that is kept, or what an op makes besides."""
 
     node: str
     what: str
-    shape: tuple[int, ...] | None  # None: made besides
+    shape: tuple[int, ...] | None  # None for what is made besides
     nbytes: int
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Saved:
 
 
 def work_of(node: fx.Node) -> tuple[int, int]:
-    """Bytes that an op makes for the while in forward and in backward."""
+    """Bytes of an op's workspace in forward, and in backward."""
     work = facts_of(op_name(node)).work if info(node).kind == "op" else None
     if work is None:
         return 0, 0
@@ -55,9 +55,9 @@ def work_of(node: fx.Node) -> tuple[int, int]:
 
 
 def saved(graph: Graph, cluster: Any = None, emitted: bool = False) -> tuple[Saved, ...]:
-    """The table: what the backward of the whole graph keeps on one device that runs all of it.
+    """The table of what backward keeps of a whole graph, on one device that runs all of it.
 
-    As torch runs it, or as it is emitted. Parameters, buffers and inputs are there anyway.
+    `emitted` asks for the emitted program rather than torch's own. Parameters, buffers and inputs do not count.
     """
     kind = Cluster.of(cluster).device.kernels
     memory = memories(graph)
@@ -91,8 +91,8 @@ def saved(graph: Graph, cluster: Any = None, emitted: bool = False) -> tuple[Sav
 def kept_by(node: fx.Node, kind: str, emitted: bool = False) -> tuple[list[fx.Node], int]:
     """Values that one op keeps for its backward on a kind of device, and bytes of what it makes besides.
 
-    As torch runs it, or as it is emitted: an op that runs once for each chunk reads what is whole until the last has
-    come back.
+    If `emitted`, as the emitted program does: an op that runs once for each chunk reads its whole operands until the
+    last chunk has come back.
     """
     about = info(node)
     if about.kind != "op" or not any(t.requires_grad for t in about.outputs):
@@ -115,7 +115,7 @@ def kept_by(node: fx.Node, kind: str, emitted: bool = False) -> tuple[list[fx.No
 
 
 def freed_first(node: fx.Node) -> fx.Node | None:
-    """The operand of an op that its backward has freed when it makes that operand's own gradient, the last."""
+    """The operand that an op's backward frees before making that operand's own gradient as its last; or None."""
     facts = facts_of(op_name(node))
     last = facts.last(call_of(node)) if callable(facts.last) else facts.last
     value = node.kwargs.get(last)
@@ -129,14 +129,14 @@ def freed_first(node: fx.Node) -> fx.Node | None:
 
 
 def bytes_that_stand(graph: Graph, optimizer: str | float) -> float:
-    """Bytes of parameters, their gradients and states of the optimizer, on all devices together."""
+    """Bytes of parameters, their gradients and optimizer states, over all devices together."""
     types = [type_of(node) for node in graph.parameters.values()]
     kept = {t.itemsize: optimizer_figures(optimizer, t.itemsize)["kept"] for t in types}
     return float(sum(t.nbytes * (1 + t.requires_grad * (1 + kept[t.itemsize])) for t in types))
 
 
 def saved_bytes(graph: Graph, cluster: Any = None, emitted: bool = False) -> int:
-    """Bytes of the table."""
+    """Total bytes of the table of saved memory."""
     return sum(row.nbytes for row in saved(graph, cluster, emitted))
 
 
@@ -147,12 +147,12 @@ def _nodes(value: Any) -> list[fx.Node]:
 
 
 def memories(graph: Graph) -> dict[fx.Node, int]:
-    """On which memory each value lies, as a number."""
+    """The memory of each value, as a number; values with equal numbers share theirs."""
     return layouts(graph)[0]
 
 
 def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
-    """On which memory each value lies, as a number, and which do not lie in memory order.
+    """The memory of each value, as a number, and the values that are not contiguous.
 
     Found by running each kind of call once, on meta tensors of the strides that reach it, where a view is a view.
     """
@@ -183,15 +183,15 @@ def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
                 before = [held[n][0][1] for n in operands]
                 fresh: dict[int, int] = {}  # results may share a memory of their own
                 held[node] = [(t, before[at] if at >= 0 else fresh.setdefault(at, next(count))) for t, at in ran[key]]
-    single = {n for n in held if not walks.parts(n)}  # what has parts lies nowhere itself
+    single = {n for n in held if not walks.parts(n)}  # an op with several outputs has no memory itself
     memories = {n: held[n][0][1] if n in single else next(count) for n in graph.nodes}
     return memories, {n for n in single if not held[n][0][0].is_contiguous()}
 
 
 def _run_alone(node: fx.Node, given: dict[fx.Node, Any]) -> list[tuple[Any, int]]:
-    """The results of one call on meta tensors.
+    """The results of one call on meta tensors, each with the index of the operand whose memory it shares.
 
-    Of each, which operand's memory it lies on, or a negative number for one of its own.
+    A negative number stands for memory of its own.
     """
     about = info(node)
     env = {
@@ -220,7 +220,7 @@ def _run_alone(node: fx.Node, given: dict[fx.Node, Any]) -> list[tuple[Any, int]
 
 
 def owners(graph: Graph, memory: dict[fx.Node, int]) -> dict[int, fx.Node]:
-    """The first value on each memory: the one whose size it has."""
+    """The first value on each memory, which has the size of that memory."""
     owner: dict[int, fx.Node] = {}
     for node in graph.nodes:
         owner.setdefault(memory[node], node)
@@ -228,7 +228,7 @@ def owners(graph: Graph, memory: dict[fx.Node, int]) -> dict[int, fx.Node]:
 
 
 def _quantities(node: fx.Node) -> dict[str, Any]:
-    """The numbers that formulas name."""
+    """The quantities that formulas of bytes may name."""
     operand: Any = next(iter(_nodes(tuple(node.kwargs.values()))))
     given = info(operand).outputs[0]
     out = info(node).outputs[0]

@@ -19,12 +19,12 @@ from autopar.space.windows import BUCKET, buckets
 
 Span = tuple[int, int]  # first and last op
 TABLE = 2**20  # bytes from which on the gradient of a table shares no bucket
-NEVER = -1  # in place of an op: no backward reads it by itself, for its region runs in chunks
+NEVER = -1  # in place of an op: no backward reads the parameter apart, as its region runs in chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The windows of a forward, and when the parameters that they read move."""
+    """The windows of a forward, and the times at which the parameters they read move."""
 
     of: tuple[int, ...]  # op -> the window that it stands in
     spans: tuple[Span, ...]  # window -> its ops
@@ -41,9 +41,9 @@ class Schedule:
     stays: frozenset[fx.Node]
 
     def moving(self, parameters: Container[fx.Node]) -> Schedule:
-        """The same schedule where only these parameters ever move.
+        """The schedule in which only these parameters ever move.
 
-        The others of their buckets wait for nothing.
+        Members of their buckets that do not move are waited for no more.
         """
         spans: dict[int, list[Span]] = {}
         for parameter, (number, span) in self.members.items():
@@ -53,32 +53,32 @@ class Schedule:
         return replace(self, buckets={**self.buckets, **found})
 
     def _bucket(self, parameter: fx.Node, op: int) -> Span:
-        """The ops that read a parameter's bucket; of one that leaves and that no op reads, the op that it leaves at."""
+        """The ops that read a parameter's bucket; `op` itself for a parameter that no op reads."""
         return self.buckets.get(parameter, (op, op))
 
     def gathered(self, parameter: fx.Node, op: int) -> int:
-        """The time from which a parameter that this op reads is there: as its window's predecessor begins."""
+        """The time from which a parameter that this op reads is gathered: when the window before begins."""
         w = self.of[op]
         return self.spans[w - 1][0] if w else self._bucket(parameter, op)[0]
 
     def gathered_again(self, parameter: fx.Node, op: int) -> int:
-        """The time from which it is there again in backward: as the backward of the next window begins."""
+        """The time from which it is gathered again: when the backward of the next window begins."""
         n, w = len(self.of), self.of[op]
         last = self.ends[w + 1] if w + 1 < len(self.spans) else self._bucket(parameter, op)[1]
         return 2 * n - 1 - last
 
     def taken(self, parameter: fx.Node, op: int) -> int:
-        """The time at which what was gathered with this op's parameters arrives."""
+        """The time at which the message of this op's parameters has arrived."""
         return self.spans[self.of[op]][0] if self.of[op] else self._bucket(parameter, op)[0]
 
     def taken_again(self, parameter: fx.Node, op: int) -> int:
-        """The time at which what was gathered again with this op's parameters arrives."""
+        """The time at which the message of this op's parameters has arrived again, for backward."""
         n, w = len(self.of), self.of[op]
         last = self.spans[w][1] if w + 1 < len(self.spans) else self._bucket(parameter, op)[1]
         return 2 * n - 1 - last
 
     def together(self, parameter: fx.Node, op: int, again: bool) -> bool:
-        """Do other parameters arrive with this one?"""
+        """Whether a parameter shares the message of its gather with others."""
         alone = self.of[op] == (len(self.spans) - 1 if again else 0)
         return not alone or self._bucket(parameter, op)[0] < self._bucket(parameter, op)[1]
 
@@ -89,9 +89,9 @@ class Schedule:
 
 
 def schedule_of(ops: Sequence[fx.Node], least: int = BUCKET) -> Schedule:
-    """Cut a forward by the blocks of the model.
+    """Cut a forward into windows, by the blocks of the model.
 
-    A block that reads less than `least` bytes of parameters goes with what follows.
+    A block that reads less than `least` bytes of parameters is joined with what follows.
     """
     readers = _readers(ops)
     reads: list[list[fx.Node]] = [[] for _ in ops]  # the parameters that each op is the first to read
@@ -114,7 +114,7 @@ def schedule_of(ops: Sequence[fx.Node], least: int = BUCKET) -> Schedule:
 
 
 def travels_alone(parameter: fx.Node) -> bool:
-    """Does its gradient share no bucket? It is a table of some size whose rows are looked up.
+    """Whether the gradient of a parameter shares no bucket: that of a large table whose rows are looked up.
 
     It is the last to be made, and whether it is a sum depends on where the tokens are: others would wait for it.
     """
@@ -127,7 +127,7 @@ def _is_same(user: fx.Node) -> bool:
 
 
 def _readers(ops: Sequence[fx.Node]) -> dict[fx.Node, list[int]]:
-    """The ops that read each parameter: those that hand it on, and those that read what they hand on.
+    """Indices of the ops that read each parameter, through ops that hand it on, these included.
 
     Parameters stand in the order in which they are first read.
     """
@@ -145,7 +145,7 @@ def _readers(ops: Sequence[fx.Node]) -> dict[fx.Node, list[int]]:
 
 
 def _spans(ops: Sequence[fx.Node], reads: Sequence[Sequence[fx.Node]], least: int) -> tuple[Span, ...]:
-    """The blocks of the model, joined until they read `least` bytes of parameters."""
+    """The first and last op of each window: blocks of the model, joined until they read `least` bytes of parameters."""
     counts, count, read = list[int](), 0, 0
     for _, block in itertools.groupby(range(len(ops)), lambda i: innermost_block(info(ops[i]).module)):
         for i in block:
@@ -168,7 +168,7 @@ def _members(
     reads: Sequence[Sequence[fx.Node]],
     spans: Sequence[Span],
 ) -> dict[fx.Node, tuple[int, Span]]:
-    """The number of each parameter's bucket, and the ops that read it."""
+    """The number of each parameter's bucket, and the ops that read the parameter."""
     found: dict[fx.Node, tuple[int, Span]] = {}
     numbers = itertools.count()
     for first, last in spans:
@@ -183,7 +183,7 @@ def _members(
 
 
 def _joined(spans: Sequence[Span]) -> Span:
-    """The first op of all, and the last whose backward reads; if there is none, the first."""
+    """The first op of all spans, and the last that reads in backward; where there is none, the first again."""
     first = min(first for first, _ in spans)
     last = max(last for _, last in spans)
     return first, first if last == NEVER else last

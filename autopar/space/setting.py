@@ -11,22 +11,22 @@ from autopar.space.windows import BUCKET
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Everything a space depends on beside its graph and what is pinned."""
+    """All that a space depends on, beside its graph and constraints."""
 
     mesh: DeviceMesh
     cluster: Cluster
     optimizer: str | float = "adamw"  # a name, or bytes of states for each parameter
-    accumulation: int = 1  # calls in a step, each of a micro-batch of it
+    accumulation: int = 1  # calls that make one optimizer step
     reduce: str = ""  # the one dtype in which gradients of parameters are reduced; "": each in its own
-    window_bytes: int = BUCKET  # of parameters that a window reads at least, but for the last
-    regather: bool = False  # may gathered parameters be dropped and gathered again in backward?
-    compiled: bool = False  # does torch.compile make the code?
-    kernels: tuple[str, ...] = ()  # which of autopar's stand in the place of several ops
-    apart: frozenset[str] = frozenset()  # results of such groups in whose place none stands, by name
-    strict: bool = False  # is an op without a rule an error?
-    turns: int = 1  # micro-batches of a call: the graph is that of one
+    window_bytes: int = BUCKET  # least bytes of parameters in a window, but for the last
+    regather: bool = False  # whether gathered parameters may be dropped and gathered again
+    compiled: bool = False  # whether torch.compile makes the code
+    kernels: tuple[str, ...] = ()  # families of autopar's kernels that may stand for groups of ops
+    apart: frozenset[str] = frozenset()  # results of groups that no kernel stands for, by name
+    strict: bool = False  # whether an op without a rule is an error
+    turns: int = 1  # micro-batches of a call; the graph is of one
 
     @property
     def passes(self) -> int:
-        """The number of runs of the graph in a step."""
+        """The number of times that the graph runs in a step."""
         return self.accumulation * self.turns

@@ -1,11 +1,13 @@
-"""Graph -> Space: every legal choice of every node, every conversion of every edge, each with its seconds.
+"""Graph -> Space: all legal choices of every node and all conversions of every edge, each with its seconds.
 
-bindings      the rule of every op, fitted to its call            bindings.py
-sites         the choices of every node, and their seconds        sites.py, with dim_blocks.py and op_seconds.py
-pins          less what constraints forbid                        pinning.py, constraints.py
-edges         conversions between sites, and their seconds        edges.py
-memory        the pieces that a step holds                        pieces.py
-windows       communication beside compute                        schedule.py, overlap.py
+    bindings      the rule of every op, fitted to its call            bindings.py
+    sites         the choices of every node, and their seconds        sites.py, with dim_blocks.py and op_seconds.py
+    pins          less what constraints forbid                        pinning.py, constraints.py
+    edges         conversions between sites, and their seconds        edges.py
+    memory        the pieces that a step holds                        pieces.py
+    windows       communication beside compute                        schedule.py, overlap.py
+
+`shardings` builds all of it for planning, `sites_and_uses` only what a plan is checked against.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ def shardings(
     known: float = math.inf,
     shared: Shared | None = None,
 ) -> Space:
-    """Every legal way to run `graph` in a setting, priced, less what `constraints` and a preset's forbid.
+    """The space of all legal, priced ways to run `graph` in a setting, under constraints and a preset.
 
-    Raises `Outdone` where the ops alone take as long as a plan that is `known`. `shared` is what another space of
-    this graph on this mesh has found, one that differs in the policies of parameters alone.
+    Raises `Outdone` where the ops alone take as long as a plan that is `known`. `shared` has the tables of another
+    space of this graph and mesh, whose policies of parameters alone may differ.
     """
     pins = Constraints(constraints, setting.mesh, preset)
     setting = replace(setting, regather=setting.regather or pins.speak_of_gathering)
@@ -97,22 +99,22 @@ def _check_against(known: float, sites: Sequence[Site]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Use:
-    """A value that one site gives and another takes: an edge before anything is said of how it travels."""
+    """A value that one site gives and another takes: an edge without the seconds of its conversions."""
 
-    source: str  # the names of both sites,
-    port: int  # as which output it leaves,
+    source: str  # name of the site that gives
+    port: int  # index of its output
     target: str
-    operand: int  # and as which operand it arrives
+    operand: int  # index of the operand there
     type: TensorType
-    may_reduce: bool  # may its gradient be reduced on this way? That of a parameter is in one dtype alone
+    may_reduce: bool  # whether its gradient may be reduced here: a parameter's is in one dtype only
 
 
 def sites_and_uses(
     graph: Graph, mesh: DeviceMesh, accumulation: int = 1, reduce: str = ""
 ) -> tuple[tuple[Site, ...], tuple[Use, ...]]:
-    """The space of `graph` on `mesh` without what conversions cost.
+    """All sites of `graph` on `mesh` with their legal choices, and all uses of values between them, without prices.
 
-    Every site with its legal choices, and every use of a value by another site. A plan is checked against it.
+    A plan is checked against them.
     """
     setting = Setting(mesh, Cluster.of(None), 0.0, accumulation, reduce, regather=True)
     parameters = ParameterValues.of(graph, reduce)

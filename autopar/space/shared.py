@@ -1,4 +1,4 @@
-"""`Shared`: tables of one space that another of the same graph and mesh takes, if only parameters' policies differ."""
+"""`Shared`: tables that spaces of one graph and mesh share, where only the policies of parameters differ."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Made = dict[Any, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """Sites, edges, bytes and conversions that were found once.
+    """Sites, edges, bytes and conversions, each made once.
 
     Parameters are gathered in one message a window, and the reductions of their gradients travel in buckets: both are
-    conversions of their own. Keys hold identities; what they are of is held beside them.
+    conversions of their own. Keys hold identities of objects, which are kept alive beside them.
     """
 
     values: ShapeConsistencyManager
@@ -51,7 +51,7 @@ class Shared:
 
 
 def _gathered_together(graph: Graph, setting: Setting) -> Message:
-    """The message in which the middle one of the windows gathers its parameters."""
+    """The median message in which a window gathers its parameters."""
     casts = {parameter: cast for cast, parameter in casts_of_parameters(graph).items()}
     schedule = schedule_of([n for n in graph.nodes if info(n).kind == "op"], setting.window_bytes)
     found: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Pieces of sites: parameters with all that follows them, inputs and buffers, values of ops, and ops' temporaries."""
+"""Memory of sites: parameters, gradients and optimizer states, inputs and buffers, values and workspace of ops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.space.wiring import Wiring
 
 
 class SitePieces:
-    """Pieces of the sites of a space, in the order in which they are added."""
+    """The memory pieces of a space's sites, in the order in which nodes are added."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class SitePieces:
         self.lifetimes = lifetimes
         self.buckets = buckets
         self.bytes = bytes_
-        self.updates = {n: k for k, n in enumerate(buckets.closes)}  # which update of the optimizer is a parameter's
+        self.updates = {n: k for k, n in enumerate(buckets.closes)}  # parameter -> index of its update
         self.found: list[Piece] = []
 
     def add(self, node: fx.Node) -> None:
@@ -62,7 +62,7 @@ class SitePieces:
         return self.bytes.by_choice(self.wiring.site(node).choices, type_, tensors)
 
     def _parameter(self, node: fx.Node) -> None:
-        """Add a parameter, its gradient, its states and what the optimizer makes for its step."""
+        """Add a parameter, its gradient, its optimizer states, and the temporaries of the optimizer's step."""
         type_, always = type_of(node), self.clock.last
         held = self._local(node, type_)
         self._put("parameters", node, held, 0, always)
@@ -84,7 +84,7 @@ class SitePieces:
             self._put("step temporaries", node, temporary, always, always)
 
     def _op(self, op: fx.Node) -> None:
-        """Add the values of an op, what it keeps for its backward and what it makes for the while."""
+        """Add the values of an op, what it keeps for its backward, and its workspace."""
         if op in self.lifetimes.inner:
             return
         now, back = self.clock.at[op], self.clock.back(op)
@@ -125,7 +125,7 @@ class SitePieces:
             self._put("gradients of activations", op, lies, begins, self.clock.back(op))
 
     def _sums(self, op: fx.Node, port: int, value: fx.Node) -> None:
-        """Add what adding the gradients of several uses takes: one comes, and a sum is made."""
+        """Add the memory of summing the gradients of several uses: the one that comes, and the new sum."""
         at = self.clock.at
         uses = sorted({at[u] for u in self.lifetimes.users[value] if u in at})
         if len(uses) < 2:
@@ -141,9 +141,9 @@ class SitePieces:
             self._put(kind, op, comes, time, time)
 
     def _sums_of_chunks(self, op: fx.Node, now: int, back: int) -> None:
-        """Add what chunks add up of the gradients of whole values, beside which each makes its own.
+        """Add the gradients of whole values that chunks add up, beside which each chunk makes its own.
 
-        The gradient of a sum of halves is one of single precision; rows stand side by side in the end.
+        Sums of 16-bit gradients are kept in single precision; gradients of rows lie side by side and need no sum.
         """
         for place, operand in enumerate(tensor_operands(op)):
             type_ = type_of(operand)
@@ -156,13 +156,13 @@ class SitePieces:
             self._put(kind, op, self.bytes.scaled(lies, width), now, back)
 
     def _as_first_operand(self, op: fx.Node, bytes_: int) -> np.ndarray:
-        """So many bytes, as the first operand of an op is cut."""
+        """An amount of bytes, by choice, divided as the op's first operand is cut."""
         type_ = type_of(tensor_operands(op)[0])
         part = self._local(op, type_, Tensors(0, Choice.operand))
         return self.bytes.scaled(part, bytes_ / max(1, type_.nbytes))
 
     def _part_work(self, op: fx.Node) -> tuple[np.ndarray, ...]:
-        """Bytes that the local form of an op makes for the while in forward and in backward, by choice."""
+        """Bytes of the workspace of an op's local form in forward and in backward, by choice."""
         choices = self.wiring.site(op).choices
         types = tuple(map(type_of, tensor_operands(op)))
 

@@ -39,7 +39,7 @@ from autopar.space.wiring import SiteKey
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """A site while it is being pinned, and the edges that enter it."""
+    """A site while choices are being removed from it, and the values of the edges that enter it."""
 
     site: Site
     sources: tuple[fx.Node, ...] = ()  # of its tensor operands, in order
@@ -48,19 +48,19 @@ class Draft:
 
     @property
     def left(self) -> np.ndarray:
-        """The choices that are left so far."""
+        """A mask of the choices that are left so far."""
         return np.ones(len(self.site.choices), bool) if self.keep is None else self.keep
 
 
 class Policy(NamedTuple):
-    """The movement of a parameter that is cut."""
+    """How a parameter that is cut moves."""
 
-    regathered: bool  # is its gathered copy dropped, and made again in backward?
-    scattered: bool  # is its gradient reduced in each of several micro-batches, not once at their end?
+    regathered: bool  # whether its gathered copy is dropped, and made again in backward
+    scattered: bool  # whether its gradient is reduced in every micro-batch, not once after them
 
 
 class SiteBuilder:
-    """Drafts the sites of a graph, node by node."""
+    """Builds the sites of a graph, node by node."""
 
     def __init__(
         self, graph: Graph, setting: Setting, bindings: Bindings, parameters: ParameterValues, shared: Shared
@@ -77,7 +77,7 @@ class SiteBuilder:
         self._policies: dict[Any, tuple[Site, Site]] = {}
 
     def drafts(self) -> dict[SiteKey, Draft]:
-        """Every site with its legal choices, before anything is pinned."""
+        """All sites with their legal choices, before anything is pinned."""
         return {key: draft for node in self.graph.nodes for key, draft in self._of(node)}
 
     def _of(self, node: fx.Node) -> Iterator[tuple[SiteKey, Draft]]:
@@ -128,7 +128,7 @@ class SiteBuilder:
         )
 
     def _with_policies(self, site: Site, type_: TensorType) -> Site:
-        """A parameter, or its one cast: what is cut stands once for each policy."""
+        """A parameter, or its only cast, with its cut choices repeated for each policy."""
         key = id(site.choices), id(site.seconds), type_.requires_grad
         if key not in self._policies:
             self._policies[key] = site, self._new_policies(site, type_)  # the site is held, so that its ids stay its
@@ -151,10 +151,9 @@ class SiteBuilder:
     # -- outputs and ops
 
     def _output(self, i: int, name: str, type_: TensorType) -> Site:
-        """An output of the graph.
+        """The site of an output of the graph.
 
-        An output at which gradients arrive leaves whole, and every output does where there is no loss. Others leave as
-        they lie.
+        Outputs at which gradients arrive leave whole, and without a loss all do. Others may leave as they lie.
         """
         changes = i >= len(self.graph.output_names)  # the new value of a buffer, which is whole everywhere
         free = self.graph.loss is not None and i not in (self.graph.loss, *self.differentiable) and not changes
@@ -229,9 +228,9 @@ class SiteBuilder:
 
 
 def torch_can_state(sharding: Sharding) -> bool:
-    """Can a DTensor hold it? Blocks of one size are torch's strided shard.
+    """Whether a DTensor can have this sharding.
 
-    Where two axes cut a dim so, its full_tensor() would be permuted.
+    Blocks of one size are torch's strided shard; where two axes cut a dim in this way, full_tensor() would permute it.
     """
     for axes in sharding.cuts.values():
         if len(axes) > 1 and any(sharding.placements[a].blocks for a in axes):
@@ -240,10 +239,10 @@ def torch_can_state(sharding: Sharding) -> bool:
 
 
 def _told(types: Sequence[TensorType]) -> tuple[str, ...]:
-    """Dtypes and shapes as a plan says them."""
+    """Dtypes and shapes as a plan writes them: `float32[8, 16]`."""
     return tuple(f"{type_.dtype}{list(type_.shape)}" for type_ in types)
 
 
 def _sizes(type_: TensorType) -> dict[str, int]:
-    """The factors of a stored tensor: one for each dim."""
+    """The sizes of a stored tensor's factors, one for each dim."""
     return {f"dim{d}": n for d, n in enumerate(type_.shape)}

@@ -1,8 +1,10 @@
 """`Space`: every legal way to run a graph on a mesh, with its seconds. Numbers and names only; no torch.
 
-Site    a parameter, an input, an op or an output: its choices (a strategy per axis) and the seconds of each
-Edge    a value from one site to another: what it may carry at either end, and the seconds of each conversion
-Window  communication that moves while some ops compute: the shorter of both takes no time
+    Site    a parameter, an input, an op or an output: its choices (a strategy per axis) and the seconds of each
+    Edge    a value from one site to another: what it may carry at either end, and the seconds of each conversion
+    Window  communication that moves while some ops compute: the shorter of both takes no time
+
+`shardings.py` builds it, and solvers read it.
 """
 
 from __future__ import annotations
@@ -26,23 +28,23 @@ Flows = tuple[Flow, ...]  # one per axis
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """A place of the graph where something is chosen."""
+    """A place of the graph where something is chosen: a parameter, an input, an op or an output."""
 
     name: str  # the node's key: `blocks.0.up/linear`
     op: str
     kind: str  # "parameter", "buffer", "input", "op", "output", "update"
     choices: tuple[Choice, ...]
-    seconds: np.ndarray  # of each choice: forward, backward, and for parameters the optimizer
+    seconds: np.ndarray  # by choice: forward and backward, or for parameters the optimizer's step
     source: str = ""
     has_rule: bool = True
     bytes: int = 0  # of a parameter, whole
-    regathered: tuple[bool, ...] = ()  # by choice of a parameter: is the gathered copy made again in backward?
-    # by choice of a parameter: is its gradient reduced in each of several micro-batches, not once at their end?
+    regathered: tuple[bool, ...] = ()  # by choice of a parameter, whether it is gathered again in backward
+    # by choice of a parameter, whether its gradient is reduced in every micro-batch, not once after them
     scattered: tuple[bool, ...] = ()
     priced_by: str = ""  # where its seconds are from: a name of `sharding/certainty.py`
     suspected: str = ""  # of an op without a rule: a line under which it ran right when it was tried
     compute: tuple[np.ndarray, ...] = ()  # of an op: the parts of its seconds that are compute, forward and backward
-    outputs: tuple[str, ...] = ()  # whole, of an output what arrives: `float32[8, 16]`
+    outputs: tuple[str, ...] = ()  # dtypes and global shapes, `float32[8, 16]`; of an output site, of what arrives
 
     def at(self, places: Sequence[int], **changes: Any) -> Site:
         """The site with its choices at these places alone, which may repeat."""
@@ -70,7 +72,7 @@ class Site:
         )
 
     def is_cut(self) -> list[bool]:
-        """Does the first output lie in parts? By choice."""
+        """Whether the first output lies in parts, by choice."""
         return [_has_parts(values(choice.output())) for choice in self.choices]
 
 
@@ -78,24 +80,24 @@ class Site:
 class Edge:
     """A value on its way from one site to another."""
 
-    source: int  # index of the site that gives
-    target: int  # and of the one that takes,
-    operand: int  # as which operand
-    given: tuple[Flows, ...]  # what may leave, once each
-    taken: tuple[Flows, ...]  # what may arrive, once each
+    source: int  # index of the site that gives the value
+    target: int  # index of the site that takes it
+    operand: int  # index of the operand there
+    given: tuple[Flows, ...]  # distinct flows that may leave
+    taken: tuple[Flows, ...]  # distinct flows that may arrive
     given_by: np.ndarray  # choice of the source -> index in `given`
     taken_by: np.ndarray  # choice of the target -> index in `taken`
     seconds: np.ndarray  # [given, taken]; inf where nothing leads
     shape: tuple[int, ...]  # of the whole tensor
     itemsize: int
     has_gradient: bool
-    # by which it and its gradient are converted, where that is not the space's: parameters are gathered in one message
+    # managers of its conversions and its gradient's, where not the space's own: parameters are gathered in one message
     # a window, and reduced in buckets
     ahead: ShapeConsistencyManager | None = None
     back: ShapeConsistencyManager | None = None
     # seconds of converting the value once, by [given, taken]
     forward: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
-    reduced_in: int = 0  # bytes of an element of its gradient while it is reduced, where they are not its own
+    reduced_in: int = 0  # itemsize of its gradient while it is reduced; 0: the value's own
 
     def between(self, source: int, target: int, operand: int) -> Edge:
         """The edge of other sites that shares these tables. Called for every operand of a model: no `replace`."""
@@ -118,11 +120,11 @@ class Edge:
         )
 
     def place(self, picked: Sequence[int]) -> tuple[Any, Any]:
-        """The entry of its tables, [given, taken], under the picked choices of all sites."""
+        """The entry, [given, taken], of the edge's tables under the picked choices of all sites."""
         return self.given_by[picked[self.source]], self.taken_by[picked[self.target]]
 
     def marked(self, choices: Sequence[bool]) -> np.ndarray:
-        """Flows of `given` under the marked choices of a parameter: those that are gathered again, say."""
+        """A mask of the flows in `given` that leave under the marked choices of the source."""
         flows: np.ndarray = np.zeros(len(self.given), dtype=bool)
         if any(choices):
             flows[self.given_by[np.array(choices, bool)]] = True
@@ -134,18 +136,18 @@ def _has_parts(sharding: Sharding) -> bool:
 
 
 def reduces(taken: Sequence[Flows], given: Sequence[Flows]) -> np.ndarray:
-    """Is a gradient that comes back so a sum that is reduced to what goes on so? By [taken, given]."""
+    """Whether a gradient is a partial sum that is reduced on some axis on its way back, by [taken, given]."""
     found: np.ndarray = (_are_sums(taken)[:, None] & ~_are_sums(given)[None]).any(-1)
     return found
 
 
 def _are_sums(side: Sequence[Flows]) -> np.ndarray:
-    """Are the gradients of flows partial sums, by axis?"""
+    """Whether the gradients of flows are partial sums, by [flows, axis]."""
     return np.array([[flow.gradient.is_partial for flow in flows] for flows in side])
 
 
 class Outdone(Exception):
-    """No plan of a space can be as fast as one that is known: its ops alone take longer."""
+    """Raised where the ops of a space alone take as long as a plan that is known."""
 
     def __init__(self, floor: float) -> None:
         super().__init__(f"{floor} s at least")
@@ -154,7 +156,7 @@ class Outdone(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Space:
-    """Everything that can be chosen for a graph on a mesh, and the price of each choice."""
+    """All that can be chosen for a graph on a mesh, and the price of each choice."""
 
     setting: Setting
     sites: tuple[Site, ...]
@@ -183,7 +185,7 @@ class Space:
         return "\n".join(lines)
 
     def cost(self, chosen: dict[str, Choice]) -> float:
-        """Seconds of one assignment: what a solver minimises, added up without a solver."""
+        """Step seconds of one assignment of choices by name: the objective of solvers, computed without one."""
         picked = [site.choices.index(chosen[site.name]) for site in self.sites]
         return float(
             sum(site.seconds[i] for site, i in zip(self.sites, picked, strict=True))
@@ -192,5 +194,5 @@ class Space:
         )
 
     def hidden(self, picked: Sequence[int]) -> float:
-        """Seconds of communication that compute hides."""
+        """Seconds of communication that compute hides, under the picked choices."""
         return sum(w.times * min(w.seconds(picked, self.edges)) for w in self.windows)

@@ -16,7 +16,7 @@ from autopar.sharding.mesh import DeviceMesh
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """The cut of a parameter under a tensor mode: in storage, in use, and whether it is gathered again."""
+    """How a tensor mode cuts a parameter in storage and in use, and whether it is gathered again for backward."""
 
     stored: tuple[str, ...]  # "S(0)@tp", one an axis
     used: tuple[str, ...]
@@ -27,10 +27,7 @@ class ParameterCut:
         return _dims(self.stored)
 
     def shared(self) -> set[int]:
-        """Dims that are gathered for use along an axis that cuts them in storage.
-
-        Axes of data may cut them too.
-        """
+        """Dims whose cut in storage is gathered for use; the axes of data may cut them too."""
         return _dims(text for text in self.stored if text not in self.used)
 
 
@@ -40,7 +37,7 @@ def _dims(texts: Iterable[str]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class LinearLayer:
-    """A product with a parameter: which dims of the parameter are summed and which are features, and of how many."""
+    """A product with a parameter: which dim of the weight is summed, and which holds the output features."""
 
     node: fx.Node
     given: Any
@@ -48,16 +45,16 @@ class LinearLayer:
     bias: str | None
     summed: int
     features: int
-    sizes: tuple[int, int]  # of the two
+    sizes: tuple[int, int]  # of the summed dim and of the features
 
     def blocks(self, parts: int) -> str:
-        """The blocks of a fused projection, as text, where they can all be cut."""
+        """The blocks of a fused projection, as text of a placement; "" if one of them is not divisible by `parts`."""
         found = _blocks(self.node, self.sizes[1])
         return f", blocks={found}" if found and all(b % parts == 0 for b in found) else ""
 
 
 def _linear(node: fx.Node) -> LinearLayer | None:
-    """Read a node as a product with a parameter."""
+    """The product with a parameter that a node is, or None."""
     k = node.kwargs
     operands: Any = {
         "linear": (k.get("input"), k.get("weight"), k.get("bias"), 1, 0),
@@ -72,7 +69,7 @@ def _linear(node: fx.Node) -> LinearLayer | None:
 
 
 def _table(node: fx.Node) -> str | None:
-    """The table of an embedding of words; positions are computed."""
+    """The table of a node that embeds tokens; None for other nodes, and for tables of computed positions."""
     if op_name(node) != "embedding":
         return None
     words, _ = _origin(node.kwargs["input"], ("identity", "to", "view"))
@@ -85,7 +82,7 @@ def _parameter(value: Any) -> str | None:
 
 
 def _origin(value: Any, through: tuple[str, ...]) -> tuple[Any, bool]:
-    """The value before these ops; and whether it is turned behind them."""
+    """The value before a chain of these ops, and whether the chain transposes it."""
     turned = False
     while is_value(value) and info(value).kind == "op" and op_name(value) in through:
         turned ^= op_name(value) == "t"
@@ -94,7 +91,7 @@ def _origin(value: Any, through: tuple[str, ...]) -> tuple[Any, bool]:
 
 
 def _blocks(node: fx.Node, features: int) -> tuple[int, ...]:
-    """The parts into which a fused projection is split behind it."""
+    """The sections into which the output of a fused projection is split; () where it is not."""
     waiting: list[Any] = [node]
     while waiting:
         value = waiting.pop()
@@ -112,7 +109,7 @@ def _blocks(node: fx.Node, features: int) -> tuple[int, ...]:
 
 
 def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, ParameterCut]:
-    """Cut linear layers in order: by its output where its input is whole, by its input where that is cut."""
+    """Cut linear layers in order: by output features where the input is whole, by input features where it is cut."""
     axis, parts = mesh.axes[axes[0]], mesh.shape[axes[0]]
     cut: set[fx.Node] = set()  # values whose features are cut
     found: dict[str, ParameterCut] = {}
@@ -148,10 +145,7 @@ def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, 
 
 
 def _two_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, ParameterCut]:
-    """Use every weight whole in its inputs and cut in its features by the second axis.
-
-    In storage the first axis cuts its inputs.
-    """
+    """Use every weight with its features cut by the second axis; in storage, the first axis cuts its inputs too."""
     (first, rows), (second, parts) = ((mesh.axes[a], mesh.shape[a]) for a in axes[:2])
     found: dict[str, ParameterCut] = {}
 
@@ -177,10 +171,10 @@ def _two_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Par
 
 
 def _three_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, ParameterCut]:
-    """Cut weights by three axes, a, b and c.
+    """Cut weights over three axes a, b and c.
 
     The inputs of a weight are cut by the axis that cuts the features which reach it, its outputs by the other of b and
-    c. In storage a cuts its inputs too.
+    c. In storage, a cuts the inputs too.
     """
     a, b, c = axes
     by_axis: dict[fx.Node, int] = {}  # values whose features an axis cuts; the residual stream's are cut by c
@@ -211,7 +205,7 @@ def _three_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, P
 
 
 def _inner(linear: LinearLayer, known: ParameterCut, mesh: DeviceMesh, axes: Sequence[int]) -> int:
-    """The axis that cuts the inputs of a weight that is known."""
+    """The axis that cuts the inputs of a weight whose cut is already known."""
     begins = f"S({linear.summed}"
     used = [text.rpartition("@")[2] for text in known.used if text.startswith(begins)]
     return next(axis for axis in axes if mesh.axes[axis] in used)
@@ -220,7 +214,7 @@ def _inner(linear: LinearLayer, known: ParameterCut, mesh: DeviceMesh, axes: Seq
 def _three_d_linear(
     linear: LinearLayer, mesh: DeviceMesh, first: int, inner: int, outer: int
 ) -> list[tuple[str, ParameterCut]]:
-    """Cut a weight's inputs by the first and inner axis, its features by the outer; and its bias."""
+    """Cuts of a weight and its bias: inputs by the first and the inner axis, features by the outer axis."""
     parts = mesh.shape[inner] * mesh.shape[first]
     if linear.sizes[0] % parts:
         raise BadPreset(

@@ -36,7 +36,7 @@ SMALL = 64 * 2**10  # bytes of a value that is saved whatever is recomputed: sta
 RESIDENT = -1  # in place of a value: parameters, buffers and inputs are there anyway
 OWN = -1  # in place of an edge: the memory is its own
 
-# runs, in order, each with the time of an op of forward: for the backward of later ops the run comes in passing
+# runs, in order, each with the time of an op of forward: for the backward of later ops it is repeated in passing
 Passing = tuple[tuple[int, int], ...]
 
 
@@ -46,25 +46,25 @@ class Made:
 
     bytes: np.ndarray  # by choice of the op
     shows: int  # the edge whose value's memory it shows; OWN of a value with memory of its own
-    is_kept: bool  # does the backward of its own op read it?
+    is_kept: bool  # whether the backward of its own op reads it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passage:
-    """An op, as values pass through it."""
+    """An op, as values pass through it: where its operands come from, and what its backward reads."""
 
     site: int
     edges: tuple[int, ...]  # by which its operands arrive
-    kept: tuple[bool, ...]  # of each: does its backward read what arrives?
-    first: tuple[bool, ...]  # of each: does it free that before it makes as much?
+    kept: tuple[bool, ...]  # of each, whether its backward reads what arrives
+    first: tuple[bool, ...]  # of each, whether its backward frees that before it makes as much
     made: tuple[Made, ...]
     region: str = ""  # the model's own checkpoint region around it
-    is_core: bool = False  # is it in the core of an attention, between the products?
+    is_core: bool = False  # whether it is in the core of an attention, between the products
     besides: np.ndarray | None = None  # bytes that its backward reads besides, by choice
     work: np.ndarray | None = None  # and bytes that it makes for the while
-    in_chunks: bool = False  # does it run once for each chunk, forward and backward together?
-    is_inner: bool = False  # is what it makes in no memory, but in a kernel?
-    runs_at: int = OWN  # the op in whose kernel it runs, by time; OWN: in one of its own
+    in_chunks: bool = False  # whether it runs once for each chunk, forward and backward together
+    is_inner: bool = False  # whether its result stays inside a kernel, in no memory
+    runs_at: int = OWN  # the time of the op in whose kernel it runs; OWN: a kernel of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ class Passages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """An op, or a conversion before it, on one device."""
+    """One run of an op, or of a conversion before it, on one device."""
 
     name: str  # as a plan names what it makes
     seconds: float  # of running it once in forward
@@ -102,10 +102,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Uncovered:
-    """Communication of a window of backward that compute does not hide.
-
-    What is repeated there runs beside it.
-    """
+    """Communication of a window of backward that is exposed: recomputed ops there run beside it."""
 
     first: int  # the ops of the window, by their times in forward
     last: int
@@ -115,7 +112,7 @@ class Uncovered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Momentary:
-    """Bytes that a plan holds at every time, but not all of that time."""
+    """Bytes that a plan is counted to hold at some time, but holds during part of that time only."""
 
     temporaries: np.ndarray  # that conversions hold over what else is counted: they run before an op, or behind it
     made: np.ndarray  # of gradients that an op's backward makes: what comes again for it comes before
@@ -127,7 +124,7 @@ class Momentary:
 
 @dataclass(eq=False)
 class Timeline:
-    """The runs of a plan, the bytes of their values, and what the step holds besides."""
+    """The runs of one plan, the bytes of their values, and the other memory of the step."""
 
     runs: tuple[Run, ...]
     bytes: np.ndarray  # of each value
@@ -158,21 +155,21 @@ class Timeline:
 
     @staticmethod
     def of(space: Space, picked: Sequence[int], held: np.ndarray, momentary: Momentary) -> Timeline:
-        """The line of the plan that picks these choices, and holds so many bytes at every time."""
+        """The timeline of the plan that picks these choices and holds these bytes at every time."""
         return _Writer(space, picked).line(held, momentary)
 
     @property
     def names(self) -> list[str]:
-        """The runs that may be recomputed: they make something that could be dropped."""
+        """Names of the runs that may be recomputed, since they make something that could be dropped."""
         return [run.name for run in self.runs if any(not self.fixed[v] for v in run.makes)]
 
     def again(self, recomputed: Collection[str]) -> frozenset[int]:
-        """The runs that these names are of."""
+        """Indices of the runs with these names, and of those that are always recomputed."""
         names = frozenset(recomputed)
         return frozenset(i for i, run in enumerate(self.runs) if run.name in names) | self.forced
 
     def hidden(self, through: Through) -> float:
-        """Seconds of uncovered communication beside which what is repeated runs."""
+        """Seconds of exposed communication that recomputed ops hide."""
         if not self.uncovered:
             return 0.0
         by_time = np.zeros(self.ops)
@@ -183,7 +180,7 @@ class Timeline:
 
     @functools.cached_property
     def costs(self) -> tuple[float, ...]:
-        """Seconds that repeating each run is likely to add to a step, as if all ops of its window were repeated."""
+        """Seconds that recomputing each run would add to a step, if all ops in its window were recomputed too."""
         seconds = np.array([run.seconds for run in self.runs])
         at = np.array([run.time if run.is_op else -1 for run in self.runs])
         left = np.ones(len(seconds))
@@ -194,28 +191,28 @@ class Timeline:
         return tuple((seconds * left).tolist())
 
     def passing(self, named: Mapping[str, str]) -> Passing:
-        """The runs that come in passing, by the names of runs and of ops."""
+        """The runs that are recomputed in passing; `named` maps the name of a run to that of an op."""
         at = {run.name: (i, run.time) for i, run in enumerate(self.runs)}
         return tuple(sorted((at[name][0], at[op][1]) for name, op in named.items() if at[name][0] not in self.forced))
 
     def saved(self, again: frozenset[int]) -> frozenset[int]:
-        """The values that are there from forward to their last reader in backward."""
+        """The values that are kept from forward to their last reader in backward, if these runs are recomputed."""
         wanted = self.needed.union(*(self.runs[i].reads for i in self.under(again).ran))
         return frozenset(v for v in wanted if self.fixed[v] or self.made_by[v] not in again)
 
     def peak(self, again: frozenset[int] = frozenset()) -> float:
-        """The most bytes that a device holds at any time of a step."""
+        """The most bytes at any time of a step in which these runs are recomputed."""
         return float(self.under(again | self.forced).held.max(initial=0.0))
 
     def under(self, again: frozenset[int], passing: Passing = ()) -> Through:
-        """The step in which these runs are repeated: what runs once more, and the bytes at every time."""
+        """The step in which these runs are recomputed: what runs again, and the bytes at every time."""
         ran, times, most = self._step(again, self.momentary, passing)
         return Through(ran, times, most + self.other)
 
     def _step(
         self, again: frozenset[int], momentary: Momentary, passing: Passing = ()
     ) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
-        """The runs that come once more, each as often as it does, when, and the bytes of all runs at every time."""
+        """The runs that are repeated, the time of each, and the bytes of all runs at every time."""
         forward, made_by, fixed, until = self._forward, self.made_by, self._forward.fixed, dict(passing)
         born, last, there = list(forward.born), list(forward.read), set[int]()
         lives = list[tuple[int, int, int]]()  # first lives of values that are made again
@@ -252,7 +249,7 @@ class Timeline:
         return tuple(ran), tuple(came), self._bytes(born, last, lives, work, times, momentary)
 
     def _chain(self, value: int, again: frozenset[int], there: set[int]) -> list[int]:
-        """The runs that have to come again for a value, in order: before its own those of its operands."""
+        """The runs that have to be repeated for a value, in order, each behind those of its operands."""
         found, pending, made_by, fixed = list[int](), [value], self.made_by, self._forward.fixed
         while pending:
             wanted = pending[-1]
@@ -278,7 +275,7 @@ class Timeline:
         times: Sequence[int],
         momentary: Momentary,
     ) -> np.ndarray:
-        """Bytes of runs at every time: the most at any of those in it."""
+        """Bytes of the values of all runs, at every time the largest sum while it lasts."""
         count = len(self.runs) + len(times)
         first = np.array(lives, int).reshape(-1, 3)
         size = np.concatenate([self.bytes, self.bytes[first[:, 2]]])
@@ -301,7 +298,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Through:
-    """A step under some states: the runs that come once more, in order, and the bytes at every time."""
+    """A step in which some runs are recomputed: the repeated runs in order, and the bytes at every time."""
 
     ran: tuple[int, ...]
     times: tuple[int, ...]  # of each of them: that of the backward before which it comes
@@ -310,7 +307,7 @@ class Through:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Forward:
-    """All that does not depend on states: where values are made and read in forward, and what backward keeps."""
+    """What does not depend on recompute: where forward makes and reads values, and what backward reads."""
 
     born: tuple[int, ...]  # of each value the run that makes it,
     read: tuple[int, ...]  # and the last that reads it
@@ -332,7 +329,7 @@ class _Forward:
 
 
 class _Writer:
-    """Writes the line of one plan: every conversion once, before the op that first takes what it makes."""
+    """Builds the timeline of one plan, with every conversion once, before the op that first takes its result."""
 
     def __init__(self, space: Space, picked: Sequence[int]) -> None:
         assert space.memory is not None
@@ -350,7 +347,7 @@ class _Writer:
         self.times = space.setting.passes  # micro-batches: what a run takes, it takes in each
 
     def line(self, held: np.ndarray, momentary: Momentary) -> Timeline:
-        """All runs in order."""
+        """The timeline with all runs in order."""
         for time, op in enumerate(self.passages.ops):
             self._op(time, op)
         left = {self._arrives(edge, len(self.passages.ops) - 1) for edge in self.passages.ends}
@@ -425,7 +422,7 @@ class _Writer:
         self._write(run)
 
     def _arrives(self, edge: int, time: int, is_kept: bool = False) -> int:
-        """The value that arrives over an edge: that which leaves, or what a conversion makes of it.
+        """The value that arrives over an edge: the one that leaves, or the result of its conversion.
 
         The gathered copy of a parameter is among the pieces, with as long as the op's own backward keeps it.
         """
@@ -474,5 +471,5 @@ class _Writer:
 
 
 def _values(values: Iterable[int]) -> tuple[int, ...]:
-    """The values, each once, without what is there anyway."""
+    """The distinct values, without those that are always in memory."""
     return tuple(v for v in dict.fromkeys(values) if v != RESIDENT)

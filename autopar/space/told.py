@@ -1,4 +1,4 @@
-"""Lines that tell how the seconds of an op came to be: its kernels, their formulas or curves, and the sources."""
+"""Text about the seconds of an op: its kernels, their formulas or curves, and the sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.space.setting import Setting
 
 @dataclass(frozen=True, eq=False)
 class Told:
-    """The lines of any op of a space, by its name."""
+    """Lines about the seconds of any op of a space, by its name."""
 
     graph: Graph
     setting: Setting
@@ -36,7 +36,7 @@ class Told:
         return {info(node).key: node for node in self.bindings.rules}
 
     def __call__(self, name: str, choice: Choice) -> list[str]:
-        """A line for each kernel of the op of this name, under a choice; of the loss, what a step takes beside ops."""
+        """A line for each kernel of the op under a choice; for the loss, one about the step's fixed seconds."""
         node = self.ops.get(name)
         if node is None:
             return self._of_step(name)
@@ -48,7 +48,7 @@ class Told:
         return [*self._of_chunks(chosen), *(line for line in lines if line)]
 
     def unaligned(self, choices: Mapping[str, Choice]) -> dict[str, float]:
-        """Seconds by which products among these ops are slower because their rows are no whole number of 16 bytes."""
+        """Seconds that products among these ops lose because their rows are no whole number of 16 bytes, by name."""
         if not self.seconds.costs.knows_unaligned:
             return {}
         found = {}
@@ -61,7 +61,7 @@ class Told:
         return found
 
     def _of_step(self, name: str) -> list[str]:
-        """A line about the seconds of a step that are in no op, which the loss has."""
+        """A line about the seconds of a step outside of ops, which are counted at the loss; none elsewhere."""
         seconds, names = self.setting.cluster.step_s, self.graph.output_names
         if not seconds or name != f"out.{names[self.graph.loss or 0]}":
             return []
@@ -69,7 +69,7 @@ class Told:
         return [f"{what}: {seconds * 1e6:.1f} us, {FROM[MEASURED]}"]
 
     def _of_chunks(self, chosen: Chosen) -> list[str]:
-        """A line about an op that runs once a chunk: their number, and the seconds of adding up its gradients."""
+        """A line about an op that runs in chunks: their number, and the seconds of summing its gradients."""
         count = info(chosen.node).chunks
         if count == 1:
             return []
@@ -79,7 +79,7 @@ class Told:
         return [f"in {count} chunks of rows, each of which takes what follows{sums}"]
 
     def _line(self, what: str, count: int, kernel: Kernel, way: str) -> str:
-        """The line of a kernel that runs so often; "" where it takes no time."""
+        """The line about a kernel that runs `count` times; "" where it takes no time."""
         costs = self.seconds.costs
         seconds = float((costs.forward if way == "forward" else costs.backward)(kernel)[0])
         if not count or not seconds:

@@ -1,4 +1,4 @@
-"""What kernels read and write: of an op that runs by itself, and of one that runs in one kernel with its neighbours.
+"""`Traffic`: the tensors that an op's kernels read and write, alone or in one kernel with neighbouring ops.
 
 Where torch.compile makes the code, ops that only read and write are fused: a chain of them reads what enters it, writes
 what leaves it, and starts once. An end of a chain is a product, an op that torch.compile does not know, an input, an
@@ -25,17 +25,17 @@ from autopar.space.setting import Setting
 
 
 class Traffic(NamedTuple):
-    """Tensors that an op's kernels move, by operand and, behind them, output."""
+    """The tensors that an op's kernels move, as (index, how often), with outputs counted after operands."""
 
     forward: tuple[tuple[int, float], ...]
     backward: tuple[tuple[int, float], ...]  # of all of its kernels together
     gradients: int  # how many kernels those are
-    starts: bool = True  # does a kernel start with it in forward, and in backward?
+    starts: bool = True  # whether a kernel starts with it, in forward and in backward
     starts_back: bool = True
 
 
 def alone(node: fx.Node, given: Sequence[fx.Node], kernels: str) -> Traffic:
-    """The traffic of an op that runs by itself.
+    """The traffic of an op that runs in kernels of its own.
 
     Its backward reads the gradients of outputs and what was kept, and writes the gradient of each operand. An op whose
     gradients are kernels of their own reads the former for each.
@@ -56,7 +56,7 @@ def alone(node: fx.Node, given: Sequence[fx.Node], kernels: str) -> Traffic:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chains:
-    """The chains of a graph whose code torch.compile makes."""
+    """The fused chains of ops in a graph whose code torch.compile makes."""
 
     kernels: str
     kept: frozenset[fx.Node]  # for backward
@@ -66,7 +66,7 @@ class Chains:
         return Chains(kernels, frozenset(n for node in graph.nodes for n in kept_by(node, kernels)[0]))
 
     def traffic(self, node: fx.Node, given: Sequence[fx.Node]) -> Traffic:
-        """The traffic of an op, less what stays inside of a chain."""
+        """The traffic of an op, without what stays inside of a chain."""
         eager = alone(node, given, self.kernels)
         if not is_fused(node):
             return eager
@@ -86,20 +86,20 @@ class Chains:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The share of one op in what a kernel of autopar's moves."""
+    """The share of one op in the traffic of a kernel of autopar's that stands for several ops."""
 
     enters: frozenset[fx.Node]  # what the kernel reads, and this op is the first to read
-    needed: frozenset[fx.Node]  # of that, what its backward reads once more
+    needed: frozenset[fx.Node]  # of these, what its backward reads again
     written: frozenset[fx.Node]  # and what gets a gradient of its own
     leaves: tuple[float, float]  # how often its result moves in forward, and that or its gradient in backward
     last: fx.Node  # the op whose result is the last one: where the kernel runs
     is_last: bool
-    is_kept: bool  # does the kernel's backward read its result?
-    is_inner: bool  # is its result nowhere, but in the kernel?
+    is_kept: bool  # whether the kernel's backward reads its result
+    is_inner: bool  # whether its result stays inside the kernel
     over: fx.Node | None  # the value over which the kernel can write its gradient
 
     def kept(self, op: fx.Node) -> list[fx.Node]:
-        """The values that are kept for backward where the op is: of what the kernel reads, or its result."""
+        """Values kept for backward at this op: operands that the kernel's backward reads, and maybe its result."""
         return [n for n in op.all_input_nodes if source_of(n) in self.needed] + ([op] if self.is_kept else [])
 
     def traffic(self, given: Sequence[fx.Node]) -> Traffic:
@@ -113,13 +113,13 @@ class Group:
 
 
 def groups_of(graph: Graph, setting: Setting) -> dict[fx.Node, Group]:
-    """The ops in whose place kernels stand, each with its share."""
+    """The ops that kernels stand for, each with its share in its kernel's traffic."""
     kind = setting.cluster.device.kernels
     return {op: share for family, found in _found(graph, setting) for op, share in _shares(family, found, kind)}
 
 
 def relieved_of(graph: Graph, setting: Setting) -> frozenset[fx.Node]:
-    """The products of whose bias a kernel behind them makes the gradient."""
+    """The products whose bias gets its gradient from a kernel behind them."""
     return frozenset(family.product(found) for family, found in _found(graph, setting) if family.product is not None)
 
 
@@ -132,7 +132,7 @@ def _found(graph: Graph, setting: Setting) -> Iterator[tuple[Family, Found]]:
 
 
 def held_by_kernels(graph: Graph, setting: Setting) -> dict[fx.Node, Group]:
-    """Those of them that run in one kernel: on a CPU ops run one by one, in their order."""
+    """The ops that run in one kernel where memory is concerned; none on a CPU, which runs them one by one."""
     return groups_of(graph, setting) if backend.is_traced(setting.cluster.device.kernels) else {}
 
 
@@ -166,7 +166,7 @@ def _shares(family: Family, found: Found, kernels: str) -> Iterator[tuple[fx.Nod
 
 
 def _needed(family: Family, found: Found, kernels: str) -> set[fx.Node]:
-    """The values that the backward of ops in one kernel reads: kept ones, and those that these are made of."""
+    """The values that a kernel's backward reads: kept ones, and those from which it recomputes others."""
     if family.keeps is not None:
         return set(map(source_of, family.keeps(found)))
     needed = set[fx.Node]()
@@ -180,14 +180,14 @@ def _needed(family: Family, found: Found, kernels: str) -> set[fx.Node]:
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """The value that passes through an identity to several readers."""
+    """The value behind a chain of identities (fan-outs)."""
     while info(node).kind == "op" and op_name(node) == "identity":
         node = node.kwargs["input"]
     return node
 
 
 def is_fused(node: fx.Node) -> bool:
-    """Is it an op that torch.compile fuses with its neighbours?"""
+    """Whether torch.compile fuses a node with its neighbours."""
     if info(node).kind != "op":
         return False
     facts = facts_of(op_name(node))
@@ -195,7 +195,7 @@ def is_fused(node: fx.Node) -> bool:
 
 
 def _shown(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shows."""
+    """The node whose memory a chain of views shares."""
     while info(node).kind in ("op", "part") and node.all_input_nodes:
         if info(node).kind == "op" and not facts_of(op_name(node)).free:
             break
@@ -204,7 +204,7 @@ def _shown(node: fx.Node) -> fx.Node:
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """The ops that read a value, through views too."""
+    """The ops that read a value, directly or through views."""
     for user in node.users:
         if info(user).kind == "part" or (info(user).kind == "op" and facts_of(op_name(user)).free):
             yield from _users(user)

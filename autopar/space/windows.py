@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from autopar.space.space import Edge
 
 BUCKET = 25 * 2**20  # bytes of whole parameters that travel together
-BLOCK = 1  # of windows: whatever reads a parameter is one
+BLOCK = 1  # least bytes of a window: each block that reads a parameter is one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Communication that moves while some ops compute: seconds of edges and of sites, by choice."""
+    """Communication that moves while some ops compute: tables of seconds by edge and by site."""
 
     way: str  # "forward" or "backward"
     span: tuple[int, int]  # the first and the last of the sites that compute, as forward runs them
@@ -44,13 +44,13 @@ class Window:
     compute: tuple[tuple[int, np.ndarray], ...]  # of a site by choice
 
     def seconds(self, picked: Sequence[int], edges: Sequence[Edge]) -> tuple[float, float]:
-        """Communication and compute seconds of the window under these choices."""
+        """(communication, compute) seconds of the window under the picked choices."""
         moved = sum(float(table[edges[k].place(picked)]) for k, table in self.communication)
         return moved, sum(float(run[picked[i]]) for i, run in self.compute)
 
 
 def buckets(sizes: Sequence[int], full: int = BUCKET) -> list[list[int]]:
-    """Group items by their bytes, in order: a bucket takes what comes until it is full."""
+    """Indices of items grouped in order into buckets; a bucket is closed once it holds `full` bytes or more."""
     found, held = list[list[int]](), full
     for k, size in enumerate(sizes):
         if held >= full:

@@ -1,4 +1,4 @@
-"""`Wiring`: the sites and edges of a space, with the nodes of the graph that they stand for."""
+"""`Wiring`: the sites and edges of a space, with the graph nodes that they stand for."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SiteKey: TypeAlias = Any  # a node, or the output node and a position
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wiring:
-    """Sites and edges in the order of the space, and whose they are."""
+    """Sites and edges in the order of the space, and the nodes that they stand for."""
 
     sites: tuple[Site, ...]
     edges: tuple[Edge, ...]
-    values: tuple[fx.Node, ...]  # edge -> the value that it carries,
-    takers: tuple[fx.Node, ...]  # and the node that takes it
+    values: tuple[fx.Node, ...]  # edge -> the value that it carries
+    takers: tuple[fx.Node, ...]  # edge -> the node that takes it
     index: Mapping[SiteKey, int]  # of each site
 
     def site(self, node: fx.Node) -> Site:
@@ -30,12 +30,12 @@ class Wiring:
 
 
 def source_of(value: fx.Node) -> tuple[fx.Node, int]:
-    """The op that gives a value, and as which of its outputs."""
+    """The op that gives a value, and the index of the value among its outputs."""
     return (value.args[0], value.args[1]) if info(value).kind == "part" else (value, 0)
 
 
 def outputs_of(node: fx.Node) -> list[fx.Node | None]:
-    """The values that an op gives, in order; None where nobody uses one."""
+    """The values that an op gives, in order; None for an output that nobody uses."""
     parts = {part.args[1]: part for part in walks.parts(node)}
     count = len(info(node).outputs)
     return [node] if count == 1 and not parts else [parts.get(i) for i in range(count)]
